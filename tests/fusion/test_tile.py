@@ -109,6 +109,34 @@ def test_programs_of_the_benchmark(monkeypatch):
     close(ours(args), plain(args), 1e-3)
 
 
+PRODUCTS = {
+    "epilogue": (lambda x, w, b: jax.nn.gelu(x @ w + b), [(100, 70), (70, 90), (90,)], 1),
+    "residual": (lambda x, w: x + jnp.tanh(x @ w) * 2, [(64, 64), (64, 64)], 1),
+    "itself": (lambda x: x @ x.T, [(33, 70)], 1),
+    "other order": (lambda x, y: jax.lax.dot_general(x, y, (((0,), (1,)), ((), ()))) + 1, [(33, 70), (20, 33)], 1),
+    "both": (lambda x, g, u: jax.nn.silu(x @ g) * (x @ u), [(40, 50), (50, 60), (50, 60)], 2),
+    "softmax": (lambda x, w: jax.nn.softmax(x @ w), [(40, 50), (50, 60)], 2),
+    "precision": (lambda x, w: (jnp.dot(x, w, precision="highest") + 1, x @ w), [(40, 50), (50, 60)], 2),
+    "batch": (lambda x, w: jnp.einsum("bij,bjk->bik", x, w) + 1, [(3, 40, 50), (3, 50, 60)], 1),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    """They are kernels, which compute what follows on their tiles."""
+    f, shapes, kernels = PRODUCTS[name]
+    tiled = same(f, *(array(*shape) for shape in shapes), tolerance=1e-3)
+    assert len(tiled.kernels) == kernels
+    assert ("jt.dot(" in tiled.text) == (name != "batch")
+
+
+def test_products_of_short_numbers():
+    same(lambda x, y: jax.nn.relu(x @ y), array(33, 70, dtype="bfloat16"), array(70, 20, dtype="bfloat16"))
+    x, y = (jnp.asarray(rng.integers(-9, 9, shape), "int8") for shape in ((33, 70), (70, 20)))
+    f = lambda x, y, scale: jax.lax.dot(x, y, preferred_element_type=jnp.int32) * scale
+    assert "jnp.int32)" in same(f, x, y, array(20)).text
+
+
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "int16"])
 def test_integers(dtype):
     n, m = (jnp.asarray(rng.integers(0, 100, (4, 33)), dtype) for _ in range(2))

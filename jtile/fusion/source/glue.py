@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jtile._errors import UnsupportedError
@@ -154,20 +155,19 @@ def _(step, x, y):
     plain = p["precision"] is None and out.dtype == a.dtype == b.dtype
     if plain and not ba and ca == (len(a.shape) - 1,) and cb == (0,) and len(a.shape) <= 2 and len(b.shape) <= 2:
         return f"{x} @ {y}"
-    precision = _precision(p["precision"])
+    precision = precision_text(p["precision"])
+    if precision is None:
+        raise no_text(step)
     kind = f", preferred_element_type={dtype_text(out.dtype)}"
     return f"jax.lax.dot_general({x}, {y}, (({ca}, {cb}), ({ba}, {bb})){precision}{kind})"
 
 
-def _precision(given: Any) -> str:
+def precision_text(given: Any) -> str | None:
+    """The argument that asks for the precision of a product; None if it is another one for each operand."""
     if given is None:
         return ""
-    name = lambda p: f"jax.lax.Precision.{p.name}"
-    try:
-        text = name(given) if not isinstance(given, tuple) else f"({', '.join(map(name, given))})"
-    except AttributeError:
-        text = repr(str(given))
-    return f", precision={text}"
+    given = given[0] if isinstance(given, tuple) and len({*given}) == 1 else given
+    return f", precision=jax.lax.Precision.{given.name}" if isinstance(given, jax.lax.Precision) else None
 
 
 @rule("slice")

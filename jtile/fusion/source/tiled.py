@@ -21,7 +21,7 @@ from jtile.fusion.chains import Chain
 from jtile.fusion.fused import Fused, fuse
 from jtile.fusion.groups import Group, Plan, Unit
 from jtile.fusion.loops import Loop
-from jtile.fusion.steps import Constant, Step, Value
+from jtile.fusion.steps import Constant, Node, Step, Value
 
 from . import glue
 from .attention import attention_text
@@ -29,6 +29,7 @@ from .expressions import ATOM, Body, Names, Text, dtype_text
 from .frames import reduction
 from .kernels import GroupText, LoopText
 from .names import names_of
+from .products import ProductText, is_product, products_of
 
 QUIET = frozenset(["convert_element_type", "stop_gradient", "neg"])  # steps that name no kernel
 
@@ -97,7 +98,7 @@ def tile(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Tiled:
         raise KernelTypeError(f"jt.tile takes a function of arrays, got {fun!r}")
     fused = fun if isinstance(fun, Fused) else fuse(fun)
     plan, tree, _ = fused.planned(args, kwargs, everything=True)
-    if not plan.units:
+    if not plan.units and not any(isinstance(u, int) and is_product(plan.program.nodes[u]) for u in plan.order):
         raise UnsupportedError("jt.tile: the function has no step that becomes a kernel")
     return _Module(fused, plan, tree, args, kwargs).made()
 
@@ -112,6 +113,7 @@ class _Module:
         for unit in plan.units:
             makers.update(unit.makers if isinstance(unit, Loop) else {})
         self.called = {**names_of(makers), **dict(zip(self.program.inputs, leaves, strict=True))}
+        self.products, self.places = products_of(plan)
         self.kernel_names = Names([self.name])
         self.kernels: dict[str, list[str]] = {}
         uses = collections.Counter(v for unit in plan.order for v in self._read(unit))
@@ -134,8 +136,14 @@ class _Module:
             self.body.line(line)
         for v, array in self.program.constants.items():
             self.body.texts[v] = self.body.name(Text(glue.array_text(array, v.dtype), shape=v.shape), "constant")
-        for unit in self.plan.order:
-            if isinstance(unit, int):
+        into = {place: k for k, place in self.places.items()}
+        for place, unit in enumerate(self.plan.order):
+            if isinstance(unit, int) and unit in self.places:
+                continue  # a part of a group's kernel
+            if place in into or (isinstance(unit, int) and unit in self.products):
+                number = into.get(place, unit)
+                self._call(self.products[number], self.program.nodes[number])
+            elif isinstance(unit, int):
                 glue.run(self.body, self.program.nodes[unit])
             elif isinstance(unit, Chain):
                 attention_text(self.body, unit)
@@ -163,10 +171,15 @@ class _Module:
         lines = [piece for line in [*parts, *entry] for piece in _broken(line)]
         return "\n".join([*head, *lines]) + "\n"
 
-    def _call(self, unit: Group | Loop) -> None:
+    def _call(self, unit: Group | Loop, product: Node | None = None) -> None:
         """The kernel of a unit, and its call."""
         body = self.body
-        if isinstance(unit, Group):
+        if isinstance(unit, Group) and product is not None:
+            made = ProductText(self._name([product.eqn, *unit.steps]), product, unit, self.called)
+            given = [made.operands.get(v, v) for v in made.inputs]
+            shapes = [v.shape if v in made.operands else unit.layout.shape_of(v) for v in made.inputs]
+            shown = [unit.layout.shape_of(v) for v in unit.outputs]
+        elif isinstance(unit, Group):
             made = GroupText(self._name(unit.steps), unit, GroupKernel(unit).tiling, self.called)
             shapes, given = [unit.layout.shape_of(v) for v in made.inputs], made.inputs
             shown = [made.layout.shape_of(v) for v in unit.outputs]
@@ -203,10 +216,11 @@ class _Module:
         return Text(text, shape=value.shape)
 
     def _name(self, steps: Sequence[Step]) -> str:
-        if sum(isinstance(unit, (Group, Loop)) for unit in self.plan.units) == 1:
+        units = sum(isinstance(unit, (Group, Loop)) for unit in self.plan.units)
+        if units + len(self.products) - len(self.places) == 1:
             return self.kernel_names.new(f"{self.name}_kernel")
         told = [s for s in steps if s.name not in QUIET] or steps
-        return self.kernel_names.new(name_of(self.name, told[:3]))
+        return self.kernel_names.new(name_of(self.name, told[:3]).replace("dot_general", "product"))
 
 
 def _wrapped(text: str, width: int = 116) -> str:
