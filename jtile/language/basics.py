@@ -19,7 +19,7 @@ from jtile.language._sizes import is_dynamic, static
 from jtile.language.refs import Ref
 
 
-def program_id(axis: int | str):
+def program_id(axis: int | str) -> jax.Array:
     """The number of this program along an axis of the grid.
 
     Args:
@@ -34,7 +34,7 @@ def program_id(axis: int | str):
     return program_id_p.bind(axis=axis_number(axis))
 
 
-def num_programs(axis: int | str):
+def num_programs(axis: int | str) -> jax.Array:
     """The number of programs along an axis of the grid.
 
     Args:
@@ -93,7 +93,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(int(n) - 1, 0).bit_length()
 
 
-def arange(start, stop=None, step=1, dtype=None):
+def arange(start, stop=None, step=1, dtype=None) -> jax.Array:
     """A tile of evenly spaced numbers, as `jnp.arange` makes it.
 
     Args:
@@ -121,17 +121,17 @@ def _fits_int32(v, what: str) -> None:
         raise KernelValueError(f"{what}: {v} does not fit int32, the dtype of ints: give dtype=jnp.int64", user_place())
 
 
-def zeros(shape, dtype: Any = np.float32):
+def zeros(shape, dtype: Any = np.float32) -> jax.Array:
     """A tile of zeros."""
     return jnp.zeros(shape, dtype)
 
 
-def ones(shape, dtype: Any = np.float32):
+def ones(shape, dtype: Any = np.float32) -> jax.Array:
     """A tile of ones."""
     return jnp.ones(shape, dtype)
 
 
-def full(shape, value, dtype=None):
+def full(shape, value, dtype=None) -> jax.Array:
     """A tile that is filled with one number.
 
     Args:

@@ -48,7 +48,7 @@ def _tile(x, what: str):
     return jnp.asarray(x)
 
 
-def dot(a, b, acc=None, *, precision=None):
+def dot(a, b, acc=None, *, precision=None) -> jax.Array:
     """`acc + a @ b`.
 
     Args:
@@ -103,7 +103,7 @@ def _accumulator(acc, shape, dtype: Any) -> list:
     return [acc]
 
 
-def dot_scaled(a, sa, b, sb, acc=None):
+def dot_scaled(a, sa, b, sb, acc=None) -> jax.Array:
     """Block-scaled product: each element counts as its value times its block's scale, accumulated in float32.
 
     Args:

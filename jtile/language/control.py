@@ -36,7 +36,7 @@ class Range:
     def static(self) -> bool:
         return all(isinstance(v, int) for v in (self.lo, self.hi, self.step))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[jax.Array]:
         raise KernelSyntaxError(
             "jt.range loops need the source of the function around them, and jtile has not rewritten this one: "
             "decorate a helper with @jt.function; where there is no source (REPL, lambda, exec), write the function to "

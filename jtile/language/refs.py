@@ -96,10 +96,10 @@ class Ref:
         """The access to the memory behind the elements that `a` names."""
         return a
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> jax.Array:
         return load(self, index)
 
-    def __setitem__(self, index, value) -> None:
+    def __setitem__(self, index: Any, value: Any) -> None:
         store(self, index, value)
 
     def __len__(self) -> int:
@@ -217,10 +217,10 @@ class TileView:
             return _index.static_index(int(i), count, f"the tile view of {self.name}")
         return _index.scalar_index(i, self.name)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> jax.Array:
         return load(self, index)
 
-    def __setitem__(self, index, value) -> None:
+    def __setitem__(self, index: Any, value: Any) -> None:
         store(self, index, value)
 
     def __iter__(self):
@@ -319,7 +319,7 @@ def _writable(x: Ref | TileView, what: str) -> None:
         )
 
 
-def load(x, index, mask=None, other=None):
+def load(x, index, mask=None, other=None) -> jax.Array:
     """The elements of Ref or view `x` at `index`.
 
     Args:
@@ -388,7 +388,7 @@ def _atomic(fn: str, x, index, value, mask, compare=None):
     return a.after(atomic_p.bind(_tracer(x), *_operands(a), *values, *masked, fn=fn, dims=a.dims, masked=bool(masked)))
 
 
-def atomic_add(x, index, value, mask=None):
+def atomic_add(x, index, value, mask=None) -> jax.Array:
     """`x[index] += value`, in one step that no other program can come between; programs may add to the same places.
 
     Args:
@@ -402,37 +402,37 @@ def atomic_add(x, index, value, mask=None):
     return _atomic("add", x, index, value, mask)
 
 
-def atomic_max(x, index, value, mask=None):
+def atomic_max(x, index, value, mask=None) -> jax.Array:
     """`x[index] = max(x[index], value)`, atomic; returns the old values."""
     return _atomic("max", x, index, value, mask)
 
 
-def atomic_min(x, index, value, mask=None):
+def atomic_min(x, index, value, mask=None) -> jax.Array:
     """`x[index] = min(x[index], value)`, atomic; returns the old values."""
     return _atomic("min", x, index, value, mask)
 
 
-def atomic_and(x, index, value, mask=None):
+def atomic_and(x, index, value, mask=None) -> jax.Array:
     """`x[index] &= value`, atomic; returns the old values."""
     return _atomic("and", x, index, value, mask)
 
 
-def atomic_or(x, index, value, mask=None):
+def atomic_or(x, index, value, mask=None) -> jax.Array:
     """`x[index] |= value`, atomic; returns the old values."""
     return _atomic("or", x, index, value, mask)
 
 
-def atomic_xor(x, index, value, mask=None):
+def atomic_xor(x, index, value, mask=None) -> jax.Array:
     """`x[index] ^= value`, atomic; returns the old values."""
     return _atomic("xor", x, index, value, mask)
 
 
-def atomic_xchg(x, index, value, mask=None):
+def atomic_xchg(x, index, value, mask=None) -> jax.Array:
     """`x[index] = value`, atomic; returns the old values."""
     return _atomic("xchg", x, index, value, mask)
 
 
-def atomic_cas(x, index, compare, value, mask=None):
+def atomic_cas(x, index, compare, value, mask=None) -> jax.Array:
     """`x[index] = value` where the element equals `compare` bit for bit, atomic; returns the old values."""
     return _atomic("cas", x, index, value, mask, compare)
 
@@ -443,7 +443,7 @@ class Indexer:
 
     x: Ref | TileView
 
-    def __getitem__(self, index) -> Place:
+    def __getitem__(self, index: Any) -> Place:
         return Place(self.x, index)
 
 
@@ -454,28 +454,28 @@ class Place:
     x: Ref | TileView
     index: Any
 
-    def add(self, value, mask=None):
+    def add(self, value, mask=None) -> jax.Array:
         return atomic_add(self.x, self.index, value, mask)
 
-    def max(self, value, mask=None):
+    def max(self, value, mask=None) -> jax.Array:
         return atomic_max(self.x, self.index, value, mask)
 
-    def min(self, value, mask=None):
+    def min(self, value, mask=None) -> jax.Array:
         return atomic_min(self.x, self.index, value, mask)
 
-    def and_(self, value, mask=None):
+    def and_(self, value, mask=None) -> jax.Array:
         return atomic_and(self.x, self.index, value, mask)
 
-    def or_(self, value, mask=None):
+    def or_(self, value, mask=None) -> jax.Array:
         return atomic_or(self.x, self.index, value, mask)
 
-    def xor(self, value, mask=None):
+    def xor(self, value, mask=None) -> jax.Array:
         return atomic_xor(self.x, self.index, value, mask)
 
-    def xchg(self, value, mask=None):
+    def xchg(self, value, mask=None) -> jax.Array:
         return atomic_xchg(self.x, self.index, value, mask)
 
-    def cas(self, compare, value, mask=None):
+    def cas(self, compare, value, mask=None) -> jax.Array:
         return atomic_cas(self.x, self.index, compare, value, mask)
 
     def get(self, mask=None, other=None):
