@@ -130,6 +130,15 @@ def test_products(name):
     assert ("jt.dot(" in tiled.text) == (name != "batch")
 
 
+def test_rows_that_an_index_picks():
+    """Negative ones and those that are not there, in every mode."""
+    table, index = array(7, 3, 5), jnp.asarray([[3, -1], [6, 40], [-9, 0]])
+    for mode in ("fill", "clip", "wrap"):
+        tiled = same(lambda t, i, mode=mode: jnp.take(t, i, axis=0, mode=mode) * 2, table, index)
+        assert "jt.load(t, (row, " in tiled.text
+    same(lambda t, i: t[i], jnp.asarray(rng.integers(-9, 9, 7), "int16"), jnp.asarray([6, 0, 2]))
+
+
 def test_products_of_short_numbers():
     same(lambda x, y: jax.nn.relu(x @ y), array(33, 70, dtype="bfloat16"), array(70, 20, dtype="bfloat16"))
     x, y = (jnp.asarray(rng.integers(-9, 9, shape), "int8") for shape in ((33, 70), (70, 20)))

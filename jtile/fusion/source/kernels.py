@@ -186,7 +186,9 @@ class GroupText(KernelText):
         body.indent -= 1
         for step, name in sums:
             (out,) = step.outs
-            body.texts[step.ins[0]] = Text(name, shape=frame.shape_of(step.ins[0]))
+            (x,) = step.ins
+            assert isinstance(x, Value)
+            body.texts[x] = Text(name, shape=frame.shape_of(x))
             frame.store(out, self.outs[out], "share", frame.result(step))
 
     def _places(self, frame: TileText, late: list[int], counts: list[str], block: str) -> None:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import importlib.util
 import inspect
+import math
 import sys
 import tempfile
 import textwrap
@@ -27,6 +28,7 @@ from . import glue
 from .attention import attention_text
 from .expressions import ATOM, Body, Names, Text, dtype_text
 from .frames import reduction
+from .gathers import gather_text, is_gather
 from .kernels import GroupText, LoopText
 from .names import names_of
 from .products import ProductText, is_product, products_of
@@ -98,7 +100,8 @@ def tile(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Tiled:
         raise KernelTypeError(f"jt.tile takes a function of arrays, got {fun!r}")
     fused = fun if isinstance(fun, Fused) else fuse(fun)
     plan, tree, _ = fused.planned(args, kwargs, everything=True)
-    if not plan.units and not any(isinstance(u, int) and is_product(plan.program.nodes[u]) for u in plan.order):
+    nodes = [plan.program.nodes[u] for u in plan.order if isinstance(u, int)]
+    if not plan.units and not any(is_product(node) or is_gather(node) for node in nodes):
         raise UnsupportedError("jt.tile: the function has no step that becomes a kernel")
     return _Module(fused, plan, tree, args, kwargs).made()
 
@@ -140,9 +143,11 @@ class _Module:
         for place, unit in enumerate(self.plan.order):
             if isinstance(unit, int) and unit in self.places:
                 continue  # a part of a group's kernel
-            if place in into or (isinstance(unit, int) and unit in self.products):
-                number = into.get(place, unit)
+            number = into.get(place, unit)
+            if isinstance(number, int) and number in self.products:
                 self._call(self.products[number], self.program.nodes[number])
+            elif isinstance(unit, int) and is_gather(self.program.nodes[unit]):
+                self._gather(self.program.nodes[unit])
             elif isinstance(unit, int):
                 glue.run(self.body, self.program.nodes[unit])
             elif isinstance(unit, Chain):
@@ -204,6 +209,21 @@ class _Module:
                 text = self._finished(last[v], v, name)
             text = Text(glue.reshaped(text.at(ATOM), shape, v.shape), shape=v.shape)
             body.give(v, text, name) if not text.text.isidentifier() else body.texts.update({v: text})
+
+    def _gather(self, node: Node) -> None:
+        """The kernel of rows that an index picks, and its call."""
+        body, (source, index), (out,) = self.body, node.ins, node.outs
+        names = Names(["out", "rows", "i", "columns", "row", "row_tile"])
+        table = names.new(self.called.get(source, "table"))  # type: ignore[arg-type]
+        name = self.kernel_names.new(f"{self.name}_rows")
+        self.kernels[name] = gather_text(name, node, table, names.new("index"))
+        shape = source.shape[0], math.prod(source.shape[1:])
+        rows = math.prod(index.shape)
+        args = glue.reshaped(glue.whole(body, source), source.shape, shape), glue.reshaped(
+            glue.whole(body, index), index.shape, (rows,)
+        )  # fmt: skip
+        text = glue.reshaped(f"{name}({', '.join(args)})", (rows, shape[1]), out.shape)
+        body.texts[out] = body.name(Text(text, shape=out.shape), self.called.get(out, "taken"))
 
     def _finished(self, step: Step, value: Value, name: str) -> Text:
         """The sum of the sums of programs."""
