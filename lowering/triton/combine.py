@@ -37,8 +37,13 @@ def reduce_axes(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: Combi
 
 def scan(em: Emitter, xs: Sequence[Val], axis: int, body: Combiner, *, reverse: bool = False) -> list[Val]:
     """Inclusive scan along an axis, from its end if `reverse`; `body(before..., x...)` must be associative."""
+    shape, code = xs[0].shape, em.code
+    if len(shape) > 1 and math.prod(shape) == shape[axis] and not code.layout(shape):
+        # Triton 3.6 fails on scans along a column whose lanes several warps hold, as [64, 1] tiles of loads are.
+        flat = scan(em, [code.reshape(x, (shape[axis],)) for x in xs], 0, body, reverse=reverse)
+        return [code.reshape(y, shape) for y in flat]
     attributes = f"axis = {axis} : i32, reverse = {'true' if reverse else 'false'}"
-    return _region(em, "tt.scan", attributes, xs, xs[0].shape, body)
+    return _region(em, "tt.scan", attributes, xs, shape, body)
 
 
 def _region(em: Emitter, name: str, attributes: str, xs: Sequence[Val], shape: Sequence[int], body) -> list[Val]:

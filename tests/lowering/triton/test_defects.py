@@ -49,6 +49,16 @@ def test_a_reduction_after_a_reshape():
         layouts.check(text)
 
 
+def test_a_scan_along_a_column():
+    """Triton 3.6 fails on one of a tile that several warps hold, as decays of a chunk are: it scans a vector."""
+    bench = Bench(array((64, 1), "float32"))
+    bench.value(ir.Cumulative(bench.loads()[0], "sum", 0, False))
+    kernel = bench.case().kernel
+    text = emit_kernel(kernel, features("sm_90"))[0]
+    assert "(tensor<64xf32>) -> tensor<64xf32>" in text and "tensor<64x1xf32>) -> tensor<64x1xf32>" not in text
+    assert compile_kernel(kernel, card("sm_90")).image
+
+
 def test_what_gets_its_last_axis_back_keeps_the_layout_of_its_rows():
     """Behind a reshape, triton 3.6 gives every thread whole rows of what is computed with it."""
     bench = Bench(array((8, 64), "float32"))
