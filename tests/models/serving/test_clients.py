@@ -81,6 +81,25 @@ def test_answers_of_a_schema(client):
         assert made.finish_reason == "stop" and isinstance(made.message.parsed, Wish)
 
 
+@pytest.mark.slow
+def test_two_hundred_answers_of_a_schema(url):
+    """At temperature 1, eight at a time: every one of them parses."""
+
+    async def main() -> list[bool]:
+        gate = asyncio.Semaphore(8)
+        async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=300) as client:
+
+            async def one(seed: int) -> bool:
+                options = dict(model="tiny", messages=HI, max_tokens=70, temperature=1, response_format=Wish)
+                async with gate:
+                    made = (await client.chat.completions.parse(**options, seed=seed)).choices[0]
+                return made.finish_reason == "stop" and isinstance(made.message.parsed, Wish)
+
+            return await asyncio.gather(*map(one, range(200)))
+
+    assert asyncio.run(main()).count(True) == 200
+
+
 class Go(BaseModel, extra="forbid"):
     """Short enough for the context of the tiny model."""
 
