@@ -21,6 +21,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.tune import device, measure
 
 _MARK = "jtile.profile_program"
+_PREFIX = "jtile_"  # of the names of kernels on a GPU
 _CALL = re.compile(
     r'^\s*(?:ROOT )?%?(\S+) = .*?custom-call\(.*custom_call_target="jtile_\w+".*\bname = "([^"]+)"', re.MULTILINE
 )
@@ -34,7 +35,8 @@ class Part:
       name: of the kernel, or of the op in XLA's program.
       kind: `kernel` or `xla`.
       runs: how often it runs in one call of the program.
-      time_us: in one call of the program, without what runs inside of it: the median of the calls.
+      time_us: in one call of the program, without what runs inside of it: the median of the calls. Of kernels that
+        overlap on a GPU, what they share counts for the one that began first.
     """
 
     name: str
@@ -161,7 +163,8 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
     module = found[1] if found else ""
     spans = [e for e in events if e.get("ph") == "X"]
     windows = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if str(e.get("name", "")).startswith(_MARK))
-    ops = _on_devices(events, names) or [
+    on_devices = _on_devices(events, names)
+    ops = on_devices or [
         e for e in spans if "hlo_op" in e.get("args", {}) and e["args"].get("hlo_module", module) == module
     ]
     label = lambda op: f"{names[op]} ({op})" if names[op] != op else op
@@ -171,7 +174,7 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
         own = [e for e in ops if start <= e["ts"] < end]
         busy = _union((e["ts"], e["ts"] + e["dur"]) for e in own)
         holes = [(a[1], b[0]) for a, b in itertools.pairwise(busy)]
-        each.append(_own_times(own))
+        each.append(_times_in_line(own) if on_devices else _own_times(own))
         gaps.append(sum(b - a for a, b in holes))
         outside.append(end - start - (busy[-1][1] - busy[0][0] if busy else 0.0))
         lanes += [(a, b, "gap") for a, b in holes]
@@ -195,8 +198,8 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
 
 
 def _on_devices(events: Sequence[dict[str, Any]], names: dict[str, str]) -> list[dict[str, Any]]:
-    """What ran on the streams of GPUs; a kernel that a recorded graph has launched is known by its own name alone.
-    Nothing where there is no GPU."""
+    """What ran on the streams of GPUs; nothing where there is none. A graph that XLA has recorded is one op to it, so
+    that what runs in it goes by its own name, which of jtile's kernels begins with `jtile_`."""
     about = [e for e in events if e.get("ph") == "M"]
     title = lambda e: str(e.get("args", {}).get("name", ""))
     pids = {e["pid"] for e in about if e.get("name") == "process_name" and "/device:GPU" in title(e)}
@@ -205,12 +208,26 @@ def _on_devices(events: Sequence[dict[str, Any]], names: dict[str, str]) -> list
     for e in events:
         if e.get("ph") != "X" or e["pid"] not in pids or (e["pid"], e["tid"]) not in streams:
             continue
-        kernel = next((k for k in sorted(set(names.values()), key=len, reverse=True) if e["name"].startswith(k)), None)
-        op = e.get("args", {}).get("hlo_op") or e["name"]
-        if kernel is not None:
-            names.setdefault(op, kernel)
+        op = e.get("args", {}).get("hlo_op") or "command_buffer"
+        if e["name"].startswith(_PREFIX):
+            op = e["name"]
+            names[op] = op.removeprefix(_PREFIX)
+        elif op.startswith("command_buffer"):
+            op = e["name"]
         found.append({**e, "args": {**e.get("args", {}), "hlo_op": op}})
     return found
+
+
+def _times_in_line(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Microseconds of each run of an op on a device. Kernels that overlap wait for each other for the most part: what
+    two of them share counts for the one that began first."""
+    out: dict[str, list[float]] = {}
+    until = float("-inf")
+    for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        end = e["ts"] + e["dur"]
+        out.setdefault(e["args"]["hlo_op"], []).append(max(end - max(e["ts"], until), 0.0))
+        until = max(until, end)
+    return out
 
 
 def _own_times(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

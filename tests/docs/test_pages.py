@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PUZZLES, SOLUTIONS = (DOCS / "learn" / f"{name}.md" for name in ("puzzles", "solutions"))
 PAGES = sorted(page for part in ("learn", "howto", "coming_from") for page in (DOCS / part).glob("*.md"))
 PAGES = [page for page in PAGES if page not in (PUZZLES, SOLUTIONS)]
-PAGES += [DOCS / f"{name}.md" for name in ("library", "extending", "fuse", "graph")]
+PAGES += [DOCS / f"{name}.md" for name in ("library", "extending", "fuse", "graph", "numpy", "sharding", "testing")]
 
 
 def code_of(page):
@@ -39,7 +39,11 @@ def promised(code):
 
 
 @pytest.mark.usefixtures("by_numpy")
-@pytest.mark.parametrize("page", [p for p in PAGES if code_of(p)], ids=lambda p: f"{p.parent.name}/{p.stem}")
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem == "sharding")) for p in PAGES if code_of(p)],
+    ids=lambda p: f"{p.parent.name}/{p.stem}",
+)
 def test_the_page_is_true(page, tmp_path, capsys, subprocess_env):
     code, script = code_of(page), tmp_path / "page.py"  # a file, so that kernels have source
     script.write_text(code)
