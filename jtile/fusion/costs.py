@@ -25,6 +25,7 @@ MANY = 6  # arrays
 CHAINS_ON_GPUS = (
     False  # whether groups become kernels there of which no program takes an axis whole: XLA's are as quick
 )
+FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
 EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time
 
 # Parts of arrays, which XLA reads where an elementwise function needs them; a kernel would have to wait for a copy.
@@ -83,6 +84,8 @@ def not_worth(
     on_gpu = "warps" in jt.target().features
     if not layout.whole and on_gpu and not CHAINS_ON_GPUS:
         return "it is arithmetic and sums of programs' parts, which XLA's code for GPUs does at the speed of memory"
+    if layout.whole and layout.row <= FEW and on_gpu and not CHAINS_ON_GPUS:
+        return f"it reduces axes of {layout.row} elements, which XLA's code for GPUs does in registers"
     if not layout.whole and not on_gpu and names & EXACT:
         return "XLA's code for CPUs computes erf less exactly, in half of the time"
     columns = layout.late and not layout.whole and len(layout.sizes) - 1 not in layout.late
