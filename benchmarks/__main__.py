@@ -1,5 +1,5 @@
 """`python -m benchmarks cpu|gpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads, show the results;
-`python -m benchmarks serve [--gpu]`: an engine and servers under load."""
+`python -m benchmarks serve [--gpu]`: an engine and servers under load; `python -m benchmarks devices`: collectives."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def main() -> None:
         _on_gpu(options)
     elif options.device == "serve":
         _serve(options)
+    elif options.device == "devices":
+        _devices(options)
     else:
         _on_cpu(options)
 
@@ -51,6 +53,17 @@ def _serve(options: argparse.Namespace) -> None:
     from benchmarks.serve import suite
 
     suite.main(options)
+
+
+def _devices(options: argparse.Namespace) -> None:
+    if options.host:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices or 2}"
+        )
+    from benchmarks import devices
+
+    devices.main(options)
 
 
 def _on_cpu(options: argparse.Namespace) -> None:
@@ -115,6 +128,7 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     sub.add_argument("--profile", action="store_true", help="of language models, what each of their kernels takes")
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     _add_serve(devices.add_parser("serve"))
+    _add_devices(devices.add_parser("devices"))
     return parser.parse_args(argv)
 
 
@@ -138,6 +152,16 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
         "--chunk", type=_count, default=1024, metavar="TOKENS", help="with --gpu: of a step at most (default 1024)"
     )
     sub.add_argument("--tiny", action="store_true", help="with --gpu: a tiny model, which tries the code, on a CPU too")
+
+
+def _add_devices(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--devices", type=_count, metavar="N", help="how many; all of this host otherwise")
+    sub.add_argument("--host", action="store_true", help="devices that a CPU pretends to be, with --tiny for a trial")
+    sub.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="functions of jtile.ops.collectives")
+    sub.add_argument("--json", type=_records, metavar="FILE", help="where the records go")
+    sub.add_argument("--repeats", type=_count, default=7, help="samples of each function (default 7)")
+    sub.add_argument("--tiny", action="store_true", help="small sizes, which try the code")
+    sub.add_argument("--paper", action="store_true", help="measure nothing: 8, 72 and 1024 cards by rates of targets")
 
 
 # What a file or number cannot be is said before the benchmarks run, which takes minutes.

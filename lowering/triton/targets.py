@@ -20,6 +20,7 @@ class Card:
     Attributes:
       units: multiprocessors or compute units.
       l2, dram: bytes of the second-level cache and of the memory, which gives `bandwidth` bytes a second.
+      link: bytes a second from a card to the others of its host, one way, where all are joined by such links.
       f32, bf16, fp8, int8, f64: operations a second of matrix products by dtype, the first that of f32 arithmetic.
     """
 
@@ -32,6 +33,7 @@ class Card:
     fp8: float = 0.0
     int8: float = 0.0
     f64: float = 0.0
+    link: float | None = None
 
     def with_units(self, units: int) -> Card:
         """A card of the same chip with more or fewer units: rates go along, memory stays."""
@@ -61,7 +63,7 @@ def target_of(
         Scale("block", units=warps // 4 if warpgroups else warps, memory="shared"),
         *([Scale("cluster", units=8)] if f.clusters else []),
         Scale("device", units=card.units, memory="l2"),
-        Scale("node", units=8, memory="dram"),
+        Scale("node", units=8, memory="dram", link=card.link),
     )
     rates = {"float32": card.f32, "bfloat16": card.bf16, "float16": card.bf16, "float64": card.f64, "int8": card.int8}
     rates |= dict.fromkeys(f.fp8, card.fp8)
