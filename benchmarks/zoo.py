@@ -179,7 +179,7 @@ def convolution_case(name: str, batch: int, dtype: str, seed=0):
 # -- transforms, sparse matrices, pairs, draws -------------------------------------------------------------------------
 
 
-def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, Any]]:
     """(from a seed to the arguments, what a case has besides) of kernels over arrays that are no layers of models."""
     side = (lambda n, big: 16 if tiny else big if large else n)  # fmt: skip
     for n, rows in ((1024, side(1024, 16384)), (4096, side(256, 4096))):

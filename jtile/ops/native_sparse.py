@@ -72,8 +72,9 @@ def _compressed(x, block: int, stride: int):
     pieces = x[:, : (count + block // stride - 1) * stride] if count else x[:, :0]
     pieces = wide(pieces).reshape(x.shape[0], -1, stride, *x.shape[2:]).mean(2)
     per = block // stride
-    whole = sum(pieces[:, p : p + count] for p in range(per)) / per if count else pieces
-    return whole.astype(x.dtype)
+    if count:
+        pieces = jnp.stack([pieces[:, p : p + count] for p in range(per)]).mean(0)
+    return pieces.astype(x.dtype)
 
 
 def _selected(weights, t: int, s: int, *, block: int, stride: int, keys: int, count: int):
@@ -137,7 +138,8 @@ def native_sparse_attention(
 
 
 def _joined(parts, gates, dtype):
-    return sum(wide(x) * wide(gates)[..., n, None].astype(sums_in(x)) for n, x in enumerate(parts)).astype(dtype)
+    terms = [wide(x) * wide(gates)[..., n, None].astype(sums_in(x)) for n, x in enumerate(parts)]
+    return functools.reduce(jnp.add, terms).astype(dtype)
 
 
 def _checked(q, k, v, gates, compressed, block, stride, keys, count, window, scale):
