@@ -47,6 +47,10 @@ def weight(kind: str, n: int, k: int) -> Any:
     return jax.eval_shape(lambda x: ops.quantize(x, kind), f32(n, k))
 
 
+def weights(kind: str, groups: int, n: int, k: int) -> Any:
+    return jax.eval_shape(jax.vmap(lambda x: ops.quantize(x, kind)), f32(groups, n, k))
+
+
 def bound(fn: Callable[..., Any], **meta: Any) -> Callable[..., Any]:
     return lambda *args: fn(*args, **meta)
 
@@ -104,6 +108,42 @@ def longest(x, o):
     o[r] = jnp.sqrt(total.sum()).astype(o.dtype)
 
 
+@jt.kernel(out_type=lambda x, y, **_: jt.like(x), grid=lambda x, y, *, bn, **_: (jt.cdiv(x.shape[0], bn),))
+def multiplied(x, y, o, *, bn=128):
+    """The product of complex numbers, whose halves are the last axis of a tile."""
+    i = jt.program_id(0)
+    o.tiles(bn)[i] = x.tiles(bn)[i] * y.tiles(bn)[i]
+
+
+@jt.kernel(out_type=lambda key, x: jt.like(x), grid=lambda key, x: (jt.cdiv(x.shape[0], 1024),))
+def dropped(key, x, o):
+    """Elements that a random key leaves out."""
+    i = jt.program_id(0)
+    keep = jax.random.bernoulli(jax.random.fold_in(key[...], i), 0.9, (1024,))
+    o.tiles(1024)[i] = jnp.where(keep, x.tiles(1024)[i] / 0.9, 0.0)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=24)
+def persistent(x, o):
+    """As many programs as cores, each with every 24th tile."""
+    X, O = x.tiles(4, 1024), o.tiles(4, 1024)
+    for t in jt.range(jt.program_id(0), X.shape[0], jt.num_programs(0)):
+        O[t, 0] = jax.nn.silu(X[t, 0])
+
+
+@jt.kernel(out_type=lambda x: jax.ShapeDtypeStruct((x.shape[0],), jnp.int32), grid=lambda x: (x.shape[0],))
+def first_large(x, o):
+    """The place of the first element above 3 of each row, -1 without one."""
+    r, X = jt.program_id(0), x.tiles(None, 1024)
+    place = jnp.int32(-1)
+    for k in jt.range(X.shape[1]):
+        at = jnp.where(X[r, k] > 3.0, k * 1024 + jt.arange(1024), 1 << 30).min()
+        if at < (1 << 30):
+            place = at
+            break
+    o[r] = place
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 HEADS = (of(1, 1024, 8, 128), of(1, 1024, 2, 128), of(1, 1024, 2, 128))
@@ -155,6 +195,84 @@ CASES: dict[str, Case] = {
     "sort": Case(ops.sort, (f32(64, 1024),), False),
     "top_k": Case(bound(ops.top_k, k=8), (f32(64, 1024),), False),
     "histogram": Case(bound(ops.histogram, bins=64, range=(-1.0, 1.0)), (f32(65536),), False),
+    "argsort": Case(ops.argsort, (f32(64, 1024),), False),
+    "convolution_transpose": Case(bound(ops.convolution_transpose, stride=2), (of(1, 16, 16, 64), of(3, 3, 64, 64))),
+    "convolution, depthwise": Case(bound(ops.convolution, groups=64), (of(1, 32, 32, 64), of(3, 3, 1, 64))),
+    "convolution of few channels": Case(ops.convolution, (of(1, 64, 64, 3), of(7, 7, 3, 64))),
+    "convolution, one axis": Case(ops.convolution, (of(1, 512, 64), of(3, 64, 64))),
+    "convolution, three axes": Case(ops.convolution, (of(1, 8, 16, 16, 32), of(3, 3, 3, 32, 32))),
+    "stencil, four steps": Case(bound(ops.stencil, steps=4), (f32(256, 256), f32(3, 3))),
+    "stencil, three axes": Case(ops.stencil, (f32(32, 64, 64), f32(3, 3, 3))),
+    "separable_filter": Case(lambda x, a, b: ops.separable_filter(x, (a, b)), (f32(256, 256), f32(5), f32(5))),
+    "dilate": Case(bound(ops.dilate, size=(3, 3)), (f32(256, 256),)),
+    "segment_sum": Case(bound(ops.segment_sum, num_segments=64), (f32(4096, 256), i32(4096))),
+    "segment_max": Case(bound(ops.segment_max, num_segments=64), (f32(4096, 256), i32(4096))),
+    "linear_attention": Case(ops.linear_attention, (of(1, 256, 4, 64),) * 3),
+    "linear_attention, decay": Case(
+        lambda q, k, v, g: ops.linear_attention(q, k, v, log_decay=g), (*(of(1, 256, 4, 64),) * 3, f32(1, 256, 4))
+    ),
+    "linear_attention, delta rule": Case(
+        lambda q, k, v, g, b: ops.linear_attention(q, k, v, log_decay=g, beta=b),
+        (*(of(1, 256, 4, 64),) * 3, f32(1, 256, 4), f32(1, 256, 4)),
+    ),
+    "rwkv7": Case(ops.rwkv7, (of(1, 128, 4, 64), f32(1, 128, 4, 64), *(of(1, 128, 4, 64),) * 4)),
+    "selective_scan": Case(
+        ops.selective_scan, (of(1, 256, 256), of(1, 256, 256), f32(256, 16), of(1, 256, 16), of(1, 256, 16))
+    ),
+    "ssd": Case(ops.ssd, (of(1, 256, 4, 64), f32(1, 256, 4), f32(4), of(1, 256, 1, 64), of(1, 256, 1, 64))),
+    "mla_attention": Case(
+        ops.mla_attention, (of(1, 512, 4, 192), of(1, 512, 4, 128), of(1, 512, 64), of(1, 512, 4, 128))
+    ),
+    "linear_cross_entropy": Case(ops.linear_cross_entropy, (of(256, 1024), of(32000, 1024), i32(256))),
+    "rms_norm_matmul": Case(
+        lambda x, w, b, r: ops.rms_norm_matmul(x, w, b, residual=r),
+        (of(16, 1024), of(1024), of(1024, 1024), of(16, 1024)),
+    ),
+    "rms_norm_gated_mlp": Case(
+        lambda x, w, g, u, r: ops.rms_norm_gated_mlp(x, w, g, u, residual=r),
+        (of(16, 1024), of(1024), of(1024, 1024), of(1024, 1024), of(16, 1024)),
+    ),
+    "adamw": Case(
+        lambda p, g: ops.adamw(p, g, ops.adam_init(p), learning_rate=1e-3), (f32(1024, 1024), f32(1024, 1024)), False
+    ),
+    "newton_schulz": Case(bound(ops.newton_schulz, dtype="bfloat16"), (f32(512, 1024),)),
+    "routed_matmul": Case(ops.routed_matmul, (of(64, 256), of(8, 256, 256), i32(64, 2))),
+    "routed_matmul, q4_0": Case(ops.routed_matmul, (of(4, 256), weights("q4_0", 8, 256, 256), i32(4, 2)), False),
+    "grouped_matmul, q8_0": Case(
+        bound(ops.grouped_matmul, transpose_w=True), (of(512, 256), weights("q8_0", 8, 256, 256), i32(8)), False
+    ),
+    "quantized_matmul, mxfp4": Case(ops.quantized_matmul, (of(16, 1024), weight("mxfp4", 1024, 1024)), False),
+    "quantized_matmul, fp8": Case(ops.quantized_matmul, (of(16, 1024), weight("fp8", 1024, 1024)), False),
+    "scaled_matmul": Case(
+        bound(ops.scaled_matmul, transpose_b=True), (of(256, 512), of(256, 512), f32(256, 4), f32(2, 4)), False
+    ),
+    "block_sparse_attention": Case(
+        bound(ops.block_sparse_attention, causal=True),
+        (of(1, 256, 16, 64), of(1, 256, 1, 64), of(1, 256, 1, 64), i32(1, 1, 256, 4)),
+    ),
+    "block_sparse_attention of blocks": Case(
+        bound(ops.block_sparse_attention, causal=True, queries=16),
+        (of(1, 512, 8, 64), of(1, 512, 2, 64), of(1, 512, 2, 64), i32(1, 2, 32, 4)),
+    ),
+    "attention with a score": Case(
+        lambda q, k, v, slope: ops.attention(
+            q, k, v, score=lambda x, b, h, i, j, s: x + s[h] * (j - i).astype(x.dtype), extras=(slope,)
+        ),
+        (*(of(1, 512, 8, 64),) * 3, f32(8)),
+    ),
+    "attention with a mask": Case(
+        bound(ops.attention, mask=lambda b, h, i, j: (i >= j) & (i - j < 100)), (of(1, 512, 8, 64),) * 3
+    ),
+    "attention with sinks": Case(
+        lambda q, k, v, s: ops.attention(q, k, v, causal=True, window=128, sinks=s),
+        (*(of(1, 512, 8, 64),) * 3, f32(8)),
+    ),
+    "a user's complex product": Case(multiplied, (of(10000, dtype="complex64"),) * 2, False),
+    "a user's dropout by a key": Case(
+        lambda key, x: dropped(jax.random.wrap_key_data(key), x), (of(2, dtype="uint32"), f32(10000)), False
+    ),
+    "a user's persistent loop": Case(persistent, (of(1000, 1000),)),
+    "a user's loop with a break": Case(first_large, (f32(100, 5000),), False),
     "a user's saxpy": Case(saxpy, (f32(100000), f32(100000))),
     "a user's softmax": Case(normalised, (f32(300, 1000),)),
     "a user's product with SiLU": Case(product, (of(1000, 500), of(500, 700))),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import ascend_numbers
 import jax
 import library_cases
 import numpy as np
@@ -28,6 +29,7 @@ from jtile.testing import relative_error
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ascend.md"
 MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("compiled", "numbers")}
+NUMBERS = library_cases.CASES | ascend_numbers.CASES
 CLOSE = 2e-6  # relative norm of the difference to the interpreter
 
 
@@ -91,7 +93,7 @@ def gradients(case: library_cases.LibraryCase, *args):
 def numbers(name: str) -> list[tuple[str, str]]:
     """(kernel, "equal" or why not) of a library case and its gradients: what the linalg text gives on the CPU from the
     operands that the kernels of the case get, beside the interpreter."""
-    case = library_cases.CASES[name]
+    case = NUMBERS[name]
     with jt.config(arch="910b1", interpret=True), recorded() as found:
         for fn in (case.op, functools.partial(gradients, case)):
             jax.block_until_ready(fn(*case.args()))
@@ -131,7 +133,7 @@ def linalg(kernel: ir.Kernel):
 
 def numbers_table() -> str:
     lines = ["| case | kernels with equal numbers | others |", "|---|---|---|"]
-    for name in library_cases.CASES:
+    for name in NUMBERS:
         found = numbers(name)
         equal = ", ".join(dict.fromkeys(f"`{k}`" for k, said in found if said == "equal"))
         others = "; ".join(f"`{k}`: {said}" for k, said in found if said != "equal")

