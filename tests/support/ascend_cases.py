@@ -209,11 +209,14 @@ CASES: dict[str, Case] = {
     "segment_max": Case(bound(ops.segment_max, num_segments=64), (f32(4096, 256), i32(4096))),
     "linear_attention": Case(ops.linear_attention, (of(1, 256, 4, 64),) * 3),
     "linear_attention, decay": Case(
-        lambda q, k, v, g: ops.linear_attention(q, k, v, log_decay=g), (*(of(1, 256, 4, 64),) * 3, f32(1, 256, 4))
+        lambda q, k, v, g: ops.linear_attention(q, k, v, log_decay=g),
+        (*(of(1, 256, 4, 64),) * 3, f32(1, 256, 4)),
+        False,
     ),
     "linear_attention, delta rule": Case(
         lambda q, k, v, g, b: ops.linear_attention(q, k, v, log_decay=g, beta=b),
         (*(of(1, 256, 4, 64),) * 3, f32(1, 256, 4), f32(1, 256, 4)),
+        False,
     ),
     "rwkv7": Case(ops.rwkv7, (of(1, 128, 4, 64), f32(1, 128, 4, 64), *(of(1, 128, 4, 64),) * 4)),
     "selective_scan": Case(
