@@ -151,7 +151,8 @@ def _matrices(module) -> list:
 
 def mixtures(model: Decoder) -> list[Mixture]:
     """Those of a model's blocks."""
-    return [block.mlp for block in model.blocks if isinstance(block.mlp, Mixture)]
+    blocks: Any = model.blocks
+    return [block.mlp for block in blocks if isinstance(block.mlp, Mixture)]
 
 
 def count_of(mixture: Mixture) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jtile.models.experts import Mixture
 def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndarray, ...]]:
     """float32 [rows, t, vocab] of ids [rows, t] with activations of a dtype, and the experts of each mixture that the
     tokens chose, [rows * t, k]."""
-    model = lm.model
+    model: Any = lm.model
     model.dtype = dtype
     x, angles = model._enter(ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
     found = []
@@ -31,7 +32,8 @@ def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndar
 @functools.partial(jax.jit, static_argnums=0)
 def _block(graph, state, x, cos, sin):
     """(what a block makes of x, the experts that the tokens chose or None)."""
-    block, chosen = nnx.merge(graph, state), []
+    block: Any = nnx.merge(graph, state)
+    chosen = []
     if isinstance(block.mlp, Mixture):
         experts = block.mlp.experts
 
@@ -39,7 +41,7 @@ def _block(graph, state, x, cos, sin):
             chosen.append(found)
             return experts(rows, found, weights)
 
-        block.mlp.experts = noted
+        setattr(block.mlp, "experts", noted)  # noqa: B010
     return jnp.add(*block.prefill(x, None, cos, sin)[0]), chosen[0] if chosen else None
 
 
