@@ -64,7 +64,7 @@ def _segments() -> Iterator[Case]:
     for f in (1, 64):
         for in_order in (False, True):
             args = segment_operands(0, n, f, segments, in_order)
-            given = {"config": f"{n}x{f} of {segments}" + ", sorted" * in_order, "dtype": "float32"}
+            given: dict[str, Any] = {"config": f"{n}x{f} of {segments}" + ", sorted" * in_order, "dtype": "float32"}
             ours, xla = summed(segments, in_order)
             yield Case("segment_sum", ours=ours, peers={"xla": xla}, args=args, bytes=size(*args), **given)
 
@@ -120,7 +120,7 @@ def _filters() -> Iterator[Case]:
         yield Case(name, config, "float32", ours=ours, peers={"xla": peer}, args=args, bytes=2 * size(args[0]))
 
 
-def filter_cases(n: int, cube: int, seed: int = 0):
+def filter_cases(n: int, cube: int, seed: int = 0) -> Iterator[tuple[str, str, Any, Any, tuple]]:
     """(name, config, ours, the jnp form, arguments) of chains of stencils and filters."""
     plane, steps = normal(2 * seed, n, n), 4
     once = ops.stencil, filters.stencil_reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,16 +95,16 @@ def _convolutions(tiny: bool) -> Iterator[Case]:
     for name in list(zoo.CONVOLUTIONS)[2:3] if tiny else zoo.CONVOLUTIONS:
         make = lambda seed, name=name: zoo.convolution_case(name, batch, "bfloat16", seed)[2]
         ours, xla, args, flops = zoo.convolution_case(name, 1, "bfloat16")
-        given = {"config": f"{batch} x {name}", "dtype": "bfloat16", "make": make}
+        given: dict[str, Any] = {"config": f"{batch} x {name}", "dtype": "bfloat16", "make": make}
         moved = batch * args[0].size + args[1].size
         yield Case(
             "convolution", ours=ours, peers={"xla": xla}, reference=_exact(xla), bytes=2 * moved, flops=batch * flops,
             **given,
         )  # fmt: skip
-        with_ct = lambda seed, make=make, ours=ours: (jax.vjp(ours, *make(seed))[0], *make(seed))
+        given["make"] = lambda seed, make=make, ours=ours: (jax.vjp(ours, *make(seed))[0], *make(seed))
         yield Case(
             "convolution_gradient", ours=pulled(ours, 2), peers={"xla": pulled(xla, 2)}, bytes=6 * moved,
-            reference=_exact(pulled(xla, 2)), flops=2 * batch * flops, **(given | {"make": with_ct}),
+            reference=_exact(pulled(xla, 2)), flops=2 * batch * flops, **given,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@ is written goes back along them, and the cell gets a new value, which all views 
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jtile.numpy._graph import Constant, Node, Op, Shape, interned
 from jtile.numpy._record import record
 
 
-class Step:
+class Step(abc.ABC):
     """A step from an array to a view of it.
 
     Attributes:
@@ -36,8 +37,9 @@ class Step:
         mine, theirs = ((s.name, s.static, s.base, s.shape, s.numbers, s.dtype) for s in (self, other))
         return mine == theirs
 
+    @abc.abstractmethod
     def host_read(self, x, *numbers):
-        raise NotImplementedError
+        """The elements of an array of NumPy that the view has."""
 
     def device_read(self, x, *numbers):
         return self.host_read(x, *numbers)
@@ -47,7 +49,8 @@ class Step:
         return x
 
     def device_write(self, x, value, *numbers):
-        raise NotImplementedError
+        """The array of JAX with other elements there; only views that `covers` does without have none."""
+        raise AssertionError(f"{self.name} has no write")
 
     def read(self, node: Node) -> Node:
         key = (self.static, self.base, self.shape, self.dtype)
@@ -70,7 +73,8 @@ class Step:
         return False
 
     def back(self, value: Node, node: Node) -> Node:
-        raise NotImplementedError
+        """The value of the base whose view, which `covers` it, has this value."""
+        raise AssertionError(f"{self.name} never has all elements of its base")
 
 
 def put(node: Node, steps: Sequence[Step], value: Node) -> Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -76,19 +77,24 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
         with named_axes(tuple(axes)):
             closed = _made(body, avals)
     except Exception as e:
-        if (why := _explained(e)) is not None:
-            raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
-        if isinstance(e, OverflowError):  # of an int beside a tile, in an operation of JAX
-            text = "a Python int in it fits no dtype that it meets; write a float, or a NumPy scalar of a wider dtype"
-            raise KernelValueError(f"kernel {name}: {text} ({_plain(e)})", _place_in(e, fn)) from e
-        if not isinstance(e, JtileError):
-            refs = [f"{n}: {x.dtype.name}{list(x.shape)}" for n, x in zip(names, leaves, strict=True)]
-            file, line = _place_in(e, fn) or ("?", 0)
-            e.add_note(f"jtile: while kernel {name} was traced for {', '.join(refs)}, at {file}:{line}")
+        _say_where(e, fn, name, zip(names, leaves, strict=True))
         raise
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
     return _of_reals(closed)
+
+
+def _say_where(e: Exception, fn, name: str, refs: Iterable[tuple[str, Any]]) -> None:
+    """Raise a typed error in the place of what JAX or Python raised in a body, or note the kernel on it."""
+    if (why := _explained(e)) is not None:
+        raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
+    if isinstance(e, OverflowError):  # of an int beside a tile, in an operation of JAX
+        text = "a Python int in it fits no dtype that it meets; write a float, or a NumPy scalar of a wider dtype"
+        raise KernelValueError(f"kernel {name}: {text} ({_plain(e)})", _place_in(e, fn)) from e
+    if not isinstance(e, JtileError):
+        types = [f"{n}: {x.dtype.name}{list(x.shape)}" for n, x in refs]
+        file, line = _place_in(e, fn) or ("?", 0)
+        e.add_note(f"jtile: while kernel {name} was traced for {', '.join(types)}, at {file}:{line}")
 
 
 def _parameter(tracer, name, role, dtype, aliased):

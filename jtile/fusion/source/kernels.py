@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import re
@@ -24,7 +25,7 @@ TOGETHER = {"reduce_sum": " + ", "reduce_prod": " * ", "reduce_and": " & ", "red
 LETTERS = "ijklmn"
 
 
-class KernelText:
+class KernelText(abc.ABC):
     """What the texts of all kernels have: names, a head, and a frame.
 
     Attributes:
@@ -50,9 +51,9 @@ class KernelText:
                     return f"{ref}.shape[{self.dims(v).index(axis)}]"
         return str(layout.sizes[axis])
 
+    @abc.abstractmethod
     def dims(self, value: Value) -> list[Any]:
         """The axis of each dimension of an array."""
-        raise NotImplementedError
 
     def type_of(self, value: Value, shape: Sequence[str], dtype: Any, axes: Sequence[Any]) -> str:
         """The type of an output of such dimensions: like an input, if one has them."""
