@@ -125,8 +125,8 @@ def filter_cases(n: int, cube: int, seed: int = 0) -> Iterator[tuple[str, str, A
     plane, steps = normal(2 * seed, n, n), 4
     once = ops.stencil, filters.stencil_reference
     yield "stencil", f"{n}x{n}, 3x3", *once, (plane, normal(2 * seed + 1, 3, 3))
-    many = (functools.partial(f, steps=steps) for f in (ops.stencil, filters.stencil_reference))
-    yield "stencil", f"{n}x{n}, 3x3, {steps} steps", *many, (plane, normal(2 * seed + 1, 3, 3))
+    ours, form = (functools.partial(f, steps=steps) for f in (ops.stencil, filters.stencil_reference))
+    yield "stencil", f"{n}x{n}, 3x3, {steps} steps", ours, form, (plane, normal(2 * seed + 1, 3, 3))
     yield (
         "stencil", f"{cube}^3, 3x3x3", *once,
         (normal(2 * seed, cube, cube, cube), normal(2 * seed + 1, 3, 3, 3)),
