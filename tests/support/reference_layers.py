@@ -5,7 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from jtile.models import decoder, experts, gemma, layers, qwen3
+from jtile.models import decoder, experts, few_tokens, gemma, layers, parallel
 from jtile.ops import QuantizedTensor
 
 
@@ -96,9 +96,9 @@ LAYERS = types.SimpleNamespace(
     linear=linear,
     with_bias=with_bias,
     add_norm_linear=add_norm_linear,
-    embedding=lambda table, ids, dtype: dense(table)[ids],
     HeadNorms=layers.HeadNorms,
     rope_angles=layers.rope_angles,
+    whole=layers.whole,
     split_heads=split_heads,
     attention=attention,
     gated_mlp=gated_mlp,
@@ -108,9 +108,10 @@ LAYERS = types.SimpleNamespace(
 
 def without_kernels(monkeypatch) -> None:
     """Decoders (of grouped-query attention) compute with these from now on."""
-    for module in (decoder, gemma, qwen3):
+    for module in (decoder, few_tokens, gemma):
         monkeypatch.setattr(module, "layers", LAYERS)
     monkeypatch.setattr(experts, "mixture", mixture)
+    monkeypatch.setattr(parallel.Axes, "embedding", lambda self, table, ids, dtype: dense(table)[ids])
 
 
 def mean_loss(model, ids):
