@@ -236,12 +236,11 @@ def test_import_does_no_work(subprocess_env):
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr or done.stdout
 
 
-def test_import_time(subprocess_env):
-    # seconds of this process's own work: what else runs on the machine does not count
-    code = "import time, jax; t = time.process_time(); import jtile; print(time.process_time() - t)"
+def test_import_is_cheap(subprocess_env):
+    # Functions that are called, built-in ones included: `python -m benchmarks cpu --only overhead` measures the time.
+    profile = "lambda frame, event, of: seen.append(event) if event in ('call', 'c_call') else None"
+    measured = f"sys.setprofile({profile}); import jtile; sys.setprofile(None)"
+    code = f"import sys, jax; seen = []; {measured}; print(len(seen))"
     run = [sys.executable, "-c", code]
-    seconds = [1.0]
-    while min(seconds) >= 0.060 and len(seconds) <= 5:  # the first run may write bytecode
-        done = subprocess.run(run, capture_output=True, text=True, env=subprocess_env, check=True)
-        seconds.append(float(done.stdout))
-    assert min(seconds) < 0.060, f"import jtile adds {min(seconds) * 1e3:.0f} ms to import jax; the limit is 60"
+    done = subprocess.run(run, capture_output=True, text=True, env=subprocess_env, check=True)
+    assert int(done.stdout) < 16_000

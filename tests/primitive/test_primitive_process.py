@@ -32,6 +32,16 @@ def scale(x, w, o):
     o[...] = x[...] * w[...]
 
 x = jnp.arange(200, dtype=jnp.float32)
+
+def calls(f):
+    # how many functions f calls, built-in ones included: its cost, whatever the machine
+    seen = []
+    sys.setprofile(lambda frame, event, of: seen.append(of) if event in ("call", "c_call") else None)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
 """
 
 
@@ -79,19 +89,15 @@ from jtile.lowering import registry, targets
 program = softmax.lower(x).program
 target = targets.host_target()
 compile_piece(program, 0, target)
-best = 1
-for _ in range(10):
-    registry.forget()
-    t = time.perf_counter()
-    compile_piece(program, 0, target)
-    best = min(best, time.perf_counter() - t)
-print(best * 1e3)
+registry.forget()
+print(calls(lambda: compile_piece(program, 0, target)))
 """
 
 
-def test_a_kernel_loads_in_five_milliseconds(child):
+def test_a_kernel_loads_with_few_calls(child):
+    # a compilation takes some forty thousand; `python -m benchmarks cpu --only overhead` measures the time
     child(LOAD)
-    assert float(child(LOAD)) < 5
+    assert int(child(LOAD)) < 450
 
 
 def test_the_persistent_compilation_cache_hits_in_a_second_process(child, tmp_path):
@@ -245,42 +251,33 @@ print("done")
 
 
 COST = """
-import timeit
-def best(f, n=50):
-    f()
-    return min(timeit.repeat(f, number=n, repeat=400)) / n * 1e6
 y = jnp.ones(200)
-plain, ours = jax.jit(lambda x, y: x + y), jax.jit(lambda x, y: scale(x, y))
-print(best(lambda: scale(x, y)), best(lambda: ours(x, y)), best(lambda: plain(x, y)))
+for _ in range(3):
+    scale(x, y).block_until_ready()
+print(calls(lambda: scale(x, y)))
 """
 
 
-def test_an_eager_call_costs_at_most_forty_microseconds(child):
-    eager, jitted, plain = map(float, child(COST).split())
-    print(f"eager {eager:.1f} us, in jit {jitted:.1f} us, jitted add {plain:.1f} us")
-    assert eager < 40
+def test_an_eager_call_takes_few_calls(child):
+    # `python -m benchmarks cpu --only overhead` measures the time
+    assert int(child(COST)) < 130
 
 
 CHAIN = """
-import timeit
-def chain(op, n):
-    def f(x, y):
-        for _ in range(n):
-            x = op(x, y)
-        return x
-    return jax.jit(f)
-y = jnp.ones(200)
-barrier = lambda x, y: jax.lax.optimization_barrier(x + y)
-def best(f):
-    f(x, y).block_until_ready()
-    return min(timeit.repeat(lambda: f(x, y).block_until_ready(), number=10, repeat=300)) / 10 * 1e6
-print((best(chain(scale, 101)) - best(chain(scale, 1))) / 100)
+def chain(x, y):
+    for _ in range(100):
+        x = scale(x, y)
+    return x
+compiled = jax.jit(chain).lower(x, jnp.ones(200)).compile()
+text = compiled.as_text()
+entry = text[text.index("ENTRY"):]
+print(*(entry.count(f" {op}(") for op in ("custom-call", "copy", "fusion", "call", "while")))
 """
 
 
-def test_a_kernel_inside_a_program_costs_at_most_a_microsecond(child):
-    # two hundred elements: the work itself is a few nanoseconds
-    assert float(child(CHAIN)) < 1
+def test_a_kernel_inside_a_program_costs_one_call_and_nothing_else(child):
+    # `python -m benchmarks cpu --only overhead` measures the time
+    assert child(CHAIN) == "100 0 0 0 0"
 
 
 def test_the_library_is_there():
