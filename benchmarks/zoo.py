@@ -206,6 +206,7 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, Any]]:
         "tolerance": 1e-2 if large else 1e-5, "bytes": 4 * m * block * (m * block // 8 + 2 * n),
         "flops": m * m // 4 * block * block * n,
     }  # fmt: skip
+    yield from _two_of_four(large, side)
     n = side(2048, 16384)
     yield (lambda seed: (normal(2 * seed, n, 3), abs(normal(2 * seed + 1, n)))), {
         "workload": "n_body", "config": f"{n}", "dtype": "float32", "tolerance": 1e-5,
@@ -242,6 +243,24 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, Any]]:
         "ours": ops.native_sparse_attention, "peers": {"xla": nsa}, "bytes": (4 if large else 8) * elements,
         "flops": 4 * elements * min(t, 512 + 16 * 64), "tolerance": 2e-2,
     }  # fmt: skip
+
+
+def _two_of_four(large: bool, side: Any) -> Iterator[tuple[Any, Any]]:
+    """Weights with two of four numbers; the peer has the same one as a dense matrix."""
+    dtype, unit = ("bfloat16", "bf16") if large else ("float32", "f32")
+    n = k = side(4096, 8192)
+    for m in (1, 16, side(256, 4096)):
+
+        def make(seed, m=m):
+            weight = ops.sparse24(normal(2 * seed + 1, n, k, dtype=dtype))
+            return normal(2 * seed, m, k, dtype=dtype), weight, weight.dense()
+
+        yield make, {
+            "workload": "sparse24_matmul", "config": f"{m}x{n}x{k}", "dtype": dtype, "unit": unit,
+            "bytes": k * n * (4 * jnp.dtype(dtype).itemsize + 1) // 8, "flops": 2 * m * n * k,
+            "ours": lambda x, weight, _: ops.sparse24_matmul(x, weight), "tolerance": 1e-2 if large else 1e-5,
+            "peers": {"xla": lambda x, _, dense: x @ dense.T},
+        }  # fmt: skip
 
 
 def sparse_operands(seed, m: int, n: int, entries: int, block: int | None):

@@ -1,5 +1,4 @@
-"""Products of sparse matrices with dense ones: rows of single numbers (CSR), or of blocks (BSR), and weights of which
-two of four are zero."""
+"""Products of sparse matrices with dense ones: rows of single numbers (CSR), or of blocks (BSR)."""
 
 from __future__ import annotations
 
