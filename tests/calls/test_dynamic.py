@@ -328,7 +328,7 @@ def test_the_library_over_a_symbolic_batch_in_a_fresh_process(tmp_path):
         for name, value in zip("xwuy", (x, w, u, y), strict=True):
             np.save(tmp_path / f"{name}{n}.npy", value)
     command = [sys.executable, "-c", FRESH]
-    done = forked.run(command, cwd=tmp_path, timeout=120)
+    done = forked.run(command, cwd=tmp_path)
     assert done.stdout.strip() == "done", done.stderr
 
 

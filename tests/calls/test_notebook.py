@@ -61,7 +61,7 @@ def test_notebooks_run(monkeypatch, tmp_path):
     book, own = nbformat.read(PUZZLES, as_version=4), [nbformat.v4.new_code_cell(cell) for cell in CELLS]
     own[-1].metadata["tags"] = ["raises-exception"]
     book.cells = [*own, *(cell for cell in book.cells if cell.cell_type == "code")]
-    nbclient.NotebookClient(book, timeout=120).execute()
+    nbclient.NotebookClient(book, timeout=600).execute()
     value, shown, levels, error = (cell.outputs[0] for cell in own[2:])
     assert value.data["text/plain"] == "[[4.0, 4.0, 4.0, 4.0], [4.0, 4.0, 4.0, 4.0]]"
     assert "def sums" in shown.data["text/html"] and "tile_ir" in levels.data["text/html"]

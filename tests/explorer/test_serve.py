@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -24,6 +23,7 @@ def scaled(x, o):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "POLL", 0.02)
+    monkeypatch.setattr(serve, "_WAIT", 600.0)  # an answer is what has changed, and none that the time is up
     (tmp_path / "neighbour.py").write_text("FACTOR = 3.5\n")
     (tmp_path / "mine.py").write_text(KERNEL)
     options = dict(args="f32[8]", meta=[], target="cpu", gradient=False, run=False)
@@ -36,7 +36,7 @@ def server(tmp_path, monkeypatch):
 
 
 def get(server, path=""):
-    with urllib.request.urlopen(server.url + path, timeout=60) as answer:
+    with urllib.request.urlopen(server.url + path, timeout=600) as answer:
         return answer.read().decode()
 
 
@@ -48,10 +48,8 @@ def write(path, text):
 def test_the_page_is_made_anew(server, tmp_path):
     first = get(server)
     assert "FIRST" in first and "3.5" in first and "let seen = 1;" in first
-    asked = time.monotonic()
     write(tmp_path / "neighbour.py", "FACTOR = 12.25\n")
     assert json.loads(get(server, "news?seen=1")) == {"version": 2, "error": ""}
-    assert time.monotonic() - asked < 20
     assert "12.25" in get(server)
     write(tmp_path / "mine.py", KERNEL.replace("x[...] *", "x[..] *"))
     news = json.loads(get(server, "news?seen=2"))

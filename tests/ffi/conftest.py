@@ -214,7 +214,7 @@ def run_python(images, tmp_path):
         paths = [p for p in sys.path if p and Path(p).is_dir()]
         full = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", **env}
         command = [sys.executable, "-c", textwrap.dedent(script)]
-        done = forked.run(command, cwd=tmp_path, env=full, timeout=120)
+        done = forked.run(command, cwd=tmp_path, env=full)
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -5,13 +5,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <pthread.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *text;
 static size_t used, room;
-static int silent, fail_code, encodes;
+static int fail_code, encodes;
 static char fail_name[64], signature[600];
 static void *kernel_to;
 static const void *kernel_from;
@@ -21,7 +20,6 @@ static __thread int depth;
 static int alive; /* allocations */
 
 static void say(const char *format, ...) {
-  if (silent) return;
   char line[8192];
   va_list args;
   va_start(args, format);
@@ -39,7 +37,7 @@ static void say(const char *format, ...) {
 
 const char *fake_log(void) { return text ? text : ""; }
 void fake_reset(void) {
-  used = 0, fail_code = 0, silent = 0, fail_name[0] = signature[0] = 0, kernel_bytes = 0, encodes = 0;
+  used = 0, fail_code = 0, fail_name[0] = signature[0] = 0, kernel_bytes = 0, encodes = 0;
   if (text) text[0] = 0;
 }
 /* The next calls of this function give this error. */
@@ -54,20 +52,6 @@ void fake_log_clear(void) {
 }
 int fake_depth(void) { return depth; }
 int fake_alive(void) { return alive; }
-
-/* Nanoseconds of one of n launches. */
-double fake_time(int32_t (*launch)(void *, int32_t, void *, const void *, int64_t, const int64_t *, char *, int64_t),
-                 void *handle, const void *arrays, int64_t count, const int64_t *sizes, int64_t n) {
-  struct timespec begin, end;
-  char error[256];
-  silent = 1;
-  clock_gettime(CLOCK_MONOTONIC, &begin);
-  for (int64_t k = 0; k < n; ++k)
-    if (launch(handle, 0, (void *)7, arrays, count, sizes, error, sizeof error)) return -1;
-  clock_gettime(CLOCK_MONOTONIC, &end);
-  silent = 0;
-  return ((end.tv_sec - begin.tv_sec) * 1e9 + (end.tv_nsec - begin.tv_nsec)) / n;
-}
 
 /* -- shared by both drivers -- */
 
@@ -192,7 +176,6 @@ struct config {
 };
 int cuLaunchKernelEx(const struct config *how, void *function, void **params, void **extra) {
   FAILING("cuLaunchKernelEx");
-  if (silent) return 0;
   char line[4096] = "", list[256] = "";
   say_params(line, sizeof line, params);
   for (unsigned k = 0, n = 0; k < how->count; ++k) {

@@ -1,7 +1,6 @@
 """Kernels that talk to other devices, on meshes of eight; run by test_mesh.py."""
 
 import contextlib
-import time
 
 import device_programs
 import jax
@@ -108,14 +107,12 @@ def fails(words, f, x=X):
 def check_cpu_waits_end():
     """A wait that nobody ends fails the call in a sentence, and the process goes on."""
     with jt.config(timeout=0.3):
-        start = time.monotonic()
         late = (
             r"(?s)kernel shift, device \(x=\d\), program .*waited 0.3 s for came to reach 2: it stands at [01].*py:24"
         )
         fails(late, shard(lambda x: shift(x, axis="x", at_least=2)))
         fails(r"waited 0.3 s for came\[0\] to reach 1: it stands at 0", shard(lambda x: cycle(x, axis="x")))
         fails("one does not come|all devices along 'x': 1 of 4 have come", shard(lambda x: alone(x, axis="x")))
-        assert time.monotonic() - start < 60
     fails("stands at 2 at the end of the call, and nobody waited", shard(lambda x: shift(x, axis="x", signals=2)))
     fails(
         r"there is no device \d+ of 4 along 'x'\n  at .*mesh_checks.py",
@@ -132,10 +129,8 @@ def check_cpu_waits_end():
 
 def check_cpu_a_peer_that_fails():
     """What one device finds wrong ends the waits of all at once."""
-    start = time.monotonic()
-    with jt.config(debug=True, timeout=200):
+    with jt.config(debug=True, timeout=np.inf):  # nothing else ends them
         fails("assertion failed: a number is bad", shard(lambda x: picky(x, axis="x")))
-    assert time.monotonic() - start < 100, "the time-out is 200 s"
 
 
 def check_cpu_grids_that_do_not_wait():

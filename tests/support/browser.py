@@ -57,7 +57,7 @@ class Browser:
         """What a script returns, the body of a function of `arguments`."""
         return self._ask("execute/sync", script=script, args=args)
 
-    def until(self, script: str, *args: Any, seconds: float = 20) -> Any:
+    def until(self, script: str, *args: Any, seconds: float = 300) -> Any:
         """Waits until a script gives something true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -100,7 +100,7 @@ def chromium() -> Iterator[Browser]:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         driver = subprocess.Popen(["chromedriver", f"--port={port}"], **quiet)
         try:
-            with httpx.Client(timeout=60, trust_env=False) as client:
+            with httpx.Client(timeout=600, trust_env=False) as client:
                 url = f"http://127.0.0.1:{port}"
                 _wait(client, url)
                 options = {"binary": shutil.which("chromium"), "args": [*FLAGS, f"--user-data-dir={folder}"]}
@@ -113,11 +113,11 @@ def chromium() -> Iterator[Browser]:
                     client.delete(session)
         finally:
             driver.terminate()
-            driver.wait(10)
+            driver.wait(60)
 
 
 def _wait(client: httpx.Client, url: str) -> None:
-    for _ in range(200):
+    for _ in range(6000):
         with contextlib.suppress(httpx.TransportError):
             if client.get(f"{url}/status").json()["value"]["ready"]:
                 return

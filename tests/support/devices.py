@@ -19,7 +19,7 @@ from pathlib import Path
 import forked
 
 DEVICES = 8
-LIMIT = 240  # seconds for all checks of a file
+LIMIT = 1800  # seconds for all checks of a file: it only ends a hang
 
 
 def names(path: Path) -> list[str]:

@@ -62,7 +62,6 @@ class FakeDriver:
     def __init__(self, file: Path):
         self.file, self.lib = str(file), ctypes.CDLL(str(file))
         self.lib.fake_log.restype = ctypes.c_char_p
-        self.lib.fake_time.restype = ctypes.c_double
 
     def lines(self) -> list[str]:
         """What was asked for since the last call."""
@@ -100,11 +99,6 @@ class FakeKernel:
         args = self.arguments(arrays, sizes)
         call("jtile_gpu_node", self.handle, device, ctypes.c_void_p(stream), *args, out, ctypes.c_int64(len(out)))
         return out.value.decode()
-
-    def nanoseconds(self, *arrays: tuple[int, int], sizes: tuple[int, ...] = (), n: int = 100_000) -> float:
-        """Host time of one launch."""
-        launch = ctypes.cast(library().jtile_gpu_launch, ctypes.c_void_p)
-        return self.driver.lib.fake_time(launch, self.handle, *self.arguments(arrays, sizes), ctypes.c_int64(n))
 
     @staticmethod
     def arguments(arrays, sizes):

@@ -41,9 +41,9 @@ def seconds() -> float:
 
 def run(
     command: Sequence[Any], *, env: Mapping[str, str] | None = None, cwd: Any = None, input: str = "",
-    timeout: float = 300, check: bool = False,
+    timeout: float = 1800, check: bool = False,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """A Python program as `subprocess.run` runs it, with its output as text."""
+    """A Python program as `subprocess.run` runs it, with its output as text. The time-out only ends a hang."""
     argv, env = [str(c) for c in command[1:]], dict(os.environ if env is None else env)
     if not _alike(env):
         return subprocess.run(

@@ -65,7 +65,7 @@ class Storm:
         kinds = list(KINDS.items())
         drawn = rng.permutation(np.arange(count) % len(kinds))
         gate = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient(base_url=self._url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=self._url, timeout=600, trust_env=False) as client:
 
             async def one(i: int) -> None:
                 name, kind = kinds[drawn[i]]

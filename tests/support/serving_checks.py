@@ -8,8 +8,8 @@ from collections.abc import Callable
 from jtile.models import Engine
 
 
-def until(true: Callable[[], object], seconds: float = 10) -> None:
-    """Waits until something is true.
+def until(true: Callable[[], object], seconds: float = 600) -> None:
+    """Waits until something is true. The limit only ends a hang: a busy machine takes what it takes.
 
     Raises:
       AssertionError: it is not in time.

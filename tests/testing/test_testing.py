@@ -1,9 +1,11 @@
 """jtile.testing: the error measure and the fair timing."""
 
+import types
+
 import numpy as np
 import pytest
 
-from jtile.testing import assert_close, relative_error, time_alternating
+from jtile.testing import Timing, assert_close, relative_error, time_alternating
 
 
 def test_relative_error():
@@ -30,19 +32,22 @@ def test_relative_error_refuses_other_shapes():
         relative_error([np.zeros(1)] * 2, [np.zeros(1)])
 
 
-def test_timing_alternates_and_orders_the_two():
-    order = []
+def test_timing_alternates_and_orders_the_two(monkeypatch):
+    order, now = [], [0]
+    monkeypatch.setattr("jtile.testing.time", types.SimpleNamespace(perf_counter_ns=lambda: now[0]))
 
     def slow():
         order.append("slow")
-        return np.sort(np.arange(200_000)[::-1])
+        now[0] += 3_000
+        return np.float32(0)
 
     def quick():
         order.append("quick")
+        now[0] += 1_000
         return np.float32(1)
 
     times = time_alternating({"slow": slow, "quick": quick}, repeats=4, warmup=1, sample_us=1.0)
-    assert times["quick"].min_us <= times["quick"].median_us < times["slow"].min_us
+    assert times == {"slow": Timing(3.0, 3.0), "quick": Timing(1.0, 1.0)}
     # warm-up and one call to calibrate each, then rounds whose order rotates
     rounds = [name for i, name in enumerate(order) if i >= 4]
     firsts = [a for a, b in zip([None, *rounds], rounds, strict=False) if a != b]

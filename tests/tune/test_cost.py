@@ -250,7 +250,7 @@ def test_predictions_prefer_what_reads_less_and_fills_the_machine():
 
 def test_the_predicted_worst_are_not_compiled(monkeypatch):
     monkeypatch.setattr("jtile.tune.search.prune.predicted_us", lambda kernel, target: float(kernel.grid[0]))
-    (found,) = jt.tune(kernels.double_kernel(), kernels.X, progress=False, time_limit=5.0).kernels
+    (found,) = jt.tune(kernels.double_kernel(), kernels.X, progress=False, time_limit=600.0).kernels
     states = {c.config.get("bm"): c.state for c in found.candidates}  # 1, 4 and 16 programs; the default has 32
     assert states == {None: "measured", 64: "measured", 16: "measured", 4: "pruned"}
 

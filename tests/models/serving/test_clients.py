@@ -32,12 +32,12 @@ def url(engine, started):
     server, url, thread = started(make_app(engine, "tiny", api_keys=["key"]))
     yield f"{url}/v1"
     server.handle_exit(signal.SIGTERM, None)
-    thread.join(10)
+    thread.join(600)
 
 
 @pytest.fixture(scope="module")
 def client(url):
-    with openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=600) as client:
         yield client
 
 
@@ -87,7 +87,7 @@ def test_two_hundred_answers_of_a_schema(url):
 
     async def main() -> list[bool]:
         gate = asyncio.Semaphore(8)
-        async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=300) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=600) as client:
 
             async def one(seed: int) -> bool:
                 options = dict(model="tiny", messages=HI, max_tokens=70, temperature=1, response_format=Wish)

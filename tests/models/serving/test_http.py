@@ -38,7 +38,7 @@ def call(app, *requests, headers=None):
 
     async def main():
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers, timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers, timeout=600) as client:
             return await asyncio.gather(*(client.request(m, path, **options) for m, path, options in requests))
 
     return asyncio.run(main())
@@ -420,7 +420,7 @@ def test_clients_that_go_at_any_moment(app, engine):
 
     async def stay():
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=600) as client:
             response = await client.post("/v1/completions", json=body | {"max_tokens": 5})
             return response.json()["choices"][0]["text"] if response.status_code == 200 else response.status_code
 
@@ -450,20 +450,20 @@ def test_a_server_stops_when_its_requests_have_ended(engine, started, monkeypatc
     server, url, thread = started(app)
     body = {"prompt": "abc", "max_tokens": 90, "temperature": 0, "stream": True, "ignore_eos": True}
     with (
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=600) as client,
         client.stream("POST", "/v1/completions", json=body) as stream,
     ):
         lines = stream.iter_lines()
         first = next(lines)
         server.handle_exit(signal.SIGTERM, None)
-        refused = httpx.post(f"{url}/v1/completions", json=body)
+        refused = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
-        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.get(f"{url}/health", timeout=600).status_code == 503
         refusing.set()  # until then steps take their time
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert first.startswith("data: ")
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
-    thread.join(10)
+    thread.join(600)
     assert not thread.is_alive()
     until(lambda: idle(engine))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
 
 import browser as browsers
@@ -62,7 +63,7 @@ def page(engine, started):
     server, url, thread = started(make_app(engine, "tiny", api_keys=["key"]))
     yield url
     server.handle_exit(signal.SIGTERM, None)
-    thread.join(10)
+    thread.join(600)
 
 
 def enter(browser, page: str, width: int = 1280, **settings) -> None:
@@ -108,16 +109,24 @@ def test_a_chat(browser, page, engine):
 
 def test_stopping_an_answer(browser, page, engine, monkeypatch):
     """Escape ends the request at the server; what there is of the answer stays."""
-    step, turns = engine._core.step, itertools.count()
-    # Six tokens at once, so that the browser sees some; then so slowly that a busy machine stops in time.
-    monkeypatch.setattr(engine._core, "step", lambda *of: time.sleep(0 if next(turns) < 6 else 0.4) or step(*of))
+    step, turns, stopped = engine._core.step, itertools.count(), threading.Event()
     cancelled = engine.stats()["requests_cancelled_total"]
+
+    def slowly(*of):
+        """Six tokens at once, so that the browser sees some; the others when it has stopped."""
+        if next(turns) >= 6:
+            stopped.wait(600)
+            time.sleep(0.1)
+        return step(*of)
+
+    monkeypatch.setattr(engine._core, "step", slowly)
     enter(browser, page, temperature="0", logprobs=True)
     browser.type("a\ue007")
     browser.until("return document.querySelectorAll('.token').length > 3")
     assert browser.run("return document.querySelector('#send').textContent") == "Stop"
     browser.type("\ue00c")
     browser.until(ENDED)
+    stopped.set()
     assert "stopped" in browser.run("return document.querySelector('.assistant .stats').textContent")
     count = browser.run("return document.querySelectorAll('.token').length")
     assert 3 < count < 70

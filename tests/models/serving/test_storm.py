@@ -35,7 +35,7 @@ def server(engine, started):
     server, url, thread = started(make_app(engine, "tiny", body_limit=20_000))
     yield server, url
     server.handle_exit(signal.SIGTERM, None)
-    thread.join(20)
+    thread.join(600)
     assert not thread.is_alive()
 
 
@@ -53,7 +53,7 @@ def resident() -> int:
 
 
 def check_nothing_is_left(engine, server) -> None:
-    until(lambda: idle(engine) and server._server.open == 0, 30)
+    until(lambda: idle(engine) and server._server.open == 0)
     scheduler = engine._core.scheduler
     assert engine._worker.open == 0 and not engine._core.jobs and not scheduler.running and not scheduler.waiting
     assert scheduler.pool.available == scheduler.pool.count
@@ -71,7 +71,7 @@ def test_a_storm_leaves_nothing_behind(engine, server, clients):
     assert {name for name, _ in storm.outcomes} == set(KINDS)
     assert storm.outcomes["stays", "right"] > clients // 30
     check_nothing_is_left(engine, running)
-    assert httpx.post(f"{url}/v1/completions", json=ASKED).json()["choices"][0]["text"] == alone
+    assert httpx.post(f"{url}/v1/completions", json=ASKED, timeout=600).json()["choices"][0]["text"] == alone
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ async def under_load(url: str, clients: int, stop, at: int) -> list[tuple[int, l
 
     async def one(client: httpx.AsyncClient, i: int) -> tuple[int, list]:
         nonlocal begun
-        await (asyncio.sleep(0.01 * i) if i < clients - 2 else asyncio.wait_for(stopped.wait(), 100))
+        await (asyncio.sleep(0.01 * i) if i < clients - 2 else asyncio.wait_for(stopped.wait(), 600))
         body = ASKED | {"max_tokens": 60, "stream": True}
         reasons, first = [], True
         try:
@@ -116,7 +116,7 @@ async def under_load(url: str, clients: int, stop, at: int) -> list[tuple[int, l
         except httpx.ConnectError:
             return 0, []
 
-    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
         return await asyncio.gather(*(one(client, i) for i in range(clients)))
 
 
@@ -135,7 +135,7 @@ def test_a_stop_under_load_loses_no_request(engine, started, monkeypatch):
     seen = asyncio.run(under_load(url, 16, lambda: server.handle_exit(signal.SIGTERM, None), 3))
     check_that_none_is_lost(seen, 3)
     assert any(status in (0, 503) for status, _ in seen)
-    thread.join(20)
+    thread.join(600)
     assert not thread.is_alive()
     stats = engine.stats()
     finished = sum(status == 200 for status, _ in seen)
@@ -155,14 +155,14 @@ def test_kill_loses_no_request_of_a_process(write_gguf, tmp_path, subprocess_env
 
         def answers() -> bool:
             try:
-                return httpx.get(f"{url}/health").status_code == 200
+                return httpx.get(f"{url}/health", timeout=600).status_code == 200
             except httpx.TransportError:
                 return False
 
-        until(answers, 30)
+        until(answers)
         seen = asyncio.run(under_load(url, 50, process.terminate, 5))
         check_that_none_is_lost(seen, 5)
-        assert process.wait(30) == 0
+        assert process.wait(600) == 0
     finally:
         process.kill()
         process.communicate()
