@@ -9,6 +9,7 @@ from pathlib import Path
 import composition
 import forked
 import pytest
+import zoo_cases
 from library_cases import CASES
 
 from jtile.testing import Report, check_kernel
@@ -28,6 +29,23 @@ def test_every_transform(name, request):
     case = CASES[name]
     report = check_kernel(case.op, case.reference, case.args(), name=name, only=HERE, **case.options)
     composition.agree(request.config, "ops", list(CASES), report)
+
+
+ZOO = [pytest.param(name, marks=pytest.mark.slow) if name in zoo_cases.LONG else name for name in zoo_cases.NEWER]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_gradients_of_maps_of_the_zoo(name):
+    """Rules that save anything but arrays get these wrong."""
+    case = zoo_cases.CASES[name]
+    check_kernel(case.op, case.reference, case.args(), name=name, only=("grad of vmap",), **case.options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo_cases.CASES)
+def test_every_transform_of_the_zoo(name):
+    case = zoo_cases.CASES[name]
+    check_kernel(case.op, case.reference, case.args(), name=name, **case.options)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import zoo_cases
 from jax.extend import core
 from library_cases import CASES, LibraryCase
 from machines import card
@@ -20,6 +21,7 @@ from jtile.primitive.lowering import pieces_of
 
 ARCHS = ("sm_90", "gfx942")
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx90a", "gfx950", "gfx1100", "gfx1201")
+ALL = CASES | zoo_cases.CASES
 JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
 
@@ -53,11 +55,11 @@ def kernels(fn, args, arch: str) -> list[ir.Kernel]:
         return [passes.run_pipeline(k, passes.TILE) for p in of for k in pieces_of(p).kernels]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_one_architecture(name):
     """The op itself, for each architecture in turn."""
-    arch = ARCHS[list(CASES).index(name) % len(ARCHS)]
-    found = kernels(CASES[name].op, CASES[name].args(), arch)
+    arch = ARCHS[list(ALL).index(name) % len(ARCHS)]
+    found = kernels(ALL[name].op, ALL[name].args(), arch)
     assert found
     for kernel in found:
         assert compile_kernel(kernel, card(arch)).image
@@ -65,9 +67,9 @@ def test_one_architecture(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [*ARCHS, *OTHERS])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_architecture(name, arch):
     """The op and its gradients."""
-    case, args = CASES[name], CASES[name].args()
+    case, args = ALL[name], ALL[name].args()
     for kernel in (k for f in (case.op, functools.partial(gradients, case)) for k in kernels(f, args, arch)):
         assert compile_kernel(kernel, card(arch)).image
