@@ -176,8 +176,8 @@ import jtile as jt
 
 
 @jt.kernel(
-    out_type=lambda x, w, b, **_: jt.like(x),
-    grid=lambda x, w, b, *, rows, **_: jt.cdiv(x.shape[0], rows),
+    out_type=lambda x, w, b: jt.like(x),
+    grid=lambda x, w, b, *, rows: jt.cdiv(x.shape[0], rows),
 )
 def layer_norm_kernel(x, w, b, out, *, rows=ROWS):
     i, columns = jt.program_id(0), x.shape[1]

@@ -36,8 +36,8 @@ def gather_text(name: str, node: Node, table: str, index: str) -> list[str]:
     row = f"{index}.tiles(rows)[i][:, None]"
     return [
         "@jt.kernel(",
-        f"    out_type=lambda {table}, {index}, **_: jt.like({table}, shape=({index}.shape[0], {table}.shape[1])),",
-        f"    grid=lambda {table}, {index}, *, rows, **_: jt.cdiv({index}.shape[0], rows),",
+        f"    out_type=lambda {table}, {index}: jt.like({table}, shape=({index}.shape[0], {table}.shape[1])),",
+        f"    grid=lambda {table}, {index}, *, rows: jt.cdiv({index}.shape[0], rows),",
         ")",
         f"def {name}({table}, {index}, out, *, rows={rows}):",
         f"    i, columns = jt.program_id(0), {table}.shape[1]",

@@ -81,7 +81,7 @@ class KernelText(abc.ABC):
     def _function(self, given: str, result: str) -> str:
         """A function of the arrays and the meta-parameters that the result needs."""
         needs = [n for n in self.metas if n in result.replace("(", " ").replace(")", " ").replace(",", " ").split()]
-        params = [p for p in [given, ", ".join(["*", *needs]) if needs else "", "**_"] if p]
+        params = [p for p in [given, ", ".join(["*", *needs]) if needs else ""] if p]
         return f"lambda {', '.join(params)}: {result}"
 
 
