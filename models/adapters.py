@@ -20,11 +20,13 @@ from safetensors.numpy import save_file
 from jtile._errors import ModelError
 
 from . import layers
+from .cuts import take
 from .decoder import Decoder
 from .entries import table
 from .folder import read_json
 from .lora import TARGETS, LoRA, place_of, shape_of
 from .mapped import Stored, TensorFile
+from .shards import Share
 from .whole import whole_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -60,8 +62,9 @@ class Adapter:
     updates: Mapping[tuple[int, str], Pair]
 
 
-def read_adapter(path: str | os.PathLike, model: Decoder) -> Adapter:
-    """Reads the adapter in a folder, as `peft` or `save_adapter` wrote it, for a model.
+def read_adapter(path: str | os.PathLike, model: Decoder, share: Share | None = None) -> Adapter:
+    """Reads the adapter in a folder, as `peft` or `save_adapter` wrote it, for a model; with a share, what the device
+    has of it whose module the model is.
 
     Raises:
       ModelError: a file is missing or damaged; the adapter is none of LoRA, or changes more than low-rank updates do
@@ -76,7 +79,7 @@ def read_adapter(path: str | os.PathLike, model: Decoder) -> Adapter:
     for (block, module), halves in _halves(path).items():
         pair = _pair(config, path, f"layers.{block}.{MODULES[module][0]}.{module}", halves)
         pairs.setdefault((block, MODULES[module][1]), {})[module] = pair
-    return Adapter(str(path), {place: _joined(model, path, place, found) for place, found in pairs.items()})
+    return Adapter(str(path), {place: _joined(model, share, path, place, found) for place, found in pairs.items()})
 
 
 def _check_kind(config: dict, file: Path) -> None:
@@ -129,25 +132,41 @@ def _alpha(config: dict, module: str, rank: int, file: Path) -> float:
     return float(alpha)
 
 
-def _joined(model: Decoder, path: Path, place: tuple[int, str], found: Mapping[str, Pair]) -> Pair:
+def _joined(model: Decoder, share: Share | None, path: Path, place: tuple[int, str], found: Mapping[str, Pair]) -> Pair:
     """The update of one of the model's weights by those of the modules that it holds."""
     block, target = place
     if block >= len(model.blocks):
         raise ModelError(f"{path} changes block {block} of a model; this one has {len(model.blocks)} blocks")
     out, inner = shape_of(getattr(place_of(model, block, target), target).get_value())
     rows = _rows(model, block, target, out)
-    for module, (a, b) in found.items():
-        expected = len(range(out)[rows[module]]), inner
-        if (b.shape[0], a.shape[1]) != expected:
-            raise ModelError(
-                f"{path} changes {module} of block {block} as a matrix of {(b.shape[0], a.shape[1])}; in this model it "
-                f"is {expected}, so that the adapter is of another one"
-            )
-    placed = [(a, _among(b, out, rows[module])) for module, (a, b) in found.items()]
+    placed = []
+    for module, pair in found.items():
+        a, b = _part(share, path, block, module, pair, (len(range(out)[rows[module]]), inner))
+        placed.append((a, _among(b, out, rows[module])))
     first = placed[0][0]
     if all(np.array_equal(a, first) for a, _ in placed):  # as `save_adapter` writes them
         return first, sum(b for _, b in placed)
     return np.concatenate([a for a, _ in placed]), np.concatenate([b for _, b in placed], axis=1)
+
+
+def _part(share: Share | None, path: Path, block: int, module: str, pair: Pair, expected: tuple[int, int]) -> Pair:
+    """The part of the update of a module that is a device's, whose matrix is `expected` there; all of it without a
+    share."""
+    (a, b), of = pair, MODULES[module][0]
+    given = whole = b.shape[0], a.shape[1]
+    if share is None:
+        whole = expected
+    else:  # a device does not know how many features the model has
+        asked = expected if of == "self_attn" else given
+        whole, cuts = share.cuts(f"layers.{block}.{of}.{module}.weight", asked)
+        a, b = (take(np, x, cuts[dim], dim) if dim in cuts else x for dim, x in ((1, a), (0, b)))
+    if given != whole or (b.shape[0], a.shape[1]) != expected:
+        size = f"{whole}" if given != whole else f"{expected} on each device"
+        raise ModelError(
+            f"{path} changes {module} of block {block} as a matrix of {given}; in this model it is {size}, so that the "
+            "adapter is of another one"
+        )
+    return a, b
 
 
 def _rows(model: Decoder, block: int, target: str, out: int) -> dict[str, slice]:

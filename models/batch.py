@@ -17,7 +17,7 @@ from jtile._errors import JtileError, ModelError, PromptError
 
 from .console import FAILURE, INTERRUPTED, SUCCESS, keep_programs
 from .generate import LanguageModel
-from .load import load
+from .load import load_over
 from .sampling import SamplingOptions
 from .serving import Engine, Grammar
 from .serving.engine import Stream
@@ -37,6 +37,7 @@ def run_batch(
     cache_dtype: str | None = None,
     rows: int | None = None,
     adapter: str | None = None,
+    devices: str | int | None = None,
     **defaults,
 ) -> int:
     """Answers the requests of a file, one a line; returns the exit code: 0, 1 after an error, 130 after Ctrl-C.
@@ -48,6 +49,7 @@ def run_batch(
 
     Args:
       path: the file, "-" for standard input. model, dtype, cache_dtype, adapter: of `load`. rows: requests at a time.
+      devices: how many share the model, see `mesh.devices_at_hand`.
       out: the file of the answers, standard output by default. It appears when all of them are there; until then they
         are in a file beside it, with which the same command goes on after an interruption.
         A file that is there is refused.
@@ -64,7 +66,7 @@ def run_batch(
             if done:
                 print(f"jtile: {done} of {len(lines)} answers are there from an earlier run", file=sys.stderr)
             if done < len(lines):
-                lm = load(model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
+                lm = load_over(devices, model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
                 with Engine(lm, rows=rows) as engine:
                     for number, result in _answers(engine, lines[done:], defaults):
                         failed += "error" in result

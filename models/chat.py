@@ -13,7 +13,7 @@ from typing import Any
 from jtile._errors import ContextError, JtileError, ModelError, PromptError
 
 from .console import FAILURE, INTERRUPTED, SUCCESS, keep_programs, write
-from .load import load
+from .load import load_over
 from .sampling import Sampling, SamplingOptions
 from .serving import Completion, Engine
 
@@ -189,19 +189,21 @@ def run_chat(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     adapter: str | None = None,
+    devices: str | int | None = None,
     **options,
 ) -> int:
     """A conversation in the terminal, until the input ends; returns the exit code, 0, or 1 after an error.
 
     Args:
       model, dtype, cache_dtype, adapter: of `load`. system: the system prompt. stats: speeds behind each answer.
+      devices: how many share the model, see `mesh.devices_at_hand`.
       max_length: tokens of the whole conversation, at most; by default the context of the model.
       cache_dir: where XLA keeps compiled programs, and what the user wrote is kept for the arrow keys; "" for nowhere.
       options: of `Engine.stream`: max_tokens, seed, temperature, ...; None for what is usual.
     """
     keep_programs(cache_dir)
     try:
-        lm = load(model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
+        lm = load_over(devices, model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
         if lm.tokenizer is None or lm.tokenizer.chat_template is None:
             raise ModelError(
                 f"{lm.source} knows no chats: it has no tokenizer with a chat template; try jtile generate"

@@ -13,8 +13,7 @@ import jax
 from jtile._errors import JtileError, ModelError, PromptError
 
 from .generate import Generation, LanguageModel, Stats
-from .load import load
-from .mesh import devices_at_hand
+from .load import load, load_over
 from .speculation import NGram
 
 SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
@@ -63,8 +62,7 @@ def run_generate(
     """
     keep_programs(cache_dir)
     try:
-        over = {} if devices is None else devices_at_hand(str(devices))
-        lm = load(model, adapter=adapter, **over)
+        lm = load_over(devices, model, adapter=adapter)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
         generation = lm.stream(
             ids,
@@ -114,6 +112,7 @@ def run_serve(
     cache_dtype: str | None = None,
     page_size: int | None = None,
     adapters: Sequence[str] = (),
+    devices: str | int | None = None,
     **engine,
 ) -> int:
     """Answers OpenAI's HTTP requests until SIGTERM or Ctrl-C; returns the exit code, 0, or 1 after an error.
@@ -122,6 +121,7 @@ def run_serve(
       model, dtype, cache_dtype, page_size: of `load`. name: what requests call it; by default that of its file.
       host, port: where to listen. api_keys, origins, requests_per_minute: of
         `serving.http.make_app`. adapters: "name=folder" of each low-rank adapter that requests may name as their model.
+      devices: how many share the model, see `mesh.devices_at_hand`.
       cache_dir: as for `run_generate`. engine: options of `Engine`.
     """
     try:
@@ -136,7 +136,7 @@ def run_serve(
         print(f"jtile: two adapters have one name: {', '.join(adapters)}", file=sys.stderr)
         return FAILURE
     engine = {**engine, "adapters": folders}
-    load_options = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
+    load_options = {"devices": devices, "dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
     return serve(model, host, port, name, api_keys, origins, requests_per_minute, cache_dir, load_options, engine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Unpack
@@ -16,6 +17,7 @@ from jtile._errors import ModelError, PromptError
 
 from . import cache as kv
 from . import programs, speculation
+from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .config import LONGEST
 from .decoder import Decoder
@@ -67,7 +69,8 @@ class LanguageModel:
       cache_dtype, page_size: of the key-value cache, see `load`.
       windows: the attention window of each layer, None for all keys.
       recurrent: whether layers keep a state of all tokens.
-      devices: the mesh that the model is cut over, and how; None for one device.
+      devices: the mesh that the model is cut over, and how; None for one device. shares: what each of them has of the
+        weights, by places along the axes of tensor and expert.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class LanguageModel:
         cache_dtype: str | None = None, page_size: int | None = None,
     ):  # fmt: skip
         self._executables: dict[tuple, jax.stages.Compiled] = {}
-        self.devices = model.devices if isinstance(model, Parts) else None
+        self.devices, self.shares = (model.devices, model.shares) if isinstance(model, Parts) else (None, {})
         if isinstance(model, Parts):
             self._structure, self._weights, model, config = model.structure, model.weights, model.first, model.config
         else:
@@ -101,13 +104,23 @@ class LanguageModel:
             )
         return programs.merge(self._structure, self._weights)
 
+    @property
+    def part(self) -> Decoder:
+        """What each device has of the model, as `model` of one device; over a mesh its weights are shapes and dtypes
+        only."""
+        if self.devices is None:
+            return self.model
+        count = len(self.shares)
+        local = lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
+        return programs.merge(self._structure, list(map(local, self._weights)))
+
     @classmethod
     def from_checkpoint(
         cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None,
-        devices: Devices | None = None,
+        devices: Devices | None = None, adapter: str | os.PathLike | None = None,
     ) -> LanguageModel:  # fmt: skip
-        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`: see `load`. devices: those that
-        share them."""
+        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`, `adapter`: see `load`. devices:
+        those that share them."""
         if page_size is not None and (not is_int(page_size) or not 1 <= page_size <= LONGEST):
             raise ModelError(
                 f"page_size is an int of at least 1 and at most {LONGEST}, or None for rows in one piece; "
@@ -117,8 +130,10 @@ class LanguageModel:
         cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype", CACHE_DTYPES)
         if devices is None:
             model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
+            if adapter is not None:
+                model = apply_adapter(model, read_adapter(adapter, model))
         else:
-            model = devices.read(checkpoint, dtype)
+            model = devices.read(checkpoint, dtype, adapter)
         return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype, page_size)
 
     def logits(self, ids, attention_mask=None) -> jax.Array:

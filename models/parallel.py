@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jtile as jt
 from jtile import ops
@@ -28,18 +29,22 @@ def collective(name: str) -> Callable:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """This device's term `value` of a sum over the devices along an axis."""
+    """This device's term `value` of a sum over the devices along an axis; steady: see `Axes`."""
 
     value: jax.Array
     axis: str = dataclasses.field(metadata=dict(static=True))
+    steady: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def whole(self) -> jax.Array:
         """The sum."""
+        if self.steady and jt.platform() != "cpu":  # where XLA's collectives add depends on the place in the array
+            terms = jax.lax.all_gather(self.value, self.axis).astype(jnp.float32)
+            return terms.sum(0).astype(self.value.dtype)
         return collective("all_reduce")(self.value, self.axis)
 
     def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
         """(x + the sum, the RMS norm of that with this weight)."""
-        if self.value.size * self.value.dtype.itemsize <= FUSED:
+        if not self.steady and self.value.size * self.value.dtype.itemsize <= FUSED:
             normed, x = collective("all_reduce_rms_norm")(self.value, weight, self.axis, residual=x, eps=eps)
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
@@ -51,16 +56,18 @@ class Axes:
     """The axes of a mesh that a model is cut over; None: it is not.
 
     tensor: heads, features of MLPs and the vocabulary. expert: the experts of mixtures, and the rows of a batch.
-    context: the slots of the cache; what a layer with a ring keeps is whole on each device."""
+    context: the slots of the cache; what a layer with a ring keeps is whole on each device. steady: the sums over the
+    devices of one row have the same bits whatever rows are beside it."""
 
     tensor: str | None = None
     expert: str | None = None
     context: str | None = None
+    steady: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        return tuple(axis for axis in dataclasses.astuple(self) if axis is not None)
+        return tuple(axis for axis in (self.tensor, self.expert, self.context) if axis is not None)
 
     @property
     def of_weights(self) -> tuple[str, ...]:
@@ -69,7 +76,7 @@ class Axes:
 
     def term(self, y):
         """What a product over heads or features of this device gives."""
-        return y if self.tensor is None else Term(y, self.tensor)
+        return y if self.tensor is None else Term(y, self.tensor, self.steady)
 
     def embedding(self, table, ids, dtype):
         """Rows `ids` of the table [vocab, features], of which this device has its share."""
@@ -78,7 +85,7 @@ class Axes:
         here = ids - table.shape[0] * jax.lax.axis_index(self.tensor)
         known = (here >= 0) & (here < table.shape[0])
         rows = ops.embedding(table, jnp.where(known, here, 0), dtype=dtype)
-        return Term(jnp.where(known[..., None], rows, 0), self.tensor).whole()
+        return self.term(jnp.where(known[..., None], rows, 0)).whole()
 
     def gathered(self, logits, vocab: int):
         """Logits [..., vocab] of those of this device's share of the vocabulary."""
@@ -100,6 +107,14 @@ class Axes:
 
 
 ALONE = Axes()
+
+
+def laid(model: nnx.Module, axes: Axes) -> nnx.Module:
+    """Tells the modules of a device's model of the axes. Changes it in place, and returns it."""
+    for _, module in nnx.iter_modules(model):
+        if hasattr(module, "over"):
+            module.over = axes
+    return model
 
 
 def held(lengths, axis: str):

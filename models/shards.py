@@ -84,14 +84,13 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A source of weights (see `config.WeightSource`) that gives those of one device.
+class Share:
+    """What one device has of the weights of a model.
 
     heads, kv_heads: of the model, in `of` those of this device. tensor, expert: where it stands along these axes.
     experts: of a mixture of the model. unit: features that stay together, those of a group of the quantised matrices.
     """
 
-    checkpoint: Checkpoint
     heads: int
     kv_heads: int
     of: Heads
@@ -100,19 +99,17 @@ class Part:
     experts: int
     unit: int
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Any:
-        """The part of the tensor `name`, for which a module of this device asks: `shape` has the heads of this device,
-        and the features, experts and tokens of the model.
-
-        Raises:
-          ModelError: the tensor is missing, has another shape, or cannot be cut so.
-        """
+    def has(self, name: str) -> bool:
+        """Whether the tensor is this device's: not where it is one of an expert of another one."""
         expert = EXPERT.search(name)
-        if expert is not None and int(expert[1]) not in self.expert.share(self.experts):
-            return None
-        kind = next((kind for pattern, kind in RULES if pattern.search(f".{name}")), "")
-        cuts: dict[int, np.ndarray] = {}  # of dimensions of the tensor as `shape` counts them
-        if ".experts." in name and expert is None and self.expert.count > 1:
+        return expert is None or int(expert[1]) in self.expert.share(self.experts)
+
+    def cuts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, np.ndarray]]:
+        """(the shape of the tensor of the model, the index of this device's part along each dimension that is cut).
+        `shape` has the heads of this device, and the features, experts and tokens of the model."""
+        kind = _kind(name)
+        cuts: dict[int, np.ndarray] = {}
+        if ".experts." in name and EXPERT.search(name) is None and self.expert.count > 1:
             cuts[0] = self.expert.share(shape[0])
         whole = shape
         if kind in ("queries", "keys", "mixed"):
@@ -129,8 +126,30 @@ class Part:
             cuts[len(shape) - 1] = _spread(self.tensor.share(shape[-1] // 2, self.unit), 2)
         elif kind == "inner of stacks":
             cuts[1] = self.tensor.share(shape[1], self.unit)
-        found = self.checkpoint.part(name, whole, _needed(cuts, whole))
-        return jnp.zeros_like(found) if kind == "once" and self.tensor.index else found
+        return whole, _needed(cuts, whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A source of weights (see `config.WeightSource`) that gives those of one device."""
+
+    checkpoint: Checkpoint
+    share: Share
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The part of the tensor `name`, for which a module of this device asks; `shape`: see `Share.cuts`.
+
+        Raises:
+          ModelError: the tensor is missing, has another shape, or cannot be cut so.
+        """
+        if not self.share.has(name):
+            return None
+        found = self.checkpoint.part(name, *self.share.cuts(name, shape))
+        return jnp.zeros_like(found) if _kind(name) == "once" and self.share.tensor.index else found
+
+
+def _kind(name: str) -> str:
+    return next((kind for pattern, kind in RULES if pattern.search(f".{name}")), "")
 
 
 def _spread(index: np.ndarray, each: int) -> np.ndarray:

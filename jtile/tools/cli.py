@@ -39,6 +39,7 @@ def options(
     """Options that stand before the command."""
 
 
+Devices = Annotated[str | None, typer.Option(help="Cut the model over so many: 2; generate: tensor=2,expert=2, too.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 
 
@@ -78,9 +79,7 @@ def generate(
     out: Annotated[str | None, typer.Option("--out", "-o", help="Of --batch: the file of the answers.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
     adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="Cut over so many devices: 2, or tensor=2,expert=2,context=2.")
-    ] = None,
+    devices: Devices = None,
     as_json: Json = False,
 ) -> None:
     """Generate text with a language model whose every operation is a jtile kernel."""
@@ -102,7 +101,6 @@ def _run_batch(path: str | None, out: str | None, prompt: str | None, options: d
     if path is None:
         raise typer.BadParameter("--out is the file of the answers to --batch")
     usual = dict(prompt_ids=None, chat=True, system=None, json=False, stats=False, logit_bias=None, draft=None)
-    usual |= dict(devices=None)
     given = {name: options.pop(name) for name in usual} | {"prompt": prompt}
     if other := [name for name, value in given.items() if value != usual.get(name)]:
         name = {"chat": "raw"}.get(other[0], other[0])
@@ -127,12 +125,13 @@ def chat(
     dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Speeds behind each answer.")] = False,
     adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
+    devices: Devices = None,
 ) -> None:
     """Talk with a language model in the terminal; /help lists the commands."""
     from jtile._config import current
 
     options = dict(system=system, stats=stats, max_length=max_length, cache_dtype=cache_dtype, dtype=dtype)
-    options |= dict(adapter=adapter)
+    options |= dict(adapter=adapter, devices=devices)
     options |= dict(
         max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
@@ -165,6 +164,7 @@ def serve(
     no_chunked_prefill: Annotated[
         bool, typer.Option("--no-chunked-prefill", help="Answers wait while a prompt is computed.")
     ] = False,
+    devices: Devices = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="Quicker for few requests; tokens may depend on the load by rounding.")
     ] = False,
@@ -175,6 +175,7 @@ def serve(
     options = dict(host=host, port=port, name=name, api_keys=api_key or (), origins=origin or ())
     options |= dict(rows=rows, max_length=max_length, max_waiting=max_waiting, cache_tokens=cache_tokens)
     options |= dict(cache_dtype=cache_dtype, dtype=dtype, prefix_cache=not no_prefix_cache, invariant=not fast)
+    options |= dict(devices=devices)
     options |= dict(
         adapters=adapter or (), chunked_prefill=not no_chunked_prefill, requests_per_minute=requests_per_minute
     )

@@ -16,9 +16,8 @@ import numpy as np
 
 from jtile._errors import JtileError, ModelError
 
-from ..adapters import Adapter
 from ..generate import LanguageModel
-from .device import Device, Rates, Result
+from .device import Device, Parts, Rates, Result
 from .request import Completion, Request, Token
 from .scheduler import Plan, Scheduler, Segment, Sequence
 from .settings import Settings
@@ -53,7 +52,7 @@ class Totals:
 class Core:
     """Of a model with the sizes of `settings`; no two threads may be in it at a time."""
 
-    def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Adapter] | None = None):
+    def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Parts] | None = None):
         self.lm, self.settings = lm, settings
         sizes = settings.pages, settings.page, settings.rows, settings.shapes[-1]
         tiles = {"tile": settings.tile, "singles": settings.singles}
@@ -180,8 +179,13 @@ def checked_weights(lm: LanguageModel, weights) -> list:
     """Copies of the leaves of a tree of weights that is like that of the model.
 
     Raises:
-      ModelError: another tree, or an array of another shape or dtype.
+      ModelError: another tree, or an array of another shape or dtype; the model is cut over a mesh.
     """
+    if lm.devices is not None:
+        raise ModelError(
+            f"{lm.source or 'the model'} is cut over the devices of a mesh, whose weights are parts of a checkpoint's; "
+            "write the new ones to a folder, and load it"
+        )
     tree = lm._structure[1]
     try:
         leaves, found = jax.tree.flatten(weights)

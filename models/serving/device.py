@@ -4,6 +4,7 @@ calls of few compiled programs."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..adapters import Adapter, stacked
 from ..generate import LanguageModel
+from ..mesh import ENTRIES, STATE
 from . import programs
 from .scheduler import Plan
 from .settings import Settings
@@ -32,6 +34,9 @@ class Row:
     logprobs: int | None
     prompt: int
 
+
+WHOLE = (0, 0)  # the place of a model's only device
+Parts = Mapping[tuple[int, int], Adapter]  # of an adapter, by places as `LanguageModel.shares`
 
 LEVELS = (programs.GREEDY, programs.DRAWS, programs.ALL)
 
@@ -60,19 +65,22 @@ class Result:
 class Device:
     """Of a model, with the sizes of `settings`. Its programs run in the order of the calls; no call waits for one."""
 
-    def __init__(self, lm: LanguageModel, settings: Settings, adapters: Sequence[Adapter] = ()):
+    def __init__(self, lm: LanguageModel, settings: Settings, adapters: Sequence[Parts] = ()):
         self._lm, self._settings = lm, settings
-        self._adapters = stacked(adapters, lm.dtype) or None
-        ids = np.zeros((1, settings.page), np.int32)
-        self._entries = programs.pool_of(lm.model, ids, settings.pages, settings.page, lm.cache_dtype)
+        self._adapters = _stacks(lm, adapters)
+        entries = programs.pool_of(lm, settings.pages, settings.page, lm.cache_dtype)
+        self._entries = jax.tree.map(lambda x: self._zeros(x.shape, x.dtype, ENTRIES), entries)
         slots = settings.rows + 1  # the last one is that of padding
-        self._last = jnp.zeros((slots,), jnp.int32)
+        self._last = self._zeros((slots,), jnp.int32)
         self._table = np.full((slots, settings.width), -1, np.int32)
         self._written = [0] * slots  # how many pages of the sequence that runs there a row of the table holds
-        zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)
-        self._options = {name: zeros(x) for name, x in settings.options.items()}
+        self._options = {name: self._zeros((slots, *x.shape[1:]), x.dtype) for name, x in settings.options.items()}
         self._penalties: dict[str, jax.Array] = {}
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
+
+    def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
+        devices = self._lm.devices
+        return jnp.zeros(shape, dtype, device=None if devices is None else devices.lies(lies))
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
@@ -89,7 +97,7 @@ class Device:
         """Brings the state of a sequence with these tokens to its slot."""
         self._written[slot] = 0
         options = {name: x[0] for name, x in row.options.items()}
-        self._options = programs.put(self._options, np.int32(slot), options)
+        self._options = self._put(self._options, np.int32(slot), options)
         if LEVELS[row.level].counts:
             vocab, answer = self._lm.config.vocab_size, np.asarray(tokens[row.prompt :], np.int64)
             bias = np.zeros((vocab,), np.float32)
@@ -99,7 +107,7 @@ class Device:
             counts = np.bincount(answer, minlength=vocab).astype(np.int32)
             self._make_penalties()
             rows = {"seen": seen, "counts": counts, "bias": bias}
-            self._penalties = programs.put(self._penalties, np.int32(slot), rows)
+            self._penalties = self._put(self._penalties, np.int32(slot), rows)
 
     def run(self, plan: Plan, level: int, logprobs: bool, masks: Mapping[int, np.ndarray] | None = None) -> Result:
         """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need; `masks`: of
@@ -173,13 +181,16 @@ class Device:
     def _make_penalties(self) -> None:
         shape = (self._settings.rows + 1, self._lm.config.vocab_size)
         dtypes = {"seen": jnp.bool_, "counts": jnp.int32, "bias": jnp.float32}
-        self._penalties = self._penalties or {name: jnp.zeros(shape, dtype) for name, dtype in dtypes.items()}
+        self._penalties = self._penalties or {name: self._zeros(shape, dtype) for name, dtype in dtypes.items()}
 
     # -- compiled programs ---------------------------------------------------------------------------------------------
 
-    def _get(self, key: tuple, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    def _get(self, key: tuple, function: Callable, *args, **static) -> jax.stages.Compiled:
+        """A program of `programs`, compiled for such arguments, over the devices of the model."""
         if key not in self._compiled:
-            self._compiled[key] = lower().compile()
+            devices = self._lm.devices
+            lower = function.lower if devices is None else functools.partial(devices.lower, function)
+            self._compiled[key] = lower(*args, **static).compile()
         return self._compiled[key]
 
     def _step(self, n: int) -> jax.stages.Compiled:
@@ -187,7 +198,7 @@ class Device:
         args = self._entries, self._last, self._table, np.zeros((5, n), np.int32), of, self._adapters
         singles, tile = self._settings.singles, self._settings.tile
         options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
-        return self._get(("step", n), lambda: programs.step.lower(lm._structure, lm._weights, *args, **options))
+        return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
 
     def _all_allowed(self, k: int) -> np.ndarray:
         return np.full((k, -(-self._lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
@@ -199,10 +210,23 @@ class Device:
         logits = jax.ShapeDtypeStruct((k, self._lm.config.vocab_size), jnp.float32)
         args = logits, self._last, self._penalties if steps.counts else {}, self._options, np.zeros((2, k), np.int32)
         args = *args, self._all_allowed(k) if masked else None
-        return self._get(
-            ("choose", k, level, logprobs, masked), lambda: programs.choose.lower(*args, steps=steps, logprobs=logprobs)
-        )
+        key = "choose", k, level, logprobs, masked
+        return self._get(key, programs.choose, *args, steps=steps, logprobs=logprobs)
 
     def _copy(self) -> jax.stages.Compiled:
         numbers = np.zeros((COPIES,), np.int32)
-        return self._get(("copy",), lambda: programs.copy.lower(self._entries, numbers, numbers))
+        return self._get(("copy",), programs.copy, self._entries, numbers, numbers)
+
+    def _put(self, arrays: dict[str, jax.Array], slot: np.int32, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        args = arrays, slot, rows
+        return (programs.put if self._lm.devices is None else self._get(("put", *arrays), programs.put, *args))(*args)
+
+
+def _stacks(lm: LanguageModel, adapters: Sequence[Parts]):
+    """The updates of adapters for `programs.step`, None for no adapters; over a mesh an array of those of each device
+    stands for them, as of weights."""
+    parts = {at: stacked([adapter[at] for adapter in adapters], lm.dtype) for at in (lm.shares or (WHOLE,))}
+    if lm.devices is None:
+        return parts[WHOLE] or None
+    together = lm.devices.together
+    return jax.tree.map(lambda *leaves: together(dict(zip(parts, leaves, strict=True))), *parts.values()) or None

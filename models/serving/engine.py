@@ -15,6 +15,7 @@ from ..adapters import Adapter, read_adapter
 from ..generate import LanguageModel
 from ..sampling import Sampling, SamplingOptions
 from .core import Core, checked_weights
+from .device import WHOLE, Parts
 from .grammar import Grammar
 from .request import Completion, Request, Token, read_request
 from .settings import settings_of
@@ -185,7 +186,7 @@ class Engine:
         The arrays are copied, so that a trainer may change or donate its own ones afterwards.
 
         Raises:
-          ModelError: another tree, or other shapes or dtypes.
+          ModelError: another tree, or other shapes or dtypes; the model is cut over a mesh.
         """
         leaves, core = checked_weights(self.lm, weights), self._core
         self._worker.finish(lambda: core.update_weights(leaves), "took the new weights")
@@ -227,18 +228,25 @@ class Engine:
         self.close()
 
 
-def _adapters_of(lm: LanguageModel, given: Mapping[str, str | os.PathLike | Adapter]) -> dict[str, Adapter]:
+def _adapters_of(lm: LanguageModel, given: Mapping[str, str | os.PathLike | Adapter]) -> dict[str, Parts]:
     """Those in folders are read.
 
     Raises:
-      ModelError: a folder holds none, or one of another model; a name is empty.
+      ModelError: a folder holds none, or one of another model; a name is empty; a model over a mesh takes folders.
     """
     if not isinstance(lm, LanguageModel) or not given:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
         raise ModelError(f"adapters of an engine are a dict of names and folders, got {given!r}")
-    model = lm.model
-    return {name: x if isinstance(x, Adapter) else read_adapter(x, model) for name, x in given.items()}
+    model, found = lm.part, {}
+    for name, x in given.items():
+        if lm.shares and isinstance(x, Adapter):
+            raise ModelError(f"give the folder of the adapter {name!r}: each device of the mesh reads its part of it")
+        elif lm.shares:
+            found[name] = {at: read_adapter(x, model, share) for at, share in lm.shares.items()}
+        else:
+            found[name] = {WHOLE: x if isinstance(x, Adapter) else read_adapter(x, model)}
+    return found
 
 
 class Stream(AsyncIterator[Token], Iterator[Token]):

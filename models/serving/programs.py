@@ -7,6 +7,7 @@ of prompts and single tokens are the same to it. On GPUs chunks come in tiles, w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from .. import cache as kv
 from .. import sampling
 from ..adapters import route
+from ..mesh import ENTRIES, WEIGHTS
+from ..parallel import ALONE, laid
 from ..programs import merge, overlapping
 from ..sampling import Steps
 
@@ -38,6 +41,8 @@ def step(structure, weights, entries, last, table, batch, of, adapters, *, split
     cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
     with overlapping():
         model = route(merge(structure, weights), adapters or {}, adapter)
+        if splits is not None and model.over != ALONE:  # sums of a row do not depend on the others
+            laid(model, dataclasses.replace(model.over, steady=True))
         logits, cache = model.step(tokens, cache, of)
     return logits, cache.entries
 
@@ -88,8 +93,17 @@ def copy(entries, sources, targets):
     return jax.tree.map(lambda x: x.at[targets].set(x[sources], mode="drop"), entries)
 
 
-def pool_of(model, ids, pages: int, page: int, dtype: str | None):
-    """The entries of a cache of so many pages, zeros; ids: int32 [1, page]."""
+def pool_of(lm, pages: int, page: int, dtype: str | None):
+    """What the entries of a cache of so many pages are: shapes and dtypes."""
     layout = kv.Layout(page, dtype, page=page)  # no windows: they are masks here, so that pages may be shared
-    one = lambda ids: kv.from_prefill(model.prefill(ids)[1], jnp.ones((1,), jnp.int32), layout).entries
-    return jax.tree.map(lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype), jax.eval_shape(one, ids))
+
+    def one(weights):
+        model = merge(lm._structure, weights)
+        entries = model.prefill(jnp.zeros((1, page), jnp.int32))[1]
+        return kv.from_prefill(entries, jnp.ones((1,), jnp.int32), layout).entries
+
+    def all_of(weights):
+        return jax.tree.map(lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype), one(weights))
+
+    over = all_of if lm.devices is None else lm.devices.over(all_of, (WEIGHTS,), ENTRIES)
+    return jax.eval_shape(over, lm._weights)

@@ -14,12 +14,12 @@ import jtile as jt
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
-from ..cache import SCALED
 from ..decoder import Attention
 from ..experts import Mixture
 from ..generate import LanguageModel
 from ..prompt import is_int
 from ..sampling import Sampling
+from . import programs
 from .scheduler import tiled
 
 PAGE = 64
@@ -123,7 +123,7 @@ def settings_of(
     _check_devices(lm)
     length = min(max_length or lm.config.max_length, lm.config.max_length)
     if cache_tokens is None:
-        cache_tokens = min(rows * length, _room(cpu) // token_bytes(lm))
+        cache_tokens = min(rows * length, _room(lm, cpu) // token_bytes(lm))
     pages = -(-cache_tokens // page)
     length = min(length, pages * page)
     splits = 1 if invariant else None
@@ -134,13 +134,22 @@ def settings_of(
 
 
 def _check_devices(lm: LanguageModel) -> None:
-    """Refuses weights that are not where the engine's own arrays will be."""
+    """Refuses weights that are not where the engine's own arrays will be, and cuts that its pages do not know."""
+    if lm.devices is not None:
+        axes = lm.devices.axes
+        if axes.expert or axes.context:
+            role = "expert" if axes.expert else "context"
+            raise ModelError(
+                f"an engine runs over devices that share a model by 'tensor', and {lm.source or 'the model'} is cut by "
+                f"{role!r}; load it with parallel={{'tensor': ...}} alone, which cuts experts by their features"
+            )
+        return
     here = jnp.zeros(()).sharding.device_set
     found = set().union(*(weight.sharding.device_set for weight in lm._weights))
     if found != here:
         raise ModelError(
             f"an engine runs on the default device, {here}, and the weights of {lm.source or 'the model'} are on "
-            f"{found}; move them there, or set jax_default_device"
+            f"{found}; move them there, set jax_default_device, or let jtile.models.load cut the model over a mesh"
         )
 
 
@@ -174,7 +183,7 @@ def tile_of(lm: LanguageModel, cpu: bool) -> int:
         return 1
     groups = {
         module.config.heads // module.config.kv_heads if isinstance(module, Attention) else QUERIES
-        for module in (block.attention for block in lm.model.blocks)
+        for module in (block.attention for block in lm.part.blocks)
     }
     return max(QUERIES // jt.next_power_of_2(max(groups)), 1)
 
@@ -187,21 +196,22 @@ def _quantised(lm: LanguageModel) -> bool:
 
 
 def _has_experts(lm: LanguageModel) -> bool:
-    return any(isinstance(module, Mixture) for _, module in nnx.iter_modules(lm.model))
+    return any(isinstance(module, Mixture) for _, module in nnx.iter_modules(lm.part))
 
 
 def token_bytes(lm: LanguageModel) -> int:
-    """Bytes of the cache of one token, in all layers."""
-    ids = jax.ShapeDtypeStruct((1, 1), np.int32)
-    entries = jax.tree.leaves(jax.eval_shape(lambda ids: lm.model.prefill(ids)[1], ids))
-    size = lambda x: x.dtype.itemsize if lm.cache_dtype is None else np.dtype(lm.cache_dtype).itemsize
-    scales = sum(4 * x.size // x.shape[-1] for x in entries) if lm.cache_dtype in SCALED else 0
-    return sum(x.size * size(x) for x in entries) + scales
+    """Bytes of the cache of one token, in all layers; of one device."""
+    devices = 1 if lm.devices is None else lm.devices.size("tensor")
+    entries = programs.pool_of(lm, 1, 1, lm.cache_dtype)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries)) // devices
 
 
-def _room(cpu: bool) -> int:
-    """Bytes for a cache on the device."""
-    stats = None if cpu else jax.devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
+def _room(lm: LanguageModel, cpu: bool) -> int:
+    """Bytes for a cache on a device; those of a CPU share its memory."""
+    devices = jax.devices()[:1] if lm.devices is None else list(lm.devices.mesh.devices.flat)
+    if cpu:
+        return CPU_BYTES // len(devices)
+    found = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in stats for stats in found):
         return CPU_BYTES
-    return int(GPU_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return min(int(GPU_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])) for stats in found)

@@ -2,18 +2,23 @@
 
 import dataclasses
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
 import jtile.models
 from jtile.errors import ModelError, PromptError
-from jtile.models import LanguageModel
+from jtile.models import Engine, LanguageModel, read_adapter
+from jtile.models.adapters import MODULES
 from jtile.models.folder import open_folder
 from jtile.models.mesh import Devices, devices_at_hand
+from jtile.models.parallel import Term
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 DEVICES = np.array(jax.devices())
@@ -121,11 +126,77 @@ def check_sampling_of_rows_on_several_devices():
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-3)
 
 
+ENGINE = dict(rows=3, shapes=(24,), cache_tokens=48)
+ASKED = [[*range(1, 10), last] for last in (3, 3, 9)] + [[5, 6, 7]]
+BIAS = {"logit_bias": {3: 0.5}}  # so that all take one program
+OPTIONS = (BIAS, BIAS | {"adapter": "a"}, BIAS | {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5})
+
+
+def write_adapter(path: Path) -> Path:
+    """One that changes every matrix of the first layer of a Llama of 4 heads."""
+    rng, tensors = np.random.default_rng(0), {}
+    sizes = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64), "gate": (160, 64), "up": (160, 64)}
+    for name, (out, inner) in (sizes | {"down": (64, 160)}).items():
+        stem = f"base_model.model.model.layers.0.{MODULES[f'{name}_proj'][0]}.{name}_proj"
+        tensors[f"{stem}.lora_A.weight"] = rng.normal(size=(3, inner)).astype(np.float32)
+        tensors[f"{stem}.lora_B.weight"] = rng.normal(size=(out, 3)).astype(np.float32)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    return path
+
+
+def answers(engine: Engine, prompts, **options) -> list:
+    found = engine.generate(prompts, max_tokens=12, eos=None, logprobs=True, **options)
+    return [(answer.ids, [token.logprob for token in answer.tokens]) for answer in found]
+
+
+def check_engine_of_two_devices():
+    """Its tokens are those of one device, and bit for bit those of a request alone; pages run out meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = (first_layer(DATA / "llama", shape, {"tensor": "x"}, page_size=8) for shape in (None, (2,)))
+        path = write_adapter(Path(folder) / "a")
+        adapted = first_layer(DATA / "llama", (2,), {"tensor": "x"}, adapter=path)
+        with Engine(one, **ENGINE, adapters={"a": path}) as engine:
+            wanted = [answers(engine, ASKED, **options) for options in OPTIONS]
+        with Engine(two, **ENGINE, adapters={"a": path}) as engine:
+            found = [answers(engine, ASKED, **options) for options in OPTIONS]
+            stats = engine.stats()
+            for options, together in zip(OPTIONS[:2], found[:2], strict=True):
+                assert [answers(engine, [prompt], **options)[0] for prompt in ASKED] == together
+            cache = engine._core.device._entries[0].arrays[0]
+            assert 2 * cache.addressable_shards[0].data.nbytes == cache.nbytes
+            with pytest.raises(ModelError, match="is cut over the devices of a mesh, whose weights are parts"):
+                engine.update_weights(two._weights)
+        with pytest.raises(ModelError, match="give the folder of the adapter 'a'"):
+            Engine(two, **ENGINE, adapters={"a": read_adapter(path, one.model)})
+    assert stats["preemptions_total"] > 0 and stats["cached_tokens_total"] > 0
+    for (ids, rates), (same, those) in zip(chain(*found), chain(*wanted), strict=True):
+        assert ids == same
+        np.testing.assert_allclose(rates, those, atol=1e-4)
+    ids, rates = found[1][3]
+    logits = np.asarray(adapted.logits(ASKED[3] + ids), np.float64)[2:-1]
+    np.testing.assert_allclose(logits[np.arange(12), ids] - np.log(np.exp(logits).sum(1)), rates, atol=2e-4)
+
+
+def check_sums_that_do_not_depend_on_the_size():
+    """Of a row that is in the small array of one kernel and in the large one of two: of the sum, and of its norm."""
+    mesh, rng = mesh_of(4), np.random.default_rng(0)
+    rows, weight = rng.normal(size=(4, 1200, 64)).astype(np.float32), np.ones((64,), np.float32)
+
+    def both(x):
+        return Term(x[0], "x", steady=True).add_norm(x[0] * 0, weight, 1e-6)
+
+    run = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False))
+    for few, many in zip(run(rows[:, :8]), run(rows), strict=True):
+        np.testing.assert_array_equal(few, many[:8])
+
+
 def check_what_is_refused():
     two = mesh_of(2)
     cases = [
         ("llama", dict(parallel={"tensor": "x"}), "give the mesh too"),
-        ("llama", dict(mesh=two, adapter="there"), "takes no adapter"),
+        ("llama", dict(mesh=two, adapter="there"), "there is no LoRA adapter at there"),
         ("llama", dict(mesh=DEVICES), "mesh is a jax.sharding.Mesh"),
         ("llama", dict(mesh=mesh_of(2, 2)), "parallel says what the axes 'x', 'y' of the mesh do"),
         ("llama", dict(mesh=two, parallel={}), "parallel says what the axes 'x' of the mesh do"),
@@ -139,6 +210,9 @@ def check_what_is_refused():
     for name, options, words in cases:
         with pytest.raises(ModelError, match=words):
             jtile.models.load(DATA / name, **options)
+    for name, axis in (("mixtral", "expert"), ("llama", "context")):
+        with pytest.raises(ModelError, match=f"share a model by 'tensor', and .* is cut by '{axis}'"):
+            Engine(first_layer(DATA / name, (2,), {axis: "x"}))
     for text, words in (("3x", "devices is a number, as 2"), ("tensor=4,expert=4", "over 16 devices, and there are 8")):
         with pytest.raises(ModelError, match=words):
             devices_at_hand(text)

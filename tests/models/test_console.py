@@ -128,10 +128,10 @@ def test_a_second_start_finds_the_compiled_programs(ended, tiny_folder, prompt_i
 
 
 def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, capsys):
-    def interrupted(path, adapter):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jtile.models.console.load", interrupted)
+    monkeypatch.setattr("jtile.models.console.load_over", interrupted)
     assert run_generate(model=str(tiny_folder), prompt_ids=prompt_ids) == 130
     assert capsys.readouterr().out == ""
 

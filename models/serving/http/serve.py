@@ -13,7 +13,7 @@ import uvicorn
 from jtile._errors import JtileError, ModelError
 
 from ...console import FAILURE, SUCCESS, keep_programs
-from ...load import load
+from ...load import load_over
 from ..engine import Engine
 from .app import LOG, make_app
 from .endpoints import Server
@@ -57,7 +57,7 @@ def serve(
     for noisy in ("jax", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        lm = load(model, **load_options)
+        lm = load_over(path=model, **load_options)
         with _progress() as progress:
             engine = Engine(lm, compile_ahead=True, progress=progress, **engine_options)
         with engine:

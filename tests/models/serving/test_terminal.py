@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -123,7 +124,7 @@ def test_seeds_of_answers(engine):
 
 
 def test_jtile_chat(engine, monkeypatch, capsys):
-    monkeypatch.setattr(chat, "load", lambda *_, **__: engine.lm)
+    monkeypatch.setattr(chat, "load_over", lambda *_, **__: engine.lm)
     monkeypatch.setattr(chat, "Engine", lambda *_, **__: contextlib.nullcontext(engine))
     result = CliRunner().invoke(cli.app, ["chat", "-n", "4", "--temperature", "0", "--stats"], input="Hi\n")
     assert result.exit_code == 0
@@ -176,7 +177,7 @@ BAD = [
 @pytest.fixture
 def here(engine, monkeypatch):
     """Batches run on the engine of these tests."""
-    monkeypatch.setattr(batch, "load", lambda *_, **__: engine.lm)
+    monkeypatch.setattr(batch, "load_over", lambda *_, **__: engine.lm)
     monkeypatch.setattr(batch, "Engine", lambda *_, **__: contextlib.nullcontext(engine))
 
 
@@ -267,6 +268,15 @@ def test_jtile_serve_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     assert run_serve() == 1
     assert "pip install 'jtile[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve"], ["chat"], ["generate", "--batch", "one.jsonl", "--model"]])
+def test_devices_of_the_commands(command, tmp_path, monkeypatch, write_gguf):
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"prompt": "a"}')
+    path = str(write_gguf(tmp_path / "tiny.gguf"))
+    result = CliRunner().invoke(cli.app, [*command, path, "--devices", "3x"])
+    assert result.exit_code == 1 and "devices is a number, as 2" in result.stderr
 
 
 def test_adapters_of_the_command(monkeypatch, capsys):
