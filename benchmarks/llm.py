@@ -15,6 +15,7 @@ from jtile.models.load import default_model, load
 from jtile.testing import Timing
 
 PREFILL, DECODE = 512, 128
+CONFIGS = ("prefill 512", "decode 128 after 16", "decode 128 after 512")  # all of one measurement
 
 
 def results(roofline: Any, repeats: int) -> Iterator[Result]:
@@ -29,11 +30,7 @@ def results(roofline: Any, repeats: int) -> Iterator[Result]:
     if (peer := _llama_cpp(path, roofline.threads)) is not None:
         runners["llama.cpp"] = peer
     rounds = max(3, repeats // 6)
-    samples: dict[str, dict[str, list[float]]] = {
-        "prefill 512": {},
-        "decode 128 after 16": {},
-        "decode 128 after 512": {},
-    }
+    samples: dict[str, dict[str, list[float]]] = {config: {} for config in CONFIGS}
     for turn in range(rounds + 1):
         for name, run in runners.items():
             prefill, late = run(ids, DECODE)

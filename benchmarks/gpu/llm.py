@@ -68,6 +68,11 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
     yield from () if tiny else _smollm2(machine, options, say)
 
 
+def half_told(config: str) -> bool:
+    """Whether the lines behind that of this size are of the same measurement."""
+    return config.endswith(", prompt") or config in llm.CONFIGS[:-1]
+
+
 def _prompts(config: dict, stored: str) -> tuple[tuple[int, int], ...]:
     if config["model_type"] != "llama":
         return MIXED
@@ -228,7 +233,7 @@ def _ours(work: models.Work, ids: jax.Array) -> Runner:
 
 def _plain(work: models.Work, ids: jax.Array, attention: plain.Attention = None) -> Runner:
     lm, count = work.dense or work.lm, work.steps
-    w, s = plain.weights_of(lm), plain.sizes_of(lm, attention)
+    w, s = plain.dense(plain.weights_of(lm), jnp.bfloat16), plain.sizes_of(lm, attention)
 
     def run(steps: bool = True):
         start = time.perf_counter()
@@ -242,7 +247,7 @@ def _plain(work: models.Work, ids: jax.Array, attention: plain.Attention = None)
 
 
 def _torch(work: models.Work, ids: jax.Array) -> Runner:
-    w = plain.weights_of(work.lm)
+    w = plain.dense(plain.weights_of(work.lm), jnp.bfloat16)
     decoder = torch_decoder.TorchDecoder(w, plain.sizes_of(work.lm, None), ids, work.steps)
     prompt, step = torch_decoder.Graph(decoder.prompt), torch_decoder.Graph(decoder.step)
     return lambda steps=True: (prompt.seconds(1), step.seconds(work.steps) if steps else 0.0)
@@ -277,7 +282,7 @@ def _smollm2(machine: Any, options: Options, say: Callable[[str], None]) -> Iter
     except ModelError as missing:
         say(f"smollm2 is left out: {missing}")
         return
-    if not any(options.takes(text, "q4_1") for text in ("prefill 512", "decode 128 after 16", "decode 128 after 512")):
+    if not any(options.takes(text, "q4_1") for text in llm.CONFIGS):
         return
     for got in llm.results(machine, options.repeats):
         r = got.record

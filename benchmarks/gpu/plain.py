@@ -58,6 +58,13 @@ def _norm(x, weight, eps: float):
     return (unit * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
+def _embedded(table, ids):
+    """[rows, t, hidden] of ids [rows, t]; the rows of a quantised table as float32."""
+    if isinstance(table, QuantizedTensor):
+        return table.rows(ids.reshape(-1)).dequantize().reshape(*ids.shape, -1)
+    return jnp.take(table, ids, axis=0)
+
+
 def _linear(x, weight):
     return jnp.einsum("...i,oi->...o", x, weight)
 
@@ -71,7 +78,7 @@ def _rotated(x, cos, sin):
 def _forward(w, s: Sizes, ids, caches, first, lengths):
     """The hidden states [rows, t, hidden] of ids [rows, t], which stand at `first` and behind it; and the caches with
     them. lengths: of all rows, to attend to the caches; None for a prompt, which attends to itself."""
-    x, out = jnp.take(w["embedding"], ids, axis=0), []
+    x, out = _embedded(w["embedding"], ids), []
     for block, cache in zip(w["blocks"], caches, strict=True):
         x, cache = _block(block, w["frequencies"], s, x, cache, first, lengths)
         out.append(cache)
@@ -124,7 +131,7 @@ def exact_logits(w, ids, *, s: Sizes):
 
     The weights of one block at a time are float32, so that the largest model that fits has room for it."""
     with jax.default_matmul_precision("highest"):
-        x = jnp.take(w["embedding"], ids, axis=0).astype(jnp.float32)
+        x = _embedded(w["embedding"], ids).astype(jnp.float32)
         for block in w["blocks"]:
             x = _exact_block(block, w["frequencies"], x, s)
         return _exact_head({name: w[name] for name in ("norm", "head")}, x, s=s)

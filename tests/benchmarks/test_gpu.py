@@ -147,6 +147,16 @@ def test_the_suite_goes_on_after_a_failure_and_stops_in_time(capsys):
     assert "FAILED, WrongResultError: add wrong float32: relative error" in capsys.readouterr().err
 
 
+def test_the_deadline_does_not_part_lines_of_one_measurement():
+    given = [harness.result("w", config, "f16", "test", {"ours": Timing(1, 1)}) for config in ("a 1", "a 2", "b 1")]
+    module = types.SimpleNamespace(results=lambda *_: iter(given), half_told=lambda config: config.endswith("1"))
+    module.__name__ = "w"
+    clock = iter([0, 99, 99])
+    runner = suite.Suite(MACHINE, QUICK, False, 10, clock=lambda: next(clock))
+    assert [r.record.config for r in runner.run(module)] == ["a 1", "a 2"]
+    assert runner.skipped == [("w", "what comes behind", "a 2")]
+
+
 @pytest.mark.usefixtures("few_calls")
 def test_lines_that_are_asked_for_by_size():
     """Cases that do not match are not even made; of what `results` gives, the others are left out."""

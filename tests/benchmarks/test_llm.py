@@ -68,6 +68,17 @@ def test_a_tiny_model_is_checked_and_timed():
     assert not list(llm.results(MACHINE, measure.Options(match=("8B",)), said.append, tiny=True))
 
 
+def test_a_quantised_table_is_checked():
+    """As that of SmolLM2's file; and the matrices of published int4 weights are of no mean, as trained ones are."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        checked = llm._checked(models.make(models.TINY["tiny"], "q4_1"))
+    assert 0 < checked.error < 1.2 * checked.peer < 0.02
+    weight = models._int4(1, 64, 256).dequantize()
+    assert abs(float(weight.mean())) < 4 * 0.02 / weight.size**0.5 and 0.019 < float(weight.std()) < 0.021
+    assert llm.half_told("tiny, 2 x 16, prompt") and llm.half_told("prefill 512")
+    assert not llm.half_told("tiny, 2 x 16, step") and not llm.half_told("decode 128 after 512")
+
+
 def test_a_tiny_mixture_is_checked_and_its_routes_are_counted():
     options = measure.Options(repeats=2, without=("plain", "torch"), match=("mixture, 2 x 16, step bfloat16",))
     _, step = llm.results(MACHINE, options, lambda _: None, tiny=True)
