@@ -107,6 +107,11 @@ class Slots:
     tiles: tuple[int, int] | None = None
     context: str | None = None
 
+    def of_chunks(self, size: int) -> Slots:
+        """As attention in chunks of so many positions sees them: a ring of that size holds the newest chunk from its
+        first slot on. Other entries have no more slots than that."""
+        return dataclasses.replace(self, lengths=self.lengths % size) if self.entry.ring else self
+
     def _with(self, arrays, scales=()) -> Slots:
         return dataclasses.replace(self, entry=Entry(tuple(arrays), tuple(scales), self.entry.ring))
 

@@ -54,8 +54,8 @@ class AttentionConfig:
     rotated (None: no such norms); `scale`: of the scores (None: 1 / sqrt(head_dim)), which become
     softcap * tanh(score / softcap), if given; `biased`: the projections of queries, keys and values have biases, and
     `output_biased` that of the output; `sinks`: each head has a score that takes part in its softmax as that of a key
-    without a value; `gated`: what a head gives is multiplied by the sigmoid of gates, whose weights stand behind those
-    of its queries."""
+    without a value; `chunk`: a token sees the keys of its own chunk of so many positions only, up to itself; `gated`:
+    what a head gives is multiplied by the sigmoid of gates, whose weights stand behind those of its queries."""
 
     heads: int
     kv_heads: int
@@ -69,6 +69,7 @@ class AttentionConfig:
     output_biased: bool = False
     sinks: bool = False
     gated: bool = False
+    chunk: int | None = None
 
     def __post_init__(self):
         if self.window is not None and self.window > LONGEST:

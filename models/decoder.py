@@ -55,8 +55,8 @@ class Attention(nnx.Module):
 
     @property
     def window(self) -> int | None:
-        """How many of the newest keys a token sees; None: all."""
-        return self.config.window
+        """How many keys a token sees at most, the newest or those of its chunk; None: all."""
+        return self.config.window if self.config.chunk is None else self.config.chunk
 
     def _norms(self) -> kv.HeadNorms | None:
         if self.q_norm is None:
@@ -75,6 +75,11 @@ class Attention(nnx.Module):
             return projected, None
         return jnp.split(projected, [projected.shape[-1] - self.config.heads * self.config.head_dim], axis=-1)
 
+    def _tempered(self, qkv, cos):
+        """See `layers.tempered`; (qkv, cos) as they are of other ropes."""
+        c = self.config
+        return (qkv, cos) if c.rope.tempered is None else layers.tempered(qkv, cos, c.heads * c.head_dim)
+
     def _leave(self, mixed, gates):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
@@ -84,14 +89,21 @@ class Attention(nnx.Module):
     def prefill(self, qkv, cos, sin):
         """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""
         c, (qkv, gates) = self.config, self._gates(qkv)
+        qkv, cos = self._tempered(qkv, cos)
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
-        mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap, _value(self.sinks))
+        options = {"scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
+        if c.chunk is None:
+            mixed = layers.attention(q, k, v, c.window, **options)
+        else:
+            mixed = layers.chunked_attention(q, k, v, c.chunk, **options)
         return self._leave(mixed.reshape(*qkv.shape[:2], -1), gates), (k, v)
 
     def step(self, qkv, cos, sin, slots: kv.Slots):
         """The projection [batch * t, ...] of the next t tokens of each row, against this layer's part of the cache;
         returns (output [batch * t, hidden], the longer part)."""
         c, (qkv, gates) = self.config, self._gates(qkv)
+        qkv, cos = self._tempered(qkv, cos)
+        slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
         return self._leave(mixed.reshape(qkv.shape[0], -1), gates), slots
@@ -217,7 +229,9 @@ class Decoder(nnx.Module):
         """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
         x = self.over.embedding(self.embedding.get_value(), ids, self.dtype) * self.config.embedding_scale
         ropes = dict.fromkeys(block.rope for block in self.blocks)
-        angles = lambda rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies()), rope.attention_factor)
+        angles = lambda rope: layers.rope_angles(
+            positions, jnp.asarray(rope.frequencies()), rope.attention_factor, rope.tempered
+        )
         return x, {rope: angles(rope) for rope in ropes}
 
     def _norm(self, x, delta=None):
@@ -280,6 +294,12 @@ class Decoder(nnx.Module):
     def recurrent(self) -> bool:
         """Whether layers keep a state instead of tokens, of which none can be taken back."""
         return any(getattr(block, "recurrent", False) for block in self.blocks)
+
+    @property
+    def chunk(self) -> int | None:
+        """The positions of a chunk of the layers whose tokens see their own chunk only; None: no layer has chunks."""
+        found = [getattr(block.attention.config, "chunk", None) for block in self.blocks]
+        return min((size for size in found if size is not None), default=None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

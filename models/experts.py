@@ -153,12 +153,13 @@ class Mixture(nnx.Module):
     """The weighted sum of the experts that a router chooses, and the output of `shared`, an MLP for every token.
 
     router: x float32 [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k]). On several
-    devices each has an equal part of the experts, or of the features of each."""
+    devices each has an equal part of the experts, or of the features of each. `weighted_rows`: weights multiply what
+    goes into experts, and not what comes out."""
 
     over: Axes = ALONE
 
-    def __init__(self, router: Any, experts: Experts, shared: Any = None):
-        self.router, self.experts, self.shared = router, experts, shared
+    def __init__(self, router: Any, experts: Any, shared: Any = None, weighted_rows: bool = False):
+        self.router, self.experts, self.shared, self.weighted_rows = router, experts, shared, weighted_rows
 
     def _count(self) -> int:
         """Of the experts of all devices."""
@@ -168,9 +169,15 @@ class Mixture(nnx.Module):
         """x [..., hidden] -> [..., hidden], or a `Term`."""
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.router(rows.astype(jnp.float32))
+        if self.weighted_rows:
+            tokens, k = chosen.shape
+            rows = (rows.astype(jnp.float32)[:, None, :] * weights[:, :, None]).astype(x.dtype).reshape(tokens * k, -1)
+            chosen, weights = chosen.reshape(-1, 1), jnp.ones((tokens * k, 1), jnp.float32)
         if self.over.expert is None:
             y = self.experts(rows, chosen, weights)
         else:
             y = self.over.dispatched(rows, chosen, weights, self._count(), self.experts.of_sorted)
+        if self.weighted_rows and k > 1:
+            y = y.reshape(tokens, k, -1).astype(jnp.float32).sum(1).astype(x.dtype)
         y = y.reshape(x.shape)
         return self.over.term(y if self.shared is None else y + self.shared(x))

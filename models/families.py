@@ -9,10 +9,11 @@ from jtile._errors import ModelError
 from . import mistral, qwen2
 from .config import DecoderConfig
 from .deepseek import DeepseekConfig
-from .entries import items
+from .entries import items, table
 from .gemma import GemmaConfig
 from .gpt_oss import GptOssConfig
 from .llama import LlamaConfig
+from .llama4 import Llama4Config
 from .mixtral import MixtralConfig
 from .qwen3 import Qwen3Config
 from .qwen3_next import Qwen3NextConfig
@@ -24,6 +25,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", GemmaConfig.from_hf),
     "gpt_oss": ("GptOssForCausalLM", GptOssConfig.from_hf),
     "llama": ("LlamaForCausalLM", LlamaConfig.from_hf),
+    "llama4_text": ("Llama4ForCausalLM", Llama4Config.from_hf),
     "mistral": ("MistralForCausalLM", mistral.from_hf),
     "mixtral": ("MixtralForCausalLM", MixtralConfig.from_hf),
     "qwen2": ("Qwen2ForCausalLM", qwen2.from_hf),
@@ -31,6 +33,25 @@ FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", Qwen3Config.from_hf),
     "qwen3_next": ("Qwen3NextForCausalLM", Qwen3NextConfig.from_hf),
 }
+
+# `model_type` of models of text and images, of which the text is run -> that of the text, and its tensors' prefix
+TEXTS = {"llama4": ("llama4_text", "language_model.")}
+BEYOND = ("model_type", "architectures", "text_config", "vision_config")
+
+
+def text_of(config: Mapping) -> tuple[Mapping, str]:
+    """(the configuration of the text of a model, in front of whose tensors' names stands a prefix, the prefix).
+
+    Raises:
+      ModelError: a model of text and images without `text_config`.
+    """
+    if config.get("model_type") not in list(TEXTS):
+        return config, ""
+    kind, prefix = TEXTS[config["model_type"]]
+    text = table(config, "text_config")
+    if not text:
+        raise ModelError(f"a configuration of the type {config['model_type']!r} lacks 'text_config'; it is damaged")
+    return {**{k: v for k, v in config.items() if k not in BEYOND}, **text, "model_type": kind}, prefix
 
 
 def read_config(config: Mapping, source: str) -> DecoderConfig:
@@ -40,6 +61,7 @@ def read_config(config: Mapping, source: str) -> DecoderConfig:
       ModelError: neither its `model_type` nor its `architectures` are known, or they ask for another head than that of
         a language model, or an entry is wrong.
     """
+    config, _ = text_of(config)
     kind, classes = config.get("model_type"), items(config, "architectures", str)
     by_class = {name: kind for kind, (name, _) in FAMILIES.items()}
     kind = kind or next((by_class[name] for name in classes if name in by_class), None)

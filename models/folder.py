@@ -10,7 +10,7 @@ from jtile._errors import ModelError
 
 from .checkpoint import Checkpoint
 from .entries import table, token_ids
-from .families import read_config
+from .families import read_config, text_of
 from .formats import readers
 from .mapped import Stored, TensorFile
 from .tokenizer import Tokenizer
@@ -25,9 +25,9 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
       ModelError: a file is missing or damaged, the architecture is not one of `families`, or the weights are quantised
         in a way that jtile does not read.
     """
-    config = read_json(path / config_file)
+    config, prefix = text_of(read_json(path / config_file))
     parsed = read_config(config, str(path))
-    tensors = readers(stored_tensors(path), config, str(path))
+    tensors = readers(_of_text(stored_tensors(path), prefix), config, str(path))
     if parsed.tied if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     elif "lm_head.weight" not in tensors:
@@ -39,6 +39,11 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
     eos = extra.get("eos_token_id", config.get("eos_token_id"))
     return Checkpoint(str(path), parsed, tensors, tokenizer, token_ids(eos, str(path)))
+
+
+def _of_text(tensors: Mapping[str, Stored], prefix: str) -> Mapping[str, Stored]:
+    """Those with a prefix, under their names without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def read_json(path: Path) -> dict:

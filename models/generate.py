@@ -69,6 +69,7 @@ class LanguageModel:
       cache_dtype, page_size: of the key-value cache, see `load`.
       windows: the attention window of each layer, None for all keys.
       recurrent: whether layers keep a state of all tokens.
+      chunk: the positions of a chunk, where tokens of some layers see their own chunk only; else None.
       devices: the mesh that the model is cut over, and how; None for one device. shares: what each of them has of the
         weights, by places along the axes of tensor and expert.
     """
@@ -88,7 +89,7 @@ class LanguageModel:
             self._structure = (graph, tree)
         self.config, self.tokenizer, self.eos_ids, self.source = config, tokenizer, tuple(eos_ids), source
         self.dtype, self.cache_dtype, self.page_size, self.windows = model.dtype, cache_dtype, page_size, model.windows
-        self.recurrent = model.recurrent
+        self.recurrent, self.chunk = model.recurrent, model.chunk
 
     @property
     def model(self) -> Decoder:

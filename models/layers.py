@@ -129,11 +129,16 @@ def embedding(table: Weight, ids, dtype):
     return ops.embedding(table, ids, dtype=dtype)
 
 
-def rope_angles(positions, inverse_frequencies, factor: float = 1.0):
-    """cos and sin [..., head_dim / 2] for integer positions [...], times `factor`."""
+def rope_angles(positions, inverse_frequencies, factor: float = 1.0, tempered: tuple[float, float] | None = None):
+    """cos and sin [..., head_dim / 2] for integer positions [...], times `factor`; of a `tempered` rope what queries
+    are multiplied by, and 0."""
     frequencies = inverse_frequencies.reshape((1,) * positions.ndim + (-1,))
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if tempered is not None:
+        scale, every = tempered
+        steps = jnp.floor((positions[..., None].astype(jnp.float32) + 1) / every)
+        return cos * (1 + scale * jnp.log1p(steps)), sin
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
@@ -144,6 +149,25 @@ def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | Non
     weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
     bt = kernels.rows_of_split(*qkv.shape[2:])
     return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps, bt=bt)
+
+
+def tempered(qkv, cos, queries: int):
+    """(the projection with its first `queries` features, those of queries, multiplied by what a `tempered` rope has in
+    cos, cos of no rotation)."""
+    of = jnp.arange(qkv.shape[-1], dtype=jnp.int32) < queries
+    scale = jnp.where(of[None, :], cos[:, :1], 1.0).reshape((1,) * (qkv.ndim - 2) + (-1, qkv.shape[-1]))
+    return (qkv.astype(jnp.float32) * scale).astype(qkv.dtype), jnp.ones_like(cos)
+
+
+def chunked_attention(q, k, v, chunk: int, **options):
+    """`attention` in which a token sees the keys of its own chunk only, up to itself; chunks begin every so many
+    positions."""
+    batch, length = q.shape[:2]
+    if length <= chunk:
+        return attention(q, k, v, **options)
+    more = -length % chunk
+    apart = lambda x: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))).reshape(-1, chunk, *x.shape[2:])
+    return attention(apart(q), apart(k), apart(v), **options).reshape(batch, -1, *q.shape[2:])[:, :length]
 
 
 def attention(q, k, v, window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None):

@@ -41,7 +41,7 @@ NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 LAYERS = re.compile(
     r"\.(self_attn\.([qkvo]|[qo]_[ab]|kv_a)_proj(_with_mqa)?"
     r"|linear_attn\.(in_proj_qkvz|out_proj)"
-    r"|mlp\.(shared_experts?\.|experts\.\d+\.)?(gate|up|down)_proj"
+    r"|(mlp|feed_forward)\.(shared_experts?\.|experts\.\d+\.)?(gate|up|down)_proj"
     r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
 )
 # What lies in a folder of weights that are quantised, also where its configuration says nothing of it.

@@ -35,17 +35,21 @@ class RopeScaling:
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotation of the pairs of `size` numbers a head; `theta` is the base of the frequencies. `rotated`: how many of
-    these numbers positions turn, None for all: the frequencies of the other pairs are 0, see `order`."""
+    these numbers positions turn, None for all: the frequencies of the other pairs are 0, see `order`. `adjacent`: the
+    pairs of a checkpoint are (2i, 2i + 1). `tempered`, of a rope that turns nothing: (a, n), where queries at position
+    p are multiplied by 1 + a ln(1 + floor((p + 1) / n))."""
 
     size: int
     theta: float
     scaling: RopeScaling | None = None
     rotated: int | None = None
+    adjacent: bool = False
+    tempered: tuple[float, float] | None = None
 
     def __post_init__(self):
         if self.size % 2:
             raise ModelError(f"rotary positions need an even head size, got {self.size}")
-        if self._turned % 2 or not 0 < self._turned <= self.size:
+        if self._turned % 2 or not 0 <= self._turned <= self.size:
             raise ModelError(
                 f"rotary positions turn an even number of the {self.size} features of a head, got {self._turned}"
             )
@@ -63,7 +67,7 @@ class Rope:
     def frequencies(self) -> np.ndarray:
         """float32 [size / 2]: radians that pair i turns per position: theta^(-2i / rotated), stretched as asked, and 0
         of the others."""
-        base = 1.0 / self.theta ** (np.arange(0, self._turned, 2, dtype=np.float64) / self._turned)
+        base = 1.0 / self.theta ** (np.arange(0, self._turned, 2, dtype=np.float64) / max(self._turned, 1))
         found = (base if self.scaling is None else self._stretched(base, self.scaling)).astype(np.float32)
         return np.pad(found, (0, (self.size - self._turned) // 2))
 
@@ -74,7 +78,9 @@ class Rope:
     def order(self) -> np.ndarray | None:
         """int [size]: in which order the features of a head stand, so that the pairs (i, i + size / 2) are those that
         positions turn in a checkpoint, (i, i + rotated / 2), and behind them any others. None: as in the checkpoint."""
-        if self.rotated in (None, self.size):
+        if self.adjacent:
+            return np.arange(self.size).reshape(-1, 2).T.reshape(-1)
+        if self.rotated in (None, 0, self.size):
             return None
         low, high = np.split(np.arange(self.rotated), 2)
         rest = np.split(np.arange(self.rotated, self.size), 2)
@@ -95,7 +101,10 @@ class Rope:
             return base * (1 - slowed) + base / scaling.factor * slowed
         # llama3: keep short wavelengths, divide long ones by the factor, blend between them (in periods per context)
         periods = scaling.original_max_length * base / (2 * math.pi)
-        keep = np.clip((periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+        between = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = np.clip((periods - scaling.low_freq_factor) / between, 0, 1) if between else (
+            (periods > scaling.high_freq_factor).astype(np.float64)
+        )  # fmt: skip
         return base * (keep + (1 - keep) / scaling.factor)
 
     def _slowed(self, scaling: RopeScaling) -> np.ndarray:
@@ -114,16 +123,16 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def read_rope(config: Mapping, size: int, rotated: int | None = None) -> Rope:
+def read_rope(config: Mapping, size: int, rotated: int | None = None, adjacent: bool = False) -> Rope:
     """From a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`, `rope_scaling`);
-    `rotated`: see `Rope`.
+    `rotated`, `adjacent`: see `Rope`.
 
     Raises:
       ModelError: an unknown kind of scaling, or one that lacks a number.
     """
     rope = table(config, "rope_parameters", "rope_scaling")
     theta = number(config, "rope_theta", 10000.0, float)
-    return Rope(size, number(rope, "rope_theta", theta, float), read_scaling(rope, config), rotated)
+    return Rope(size, number(rope, "rope_theta", theta, float), read_scaling(rope, config), rotated, adjacent)
 
 
 def read_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:

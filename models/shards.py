@@ -74,6 +74,7 @@ RULES = tuple(
         (r"self_attn\.o_proj\.bias", "once"),
         (r"(gate_proj|up_proj|w1|w3)\.weight", "features"),
         (r"(down_proj|w2)\.weight", "inner features"),
+        (r"feed_forward\.experts\.gate_up_proj", "halves"),
         (r"experts\.gate_up_proj(_bias)?", "pairs"),
         (r"experts\.down_proj", "inner of stacks"),
         (r"experts\.down_proj_bias", "once"),
@@ -122,6 +123,10 @@ class Share:
             cuts[0] = self.tensor.share(shape[0], self.unit if kind == "features" else 1)
         elif kind == "inner features":
             cuts[1] = self.tensor.share(shape[1], self.unit)
+        elif kind == "halves":
+            half = shape[-1] // 2
+            own = self.tensor.share(half, self.unit)
+            cuts[len(shape) - 1] = np.concatenate([own, np.where(own == NONE, NONE, own + half)])
         elif kind == "pairs":
             cuts[len(shape) - 1] = _spread(self.tensor.share(shape[-1] // 2, self.unit), 2)
         elif kind == "inner of stacks":

@@ -280,6 +280,12 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
     the rounds, and its last arguments)."""
     length = prompt.ids.shape[1]
     size = kv.bucket(length, lm.config.max_length)
+    for chunk in (m.chunk for m in (lm, plan.draft) if isinstance(m, type(lm)) and m.chunk is not None):
+        if length + new_tokens + plan.count > chunk:
+            raise PromptError(
+                f"drafts go through attention in chunks within the first {chunk} positions; {length} tokens of prompt, "
+                f"{new_tokens} new ones and a draft of {plan.count} are more: generate without a draft"
+            )
     # No rings: tokens that are not kept would have overwritten older ones of the window.
     slots, windows = kv.bucket(max(size, length + new_tokens + plan.count)), (None,) * len(lm.windows)
     layout = kv.Layout(slots, lm.cache_dtype, windows, lm.page_size)

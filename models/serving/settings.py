@@ -121,7 +121,13 @@ def settings_of(
         )
     page = lm.page_size or PAGE
     _check_devices(lm)
-    length = min(max_length or lm.config.max_length, lm.config.max_length)
+    longest = min(lm.config.max_length, lm.chunk or lm.config.max_length)
+    if lm.chunk is not None and (max_length or 0) > longest:
+        raise ModelError(
+            f"layers of {lm.source or 'the model'} attend in chunks of {lm.chunk} tokens, and an engine serves "
+            f"one chunk; give max_length of at most {longest}, or use lm.generate for longer texts"
+        )
+    length = min(max_length or longest, longest)
     if cache_tokens is None:
         cache_tokens = min(rows * length, _room(lm, cpu) // token_bytes(lm))
     pages = -(-cache_tokens // page)

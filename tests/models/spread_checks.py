@@ -93,6 +93,10 @@ def check_gpt_oss_by_heads_and_experts():
     greedy("gpt_oss", (2, 2), {"tensor": "x", "expert": "y"})
 
 
+def check_llama4_by_heads_and_experts():
+    greedy("llama4", (2, 2), {"tensor": "x", "expert": "y"})
+
+
 def check_qwen3_next_by_heads_and_experts():
     """Its gated DeltaNets are whole on each device."""
     golden = np.load(DATA / "qwen3_next" / "io.npz")
