@@ -55,8 +55,8 @@ class Storm:
         self._place = host, int(port)
         self.outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
 
-    async def requests(self, count: int, at_once: int = 24, seed: int = 0) -> None:
-        """So many clients of random kinds.
+    async def requests(self, count: int, at_once: int = 24, seed: int = 0) -> collections.Counter[str]:
+        """So many clients of random kinds; how many there were of each.
 
         Raises:
           AssertionError: one of them saw what it must not see.
@@ -73,6 +73,7 @@ class Storm:
                     self.outcomes[name, await kind(self, client, np.random.default_rng((seed, i)))] += 1
 
             await asyncio.gather(*map(one, range(count)))
+        return collections.Counter(kinds[i][0] for i in drawn)
 
     async def for_seconds(self, seconds: float, seed: int = 0) -> int:
         """Goes on for so long; returns how many clients there were."""
@@ -85,11 +86,13 @@ class Storm:
     # -- kinds of clients: each returns what it saw --------------------------------------------------------------------
 
     async def stays(self, client: httpx.AsyncClient, rng: np.random.Generator) -> str:
-        """One that waits for its answer, in a stream or whole, of one choice or several."""
+        """One that waits for its answer, in a stream or whole, of one choice or several; where the server has no room
+        it comes again until it has. How often that is depends on how busy the machine is, the answer does not."""
         n = int(rng.integers(1, 4))
-        response = await client.post("/v1/completions", json=ASKED | {"n": n, "stream": bool(rng.integers(0, 2))})
-        if response.status_code == 429:
-            return "429"
+        body = ASKED | {"n": n, "stream": bool(rng.integers(0, 2))}
+        while (response := await client.post("/v1/completions", json=body)).status_code == 429:
+            self.outcomes["stays", "429"] += 1
+            await asyncio.sleep(rng.random() / 20)
         assert response.status_code == 200, response.text
         texts = [""] * n
         if response.headers["content-type"].startswith("text/event-stream"):
