@@ -1,4 +1,4 @@
-"""The table on paper of docs/sharding.md, and the one of records."""
+"""The table on paper of docs/notes/devices.md, and the one of records."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_page_has_the_table_on_paper():
-    assert devices.paper() in (ROOT / "docs" / "sharding.md").read_text()
+    assert devices.paper() in (ROOT / "docs" / "notes" / "devices.md").read_text()
 
 
 def test_traffic_grows_as_the_page_says():
