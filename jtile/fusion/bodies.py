@@ -103,7 +103,7 @@ class LoopKernel:
         values = [*loop.constants, *loop.carry, *loop.elements]
         rounds = [()] * (len(values) - len(loop.elements)) + [(loop.length,)] * len(loop.elements)
         return [
-            given[x].reshape(*n, *layout.shape_of(v))
+            given[x].reshape((*n, *layout.shape_of(v)))
             for x, v, n in zip(loop.nodes[0].ins, values, rounds, strict=True)
             if isinstance(x, Value)
         ]

@@ -67,7 +67,7 @@ def not_worth(
     """Why a group is not worth a kernel, or None; `everything`: one that computes something always is."""
     largest = max((size_of(v) for v in (*inputs, *outputs)), default=0)
     work = [step for step in steps if step.name not in MOVES and step.name not in ("convert_element_type", "copy")]
-    if not largest:
+    if not largest or 0 in layout.sizes:
         return "it has no elements"
     if everything:
         real = any(step.name not in REDUCTIONS or size_of(step.ins[0]) != size_of(step.outs[0]) for step in work)
@@ -108,4 +108,4 @@ def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layo
 def loop_worth(layout: Layout, length: int, steps: Sequence[Step]) -> bool:
     """Whether a loop is worth a kernel: XLA runs a round in a few microseconds at least."""
     work = any(step.name not in MOVES and step.name not in ("convert_element_type", "copy") for step in steps)
-    return work and length * math.prod(layout.sizes) >= LEAST
+    return work and length * math.prod(layout.sizes) >= max(LEAST, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import jtile as jt
@@ -63,25 +64,29 @@ class Frame:
 
     def spread(self, x: Operand, of: Operand):
         """The tile of an operand, in the shape that the tile of a value has."""
-        return jnp.broadcast_to(self.read(x), self.shape_of(of))
+        return self._spread(x, self.shape_of(of))
+
+    def _spread(self, x: Operand, shape: tuple[int, ...]):
+        if not isinstance(x, Value):
+            return jax.lax.full(shape, x.value, x.dtype)
+        tile = self.tiles[x]
+        return tile if tile.shape == shape else jax.lax.broadcast_in_dim(tile, shape, range(len(shape)))
 
     def read(self, x: Operand):
-        if isinstance(x, Value):
-            return self.tiles[x]
-        return jnp.full((1,) * len(self.sides), x.value, x.dtype)
+        return self.tiles[x] if isinstance(x, Value) else self._spread(x, (1,) * len(self.sides))
 
     def run(self, step: Step) -> None:
         (out,) = step.outs
-        self.tiles[out] = self._result(step, out, [self.read(x) for x in step.ins])
+        self.tiles[out] = self._result(step, out)
 
-    def _result(self, step: Step, out: Value, tiles: list):
+    def _result(self, step: Step, out: Value):
         if step.name in ELEMENTWISE:
-            spread = [jnp.broadcast_to(t, self.shape_of(out)) for t in tiles]
-            return step.run(spread)[0]
+            shape = self.shape_of(out)
+            return step.run([self._spread(x, shape) for x in step.ins])[0]
         if step.name == "iota":
             return self._iota(step, out)
         if step.name not in REDUCTIONS | PLACES | RUNNING:
-            return tiles[0]  # dimensions of one element come and go, or are spread where they are used
+            return self.read(step.ins[0])  # dimensions of one element come and go, or are spread where they are used
         tiles = [self.spread(x, x) for x in step.ins]  # a sum is one of every element, equal ones too
         if step.name in RUNNING:
             at = self._places(step.ins[0])[step.params["axis"]]

@@ -84,7 +84,7 @@ def loop_of(node: Node, used: Collection[Value], *, everything: bool = False) ->
     of_written = [carry[r] if isinstance(r, int) else r for r in written]
     if layout is None or not all(isinstance(v, Value) and layout.covers(v) for v in of_written):
         return None
-    if not has_room(layout) or not (everything or loop_worth(layout, params["length"], steps)):
+    if not has_room(layout) or 0 in layout.sizes or not (everything or loop_worth(layout, params["length"], steps)):
         return None
     return Loop(
         [node],

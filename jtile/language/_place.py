@@ -22,6 +22,7 @@ def hide_own_frames() -> None:
         source_info_util.register_exclusion(os.path.join(jtile, folder) + os.sep)
 
 
+@functools.lru_cache(maxsize=64)  # one equation becomes several ops, each of which asks
 def place_of(source_info) -> tuple[str, int] | None:
     """`(file, line)` of a JAX source info; None where it names no user frame."""
     m = _SUMMARY.match(source_info_util.summarize(source_info))

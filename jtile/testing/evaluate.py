@@ -191,6 +191,14 @@ def _(eqn: Any, x: Any, y: Any) -> Any:
     return np.power(_wide(x), _wide(y)) if _floating(x.dtype) and x.dtype == y.dtype else _bind(eqn, x, y)
 
 
+@rule("round")
+def _(eqn: Any, x: Any) -> Any:
+    if eqn.params["rounding_method"] == jax.lax.RoundingMethod.TO_NEAREST_EVEN:
+        return np.rint(_wide(x))
+    whole = np.trunc(x := _wide(x))
+    return whole + np.where(np.abs(x - whole) >= 0.5, np.sign(x), 0)
+
+
 @rule("select_n")
 def _(eqn: Any, which: Any, *cases: Any) -> Any:
     if which.dtype == bool:
@@ -392,7 +400,12 @@ def _sum(x: Any, axis: Any) -> Any:
     return np.sum(x, axis=axis, dtype=np.float64 if x.dtype == np.float32 else x.dtype)
 
 
-RULES |= {"reduce_sum": _reduction(_sum), "reduce_and": _reduction(np.all), "reduce_or": _reduction(np.any)}
+def _prod(x: Any, axis: Any) -> Any:
+    return np.prod(x, axis=axis, dtype=np.float64 if x.dtype == np.float32 else x.dtype)
+
+
+RULES |= {"reduce_sum": _reduction(_sum), "reduce_prod": _reduction(_prod)}
+RULES |= {"reduce_and": _reduction(np.all), "reduce_or": _reduction(np.any)}
 
 
 @rule("reduce_max", "reduce_min")
@@ -409,12 +422,21 @@ def _(eqn: Any, x: Any) -> Any:
     return fn(_wide(x), eqn.params["axes"][0])
 
 
-@rule("cumsum")
-def _(eqn: Any, x: Any) -> Any:
-    axis, wide = eqn.params["axis"], np.float64 if _floating(x.dtype) else x.dtype
-    if eqn.params["reverse"]:
-        return np.flip(np.cumsum(np.flip(x, axis), axis, dtype=wide), axis)
-    return np.cumsum(x, axis, dtype=wide)
+def _running(fn: np.ufunc) -> Rule:
+    def run(eqn: Any, x: Any) -> Any:
+        axis, back = eqn.params["axis"], eqn.params["reverse"]
+        wide = np.flip(x, axis) if back else x
+        wide = wide.astype(np.float64) if _floating(x.dtype) else wide
+        out = fn.accumulate(wide, axis, dtype=wide.dtype)
+        return np.flip(out, axis) if back else out
+
+    return run
+
+
+RULES |= {
+    "cumsum": _running(np.add), "cumprod": _running(np.multiply), "cummax": _running(np.maximum),
+    "cummin": _running(np.minimum), "cumlogsumexp": _running(np.logaddexp),
+}  # fmt: skip
 
 
 @rule("dot_general")

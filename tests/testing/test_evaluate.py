@@ -22,6 +22,7 @@ def one_by_one(x, y):
         jnp.sin, jnp.cos, jnp.tan, jnp.tanh, jnp.exp, jnp.exp2, jnp.log, jnp.log1p, jnp.expm1, jnp.sqrt, jnp.cbrt,
         lax.rsqrt, jnp.square, jnp.abs, jnp.sign, jnp.floor, jnp.ceil, jnp.isfinite, jax.nn.sigmoid, jnp.sinh,
         jnp.cosh, jnp.arcsinh, jnp.arctan, lax.erf, lax.erfc, lambda x: -x, lambda x: lax.integer_pow(x, -3),
+        lambda x: jnp.round(x * 4) / 4, lambda x: lax.round(x * 4 - 2),
     )  # fmt: skip
     binary = (
         jnp.add,
@@ -44,6 +45,7 @@ def integers(k, n):
     shifted += [lax.shift_right_logical(k, n), lax.shift_right_arithmetic(k, n), k.astype(jnp.uint8) >> 3, k >> n]
     u, by = k.astype(jnp.uint8), n.astype(jnp.uint8)
     shifted += [lax.shift_left(u, by), lax.shift_right_arithmetic(u, by), lax.shift_right_logical(u, by)]
+    shifted += [lax.cumsum(k, 1), lax.cumprod(k, 0), lax.cummin(k, 0), k.prod(1), lax.cumprod(u, 1)]
     return [*shifted, k * 2**30, lax.shift_left(k, n), lax.population_count(k), k.astype(bool), k.astype(jnp.int8)]
 
 
@@ -89,7 +91,8 @@ def gathered(x, y):
 def summed(x, y):
     products = [x @ y.T, jnp.einsum("ij,ik->jk", x, y), jnp.einsum("ij,ij->i", x, y), jnp.vdot(x, y)]
     largest = [x.max(0), x.min(1), jnp.cumsum(x, 0), lax.cumsum(y, 1, reverse=True), (x < y).any(0), (x < y).all(1)]
-    return [x.sum(), x.sum(0), x.mean(1), jnp.var(x), jax.nn.softmax(x), *products, *largest, x[:0].sum(0)]
+    running = [lax.cummax(x, 0), lax.cummin(y, 1, reverse=True), lax.cumprod(x, 1), lax.cumlogsumexp(y, 0), x.prod(0)]
+    return [x.sum(), x.sum(0), x.mean(1), jnp.var(x), jax.nn.softmax(x), *products, *largest, x[:0].sum(0), *running]
 
 
 def controlled(x, y):
@@ -126,6 +129,10 @@ def test_values_that_are_no_number():
         jnp.clip(x, -1, 1),
         x == x,
         jnp.isfinite(x),
+        jnp.round(x),
+        lax.round(x),
+        lax.cummax(x, 1),
+        lax.cumprod(x[:, 2:], 0),
     ]
     assert_close(evaluated(fn)(ODD), jax.jit(fn)(ODD))
 
