@@ -10,6 +10,7 @@ from jtile._config import config
 from jtile.explorer import emitted, links
 from jtile.explorer.access import walked
 from jtile.explorer.kernels import Found
+from jtile.explorer.layouts import layouts
 from jtile.explorer.links import Linked
 from jtile.explorer.passes import steps
 from jtile.explorer.places import Places
@@ -66,9 +67,10 @@ def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int
         concrete = found.concrete(lowered.kernel)
         access = walked(concrete, data, places)
         fast = speed(concrete, target, artifact, timed)
+        lay = layouts(own, target, places)
         shared = roles(traced, target, options, data, places, run=timed.run)
     facts = {name: texts[name].strip() for name in _FACTS if texts.get(name)}
-    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access, fast, shared)
+    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access, fast, shared, lay)
 
 
 def _inputs(data: Sequence[Any] | None, positions: Sequence[int]) -> list[Any] | None:

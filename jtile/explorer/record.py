@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-SCHEMA = 1  # raised where a page of before would misread a record
+SCHEMA = 2  # raised where a page of before would misread a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,35 @@ class Roles:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layouts:
+    """Where the elements of tiles are.
+
+    Attributes:
+      lanes: threads of a warp.
+      tiles: in registers, `{name, text, about, shape, dtypes, known, register, lane, warp, values, places}`; the three
+        lists say how far each bit of such a number moves along each axis. values: results of ops that lie so.
+      buffers: in shared memory, `{name, text, about, shape, dtype, bits, slots, bytes, known, along, pads, places}`;
+        `along` says of each axis where each bit of a coordinate lies, in elements, combined by XOR; `pads` are pairs:
+        after every so many elements so many are left free.
+      accesses: `{kind, op, tile, buffer, known, how, width, offsets, together, wavefronts, least, times, places}`, of
+        `read`, `write`, `product` or `copy`; tile, buffer: their numbers in the lists above, -1 for none. Of the first
+        access of a warp: bytes of each thread (or of each row of a matrix), where they lie, how many of them one
+        wavefront could serve, how many wavefronts it takes, and how many without bank conflicts.
+      vectors: of a CPU, `{name, bytes, count, used, stack, rows}`: its widest vector registers, how many there are, how
+        many are in use, how many instructions move one from or to the stack, and rows `{place, instructions,
+        registers}` with how many instructions of a line name each; None for others.
+      notes: sentences about what is left out.
+    """
+
+    lanes: int
+    tiles: list[dict[str, Any]]
+    buffers: list[dict[str, Any]]
+    accesses: list[dict[str, Any]]
+    vectors: dict[str, Any] | None
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """One kernel that runs.
 
@@ -184,6 +213,7 @@ class Piece:
         at the block level or not.
       access: which part of which array its programs touch; None where that cannot be known.
       speed: None for kernels whose sizes are not known. roles: None for kernels at the level of tiles.
+      layouts: None where the back end tells none.
     """
 
     name: str
@@ -197,6 +227,7 @@ class Piece:
     access: Grid | None
     speed: Speed | None
     roles: Roles | None
+    layouts: Layouts | None
 
 
 @dataclasses.dataclass(frozen=True)

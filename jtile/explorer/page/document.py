@@ -11,7 +11,7 @@ from importlib import resources
 from jtile.explorer.record import Record
 
 # In the order in which they run; `base.js` has what the others use.
-SCRIPTS = ("base.js", "state.js", "code.js", "grid.js", "speed.js", "roles.js", "main.js")
+SCRIPTS = ("base.js", "state.js", "code.js", "grid.js", "speed.js", "roles.js", "layouts.js", "main.js")
 
 
 LONG = 1 << 20  # bytes of JSON from which on it is compressed

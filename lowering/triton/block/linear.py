@@ -20,23 +20,23 @@ def linear(layout: Layout, shape: Sequence[int]) -> Linear:
         drop = lambda bases: tuple((*b[:k], *b[k + 1 :]) for b in bases)
         return Linear(tuple(b for b in drop(whole.register) if any(b)), drop(whole.lane), drop(whole.warp))
     if isinstance(layout, Mma):
-        register, lane, sides = _fragment(2, layout.n)
+        register, lane, sides = fragment(2, layout.n)
         warp, order = _warps(layout.warps, sides), (1, 0)
     elif isinstance(layout, Operand):
-        register, lane, sides = _fragment(layout.width, 8 * layout.width)
+        register, lane, sides = fragment(layout.width, 8 * layout.width)
         warp, order = _warps((layout.parent.warps[0], 1), sides), (1, 0)
         warp += [(0, 0)] * (layout.parent.warps[1].bit_length() - 1)
     else:
         assert isinstance(layout, Blocked)
         sides, order = [1] * len(shape), layout.order
         register, lane, warp = (
-            _steps(n, sides, order) for n in (layout.per_thread, layout.lanes, layout.warps)
+            steps(n, sides, order) for n in (layout.per_thread, layout.lanes, layout.warps)
         )  # fmt: skip
-    register += _steps([-(-n // s) for n, s in zip(shape, sides, strict=True)], sides, order)
+    register += steps([-(-n // s) for n, s in zip(shape, sides, strict=True)], sides, order)
     return Linear(cut(register), cut(lane), cut(warp))
 
 
-def _steps(counts: Sequence[int], sides: list[int], order: Sequence[int]) -> list[Basis]:
+def steps(counts: Sequence[int], sides: list[int], order: Sequence[int]) -> list[Basis]:
     """Bits that walk over `counts[axis]` boxes along each axis; `sides`: of the box so far, which grows."""
     out: list[Basis] = []
     for axis in order:
@@ -46,17 +46,17 @@ def _steps(counts: Sequence[int], sides: list[int], order: Sequence[int]) -> lis
     return out
 
 
-def _fragment(width: int, columns: int) -> tuple[list[Basis], list[Basis], list[int]]:
+def fragment(width: int, columns: int) -> tuple[list[Basis], list[Basis], list[int]]:
     """Registers and lanes of 16 rows of a product: `width` neighbours a register, four lanes a row."""
     sides = [1, 1]
-    register = _steps((1, width), sides, (1, 0))
-    lane = _steps((LANES // 4, 4), sides, (1, 0))
-    register += _steps((2, 1), sides, (1, 0)) + _steps((1, columns // (4 * width)), sides, (1, 0))
+    register = steps((1, width), sides, (1, 0))
+    lane = steps((LANES // 4, 4), sides, (1, 0))
+    register += steps((2, 1), sides, (1, 0)) + steps((1, columns // (4 * width)), sides, (1, 0))
     return register, lane, sides
 
 
 def _warps(warps: Sequence[int], sides: list[int]) -> list[Basis]:
-    return _steps(warps, sides, (0, 1))
+    return steps(warps, sides, (0, 1))
 
 
 # -- what moves do ----------------------------------------------------------------------------------------------------
