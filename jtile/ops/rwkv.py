@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import check_shape, known, sums_in, wide
-from jtile.ops.dispatch import Implementation, Op, vector_cores
+from jtile.ops._shapes import check_shape, known, machine, sums_in, wide
+from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
 from jtile.ops.linear_attention import STEPS, check_chunk, check_projections, columns
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
@@ -84,6 +84,33 @@ def rwkv7_steps(r, g, k, v, a, b, state, o, last=None, *, bv: int, scale: float,
         last.tiles(None, None, dk, bv)[i, h, 0, j] = S
 
 
+@jt.kernel(out_type=_types, grid=_grid)
+def rwkv7_positions(r, g, k, v, a, b, state, o, last=None, *, bv: int, scale: float, save: bool):
+    """`rwkv7_steps` for many positions on a CPU, where the state stays in a cache, and is read once for both sums."""
+    # S_t^T r_t = S_(t-1)^T (e^(g_t) r_t) + y_t (b_t . r_t) + v_t (k_t . r_t)
+    i, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    dk = k.shape[3]
+    V, O = v.tiles(None, None, None, bv), o.tiles(None, None, None, bv)
+    S = first_state(state, (i, h, 0, j), (dk, bv), v)
+    for t in jt.range(k.shape[1]):
+        r_t, g_t, k_t, a_t, b_t = (wide(x[i, t, h, :])[:, None] for x in (r, g, k, a, b))
+        v_t, fades = wide(V[i, t, h, j])[None, :], jnp.exp(g_t)
+        y, before = (a_t * S).sum(0, keepdims=True), (r_t * fades * S).sum(0, keepdims=True)
+        S = S * fades + b_t * y + k_t * v_t
+        O[i, t, h, j] = ((before + (r_t * b_t).sum() * y + (r_t * k_t).sum() * v_t)[0] * scale).astype(o.dtype)
+    if last is not None:
+        last.tiles(None, None, dk, bv)[i, h, 0, j] = S
+
+
+def _positions_backward(residuals, ct, *, scale: float, save: bool, **_):
+    """That of chunks: which save a state for each of them, not for each position."""
+    run = functools.partial(_chunks, scale=scale, save=save, chunk=None)
+    return jax.vjp(run, *residuals)[1](ct)
+
+
+rwkv7_positions.defvjp(lambda *args, **meta: (rwkv7_positions(*args, **meta), args), _positions_backward)
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "return_state", "chunk"), inline=True)
 def rwkv7(
     r: jax.Array, log_decay: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, *,
@@ -99,8 +126,8 @@ def rwkv7(
       v: float array [batch, t, heads, dv]; r, k, v, a and b have one dtype.
       state: float array [batch, heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
-      chunk: positions of a chunk, a power of two; default 16; NPUs, whose memory
-        does not hold the pairs of a chunk, take positions one by one.
+      chunk: positions of a chunk, a power of two; default 16. Where it is not given CPUs take positions one by one,
+        forwards; so do NPUs, whose memory does not hold the pairs of a chunk, both ways.
     Returns:
       o, an array like `v`; with `return_state` (o, last), last [batch, heads, dk, dv] in float32 (float64 for float64).
     Raises:
@@ -126,12 +153,25 @@ def _steps(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | No
     return rwkv7_steps(r, g, k, v, a, b, state, bv=columns(k.shape[3], v.shape[3]), scale=scale, save=save)
 
 
+def _positions(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | None):
+    return rwkv7_positions(r, g, k, v, a, b, state, bv=min(v.shape[3], 64), scale=scale, save=save)
+
+
+def _no_positions(*_, chunk: int | None, **__) -> str | None:
+    return first_unmet((machine().whole, "few programs would wait for memory"), (chunk is None, f"chunks of {chunk}"))
+
+
 def _chunks(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | None):
     c, bv = chunk_of(known(v.shape[1]), chunk or CHUNK), columns(k.shape[3], v.shape[3])
     return rwkv7_chunks(r, g, k, v, a, b, rwkv7_mix(a, b, g, c=c), state, c=c, bv=bv, scale=scale, save=save)
 
 
-_op = Op("rwkv7", Implementation("steps", _steps, _long), Implementation("chunks", _chunks))
+_op = Op(
+    "rwkv7",
+    Implementation("steps", _steps, _long),
+    Implementation("positions", _positions, _no_positions),
+    Implementation("chunks", _chunks),
+)
 
 
 def rwkv7_reference(r, log_decay, k, v, a, b, *, state=None, return_state=False, scale=1.0, chunk=None):

@@ -14,11 +14,12 @@ from .elementwise import emit_elementwise
 from .emitter import Emitter, emits
 from .evaluate import Point
 from .llvm import Val, i64, lanes_of, scalar_of, vec
-from .nest import emit_nest, vector_axis, width
+from .nest import emit_nest, next_power_of_2, vector_axis, width
 from .values import Buffer, Ix
 
 CHAINS = 4  # independent accumulators of a sum that is alone, to hide the latency of an add
 OF_ROW = 2  # those of a row where there may be others: as many however many there are, so that its bits are the same
+COLUMNS = 8  # accumulators of sums whose lanes run along a kept axis
 COPIED = 64  # vector instructions of all copies of the expression in an unrolled reduction
 ROWS = 4  # rows that share one pass over the reduced axes
 
@@ -102,7 +103,7 @@ def _emit(em: Emitter, jobs: list[Job], shape, axes, bits: int) -> None:
     lane = vector_axis(tuple(n if k in axes else 1 for k, n in enumerate(shape)))
     lane_kept = vector_axis(tuple(n if k in kept else 1 for k, n in enumerate(shape)))
     if lane_kept is not None and (lane is None or lane_kept > lane):
-        _across(em, jobs, shape, axes, lane_kept, bits)
+        _across(em, jobs, shape, axes, lane_kept, bits, _copies(em, jobs, shape, bits))
     else:
         _along(em, jobs, shape, axes, lane, bits, _copies(em, jobs, shape, bits))
 
@@ -133,33 +134,69 @@ def _value(em: Emitter, p: Point, job: Job) -> Val:
     return x
 
 
-def _across(em: Emitter, jobs: list[Job], shape, axes, lane: int, bits: int) -> None:
-    """Lanes run along a kept axis: every lane is its own reduction, the reduced axes are inner loops."""
+def _across(em: Emitter, jobs: list[Job], shape, axes, lane: int, bits: int, copies: int) -> None:
+    """Lanes run along a kept axis: every lane is its own reduction, the reduced axes are inner loops. Several vectors
+    of lanes share a pass over these, which hides the latency of an add; no sum has other terms or another order."""
+    code, n = em.code, shape[lane]
+    wide = width(em, n, bits)
+    many = max(1, min(COLUMNS // len(jobs), copies, n // wide))
+    others = [k for k in range(len(shape)) if k not in axes and k != lane]
+
+    def outer(depth: int, index: list[Ix]) -> None:
+        """The loops over the kept axes from `depth` on, that of the lanes last."""
+        if depth < len(others):
+            with code.loop(0, shape[others[depth]]) as i:
+                outer(depth + 1, _with(index, others[depth], i))
+            return
+        main = n // (wide * many) * wide * many
+        run = lambda at, count, lanes: _columns(
+            em, jobs, shape, axes, [_lane(index, lane, code.add(at, c * wide), lanes) for c in range(count)], lanes
+        )
+        with code.loop(0, main, wide * many) as at:
+            run(at, many, Lanes(wide))
+        with code.loop(main, n // wide * wide, wide) as at:
+            if main < n // wide * wide:
+                run(at, 1, Lanes(wide))
+        if n % wide:
+            tail = min(wide, next_power_of_2(n % wide))
+            run(i64(n - n % wide), 1, Lanes(tail, None if tail == n % wide else constant_mask(tail, n % wide)))
+
+    with em.keep_scope():
+        outer(0, [Ix(i64(0))] * len(shape))
+    em.arena.tick()
+
+
+def _lane(index: list[Ix], lane: int, at: Val, lanes: Lanes) -> list[Ix]:
+    """The index of a vector of lanes from element `at` on."""
+    out = list(index)
+    out[lane] = Ix(at, 1 if lanes.count > 1 else 0)
+    return out
+
+
+def _columns(em: Emitter, jobs: list[Job], shape, axes, columns: list[list[Ix]], lanes: Lanes) -> None:
+    """Reduce the vectors of lanes at some places along the kept axes together."""
     code = em.code
-    kept_shape = tuple(n if k not in axes else 1 for k, n in enumerate(shape))
+    start = lambda job: code.var(register_type(job.acc, lanes.count), _identity(job, lanes.count))
+    sums = [[start(job) for job in jobs] for _ in columns]
 
-    def body(kept: Point) -> None:
-        lanes = kept.lanes
-        sums = [code.var(register_type(job.acc, lanes.count), _identity(job, lanes.count)) for job in jobs]
-        index = list(kept.ix)
-
-        def inner(depth: int) -> None:
-            """The loops over the reduced axes from `depth` on."""
-            if depth == len(axes):
-                point = Point(em, tuple(shape), tuple(index), lanes)
-                for job, total in zip(jobs, sums, strict=True):
-                    x = point.full(job.op.x, point.ix)
-                    code.store(_combine(em, job, code.load(x.ty, total), x), total)
-                return
+    def inner(depth: int, reduced: dict[int, Ix]) -> None:
+        """The loops over the reduced axes from `depth` on."""
+        if depth < len(axes):
             with code.loop(0, shape[axes[depth]]) as i:
-                index[axes[depth]] = Ix(i)
-                inner(depth + 1)
+                inner(depth + 1, reduced | {axes[depth]: Ix(i)})
+            return
+        for index, totals in zip(columns, sums, strict=True):
+            point = Point(em, tuple(shape), tuple(reduced.get(k, x) for k, x in enumerate(index)), lanes)
+            for job, total in zip(jobs, totals, strict=True):
+                x = point.full(job.op.x, point.ix)
+                code.store(_combine(em, job, code.load(x.ty, total), x), total)
 
-        inner(0)
-        for job, total in zip(jobs, sums, strict=True):
-            _finish(em, job, code.load(register_type(job.acc, lanes.count), total), kept, axes)
-
-    emit_nest(em, kept_shape, bits, body)
+    inner(0, {})
+    kept_shape = tuple(1 if k in axes else n for k, n in enumerate(shape))
+    for index, totals in zip(columns, sums, strict=True):
+        point = Point(em, kept_shape, tuple(index), lanes)
+        for job, total in zip(jobs, totals, strict=True):
+            _finish(em, job, code.load(register_type(job.acc, lanes.count), total), point, axes)
 
 
 def _finish(em: Emitter, job: Job, acc: Val, p: Point, axes) -> None:
