@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jtile.models
+from jtile.models import cache as kv
 from jtile.models import experts, few_tokens
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
@@ -21,6 +23,16 @@ def test_scores():
     total = lambda run: evaluated(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)))(x, w)
     for a, b in zip(total(lambda x, w: few_tokens.router_scores(x, w, bt=4, bn=4)), total(lambda x, w: x @ w.T)):
         assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_scores_of_routers_of_any_dtype(monkeypatch, dtype):
+    """As GPUs take them, which is what `layers.linear` gives."""
+    x, w = normal(3, 64, seed=0), normal(12, 64, seed=1, dtype=dtype)
+    expected = few_tokens.scores(x, w)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
+    got = few_tokens.scores(x, w)
+    assert got.dtype == jnp.float32 and relative_error(got, expected) < 1e-5
 
 
 @pytest.mark.parametrize("normalised", [False, True])
@@ -49,6 +61,35 @@ def test_products_and_their_gradients():
         assert a.dtype == b.dtype and relative_error(a, b) < 2e-2
     y = few_tokens.mixture(x, chosen, share, gate_up, down)
     assert relative_error(y, experts.mixture(x, chosen, share, gate_up, down)) < 1e-2
+
+
+@pytest.mark.parametrize("x_dtype", ["float16", "float32"])
+def test_products_in_float16(x_dtype):
+    """Rows are rounded to the dtype of the experts, and the sum has that of the rows."""
+    gate_up, down = (normal(16, *of, seed=4, dtype="float16") for of in ((2 * 24, 40), (40, 24)))
+    x, share, chosen = normal(2, 40, seed=6, dtype=x_dtype), normal(2, 2, seed=7), jnp.asarray([[3, 15], [0, 3]])
+    run = jax.jit(lambda of, *args: of(*args), static_argnums=0)
+    args = x, chosen.astype(jnp.int32), share, 0.2 * gate_up, 0.2 * down
+    got, wide = run(few_tokens.mixture, *args), lambda a: np.asarray(a, np.float64)
+    y = np.einsum("td,tkfd->tkf", wide(x.astype("float16")), wide(args[3])[np.asarray(chosen)])
+    h = y[..., :24] / (1 + np.exp(-y[..., :24])) * y[..., 24:]
+    expected = np.einsum("tkf,tkdf,tk->td", h, wide(args[4])[np.asarray(chosen)], wide(share))
+    assert got.dtype == x.dtype and relative_error(got, expected) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_step_of_a_model(data, monkeypatch, dtype):
+    """By the kernels of GPUs for scores, choices and products as by those that sort."""
+    lm = jtile.models.load(data / "qwen3_moe", dtype=dtype)
+    ids, calls = np.arange(3, 12, dtype=np.int32)[None], []
+    _, entries = lm.model.prefill(jnp.asarray(ids))
+    cache = kv.from_prefill(entries, jnp.array([9], jnp.int32), kv.Layout(16))
+    step = lambda: lm.model.step(jnp.array([7], jnp.int32), cache)[0]
+    expected, run = step(), few_tokens.mixture
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
+    monkeypatch.setattr(few_tokens, "mixture", lambda *args: calls.append(0) or run(*args))
+    assert relative_error(step(), expected) < {"bfloat16": 2e-2, "float16": 3e-3}[dtype]
+    assert len(calls) == len(lm.config.mixture.layers)
 
 
 def test_which_tokens_it_takes(monkeypatch):
