@@ -92,9 +92,10 @@ class Checkpoint:
 
     def _check(self, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
         stack = isinstance(tensor, QuantizedTensor) and tensor.ndim == 3
-        found = tuple(tensor.shape)
+        found = tuple(tensor.shape) if not isinstance(tensor, tuple) else (
+            sum(part.shape[0] for part in tensor), *tensor[0].shape[1:]
+        )  # fmt: skip
         if found != shape and not (stack and (found[0], found[2], found[1]) == shape):
             raise ModelError(
-                f"the tensor {name} of {self.source} has the shape {tuple(tensor.shape)}; "
-                f"its configuration asks for {shape}"
+                f"the tensor {name} of {self.source} has the shape {found}; its configuration asks for {shape}"
             )

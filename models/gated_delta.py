@@ -43,6 +43,16 @@ class DeltaConfig:
         """Of the convolution: queries, keys, values."""
         return 2 * self.heads * self.key + self.value_heads * self.value
 
+    def part(self, mixed, gates: bool):
+        """Of the projection [channels + values, hidden] whose rows stand by heads, or come in two parts already, those
+        of the gates or all others: queries, keys and values, of all heads each."""
+        if isinstance(mixed, tuple):
+            return mixed[gates]
+        values = self.value_heads * self.value
+        sizes = self.key, self.key, values // self.heads, values // self.heads
+        parts = by_parts(self.channels + values, self.heads, sizes)
+        return layers.rows(mixed, parts[3] if gates else np.concatenate(parts[:3]))
+
 
 class GatedDeltaNet(nnx.Module):
     """To be used as `decoder.Attention` is; its entry of the cache is a `cache.State`."""
@@ -51,14 +61,15 @@ class GatedDeltaNet(nnx.Module):
     recurrent = True
 
     def __init__(self, config: DeltaConfig, rope: Rope, hidden: int, weight: WeightSource, prefix: str):
-        """`rope`: that of the model's attention; no position takes part here."""
+        """`rope`: that of the model's attention; no position takes part here. Beside the tensors of a checkpoint,
+        `weight` gives `in_proj_qkv` and `in_proj_z`, see `DeltaConfig.part`."""
         self.config, self.rope = config, rope
         values, heads = config.value_heads * config.value, config.value_heads
-        mixed = weight(f"{prefix}in_proj_qkvz.weight", (config.channels + values, hidden))
+        mixed = weight(f"{prefix}in_proj_qkv.weight", (config.channels, hidden))
+        gates = weight(f"{prefix}in_proj_z.weight", (values, hidden))
         rates = weight(f"{prefix}in_proj_ba.weight", (2 * heads, hidden))
-        parts = config.key, config.key, values // config.heads, values // config.heads
-        of_rates = (heads // config.heads,) * 2
-        self.into = nnx.Param(fuse([_apart(mixed, config.heads, parts), _apart(rates, config.heads, of_rates)]))
+        order = np.concatenate(by_parts(2 * heads, config.heads, (heads // config.heads,) * 2))
+        self.into = nnx.Param(fuse([mixed, gates, layers.rows(rates, order)]))
         taps = as_float32(weight(f"{prefix}conv1d.weight", (config.channels, 1, config.width)))
         self.taps = nnx.Param(taps[:, 0].T)
         self.decay = nnx.Param(jnp.exp(as_float32(weight(f"{prefix}A_log", (heads,)))))
@@ -126,8 +137,7 @@ def _unit(x):
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + NORM_EPS)
 
 
-def _apart(weight, heads: int, parts: tuple[int, ...]):
-    """Rows of a matrix that stand by heads, `parts` of each, with those of a part of all heads together."""
-    of_head = np.arange(weight.shape[0]).reshape(heads, -1)
-    order = np.concatenate([rows.reshape(-1) for rows in np.split(of_head, np.cumsum(parts)[:-1], axis=1)])
-    return layers.rows(weight, order)
+def by_parts(rows: int, heads: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """The rows of each part of a matrix whose rows stand by heads, so many of each part."""
+    of_head = np.arange(rows).reshape(heads, -1)
+    return [part.reshape(-1) for part in np.split(of_head, np.cumsum(sizes)[:-1], axis=1)]

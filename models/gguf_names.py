@@ -12,7 +12,7 @@ from typing import Any
 from jtile._errors import ModelError
 
 from . import mixtral
-from .entries import number
+from .entries import count, number
 from .experts import PROJECTIONS
 
 # entries of a config.json -> metadata behind the name of the architecture
@@ -92,6 +92,24 @@ LATENT_NAMES = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+DELTA = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+DELTA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 EXPERTS = "mlp.experts.{expert}."  # before the names of `PROJECTIONS`
 
 
@@ -106,7 +124,9 @@ class Architecture:
       biases: tensors of a block that have biases.
       experts: what stands before the names of an expert's tensors, and these.
       interleaved: rows of queries and keys stand with the two halves of each head interleaved.
-      norms_of_one: weights of norms are stored with the 1 that the model adds to them.
+      norms_of_one: weights of norms are stored with the 1 that the model adds to them; not those whose names end with
+        `plain_norms`.
+      turns_parts: whether `rope.dimension_count` may be a part of a head.
       floats: parts of the (transformers) names of matrices that the model takes as floats only.
       more: further entries, by the file's metadata without the architecture's name.
     """
@@ -118,6 +138,8 @@ class Architecture:
     experts: tuple[str, Mapping[str, str]] = (EXPERTS, PROJECTIONS)
     interleaved: bool = False
     norms_of_one: bool = False
+    plain_norms: tuple[str, ...] = ()
+    turns_parts: bool = False
     floats: tuple[str, ...] = ()
     more: Callable[[Mapping[str, Any]], dict] = lambda meta: {}
 
@@ -125,7 +147,7 @@ class Architecture:
         """The entries of a config.json; `meta`: the metadata without the architecture's name in front."""
         found = {key: meta[name] for key, name in {**SIZES, **self.entries}.items() if meta.get(name) is not None}
         if "kv_lora_rank" not in found:
-            found["head_dim"] = _whole_head(meta)
+            found["head_dim"] = _head(meta) if self.turns_parts else _whole_head(meta)
         found |= {"model_type": self.model_type, "vocab_size": vocab_size, "rope_scaling": _scaling(meta)}
         return found | self.more(meta)
 
@@ -134,10 +156,15 @@ class Architecture:
 
 
 def _whole_head(meta: Mapping[str, Any]) -> int:
+    size = _head(meta)
+    if number(meta, "rope.dimension_count", size) != size:
+        raise ModelError("this GGUF rotates only a part of each head, which jtile.models does not implement here")
+    return size
+
+
+def _head(meta: Mapping[str, Any]) -> int:
     hidden, heads = (number(meta, key) for key in ("embedding_length", "attention.head_count"))
     size = number(meta, "attention.key_length", hidden // heads)
-    if number(meta, "rope.dimension_count", size) != size:
-        raise ModelError("this GGUF rotates only a part of each head, which jtile.models does not implement")
     if number(meta, "attention.value_length", size) != size:
         raise ModelError("this GGUF has values of another size than keys, which jtile.models does not implement")
     return size
@@ -197,6 +224,22 @@ def _latent(meta: Mapping[str, Any]) -> dict:
     }
 
 
+def _delta(meta: Mapping[str, Any]) -> dict:
+    """Blocks behind those of the model draft tokens, and are left out."""
+    heads, inner = number(meta, "ssm.time_step_rank"), number(meta, "ssm.inner_size")
+    found: dict[str, Any] = {
+        "linear_value_head_dim": inner // heads,
+        "partial_rotary_factor": number(meta, "rope.dimension_count", _head(meta)) / _head(meta),
+        "norm_topk_prob": True,
+        "num_hidden_layers": number(meta, "block_count") - count(meta, "nextn_predict_layers", 0),
+    }
+    recurrent = meta.get("attention.recurrent_layers")
+    if isinstance(recurrent, list):  # of each block
+        kinds = [("full_attention", "linear_attention")[bool(one)] for one in recurrent]
+        found["layer_types"] = kinds[: found["num_hidden_layers"]]
+    return found
+
+
 LLAMA = Architecture("llama", interleaved=True, more=_llama)
 MIXTRAL = Architecture(  # which is stored as a Llama, too
     "mixtral",
@@ -212,6 +255,15 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", names=HEAD_NORMS),
     "qwen3moe": Architecture(
         "qwen3_moe", entries=MIXTURE, names=HEAD_NORMS | ROUTER, more=lambda meta: {"norm_topk_prob": True}
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        entries=MIXTURE | DELTA,
+        names=HEAD_NORMS | ROUTER | DELTA_NAMES,
+        norms_of_one=True,
+        plain_norms=("linear_attn.norm.weight",),
+        turns_parts=True,
+        more=_delta,
     ),
     "gemma2": Architecture("gemma2", entries=GEMMA, names=GEMMA_NORMS, norms_of_one=True, more=_gemma(46)),
     "gemma3": Architecture(

@@ -38,6 +38,28 @@ def readers(infos: Mapping[str, Any], architecture: Architecture, config: Any) -
         parts = [infos.get(f"blk.{index}.attn_{part}_b.weight") for part in "kv"]
         if all(parts):
             found[f"model.layers.{index}.self_attn.kv_b_proj.weight"] = functools.partial(_expansion, *parts)
+        found |= _of_delta(infos, index)
+    return found
+
+
+def _of_delta(infos: Mapping[str, Any], index: int) -> dict[str, Read]:
+    """What a gated DeltaNet and the gate of a shared expert have in a file that transformers stores in another way."""
+    ours = {
+        "linear_attn.A_log": ("ssm_a", lambda x: jnp.log(-x)),
+        "linear_attn.dt_bias": ("ssm_dt.bias", lambda x: x),
+        "linear_attn.conv1d.weight": ("ssm_conv1d.weight", lambda x: x.reshape(x.shape[0], 1, -1)),
+        "mlp.shared_expert_gate.weight": ("ffn_gate_inp_shexp.weight", lambda x: x.reshape(1, -1)),
+    }
+    found: dict[str, Read] = {}
+    for name, (own, change) in ours.items():
+        if (info := infos.get(f"blk.{index}.{own}")) is not None:
+            dense = functools.partial(_dense, info)
+            found[f"model.layers.{index}.{name}"] = lambda dense=dense, change=change: (
+                change(jnp.asarray(dense(), jnp.float32))
+            )  # fmt: skip
+    parts = [infos.get(f"blk.{index}.attn_{part}.weight") for part in ("qkv", "gate")]
+    if all(parts):  # by parts, and not by heads as in `ssm_in` of older files
+        found[f"model.layers.{index}.linear_attn.in_proj_qkvz.weight"] = lambda: tuple(map(_read, parts))
     return found
 
 
@@ -71,7 +93,11 @@ def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
 
 
 def _matrix(name: str, info, architecture: Architecture) -> Read:
-    if architecture.norms_of_one and name.endswith("norm.weight"):
+    if (
+        architecture.norms_of_one
+        and name.endswith("norm.weight")
+        and not name.endswith(architecture.plain_norms or "\0")
+    ):
         return lambda: jnp.asarray(_dense(info).astype(np.float32) - 1)
     return functools.partial(_read, info, floats=any(part in name for part in architecture.floats))
 

@@ -55,9 +55,15 @@ class Qwen3NextConfig(DecoderConfig):
         )
 
     def stored(self, weight: WeightSource) -> WeightSource:
-        """Norms of this model multiply by 1 + w, but those of the gated DeltaNets."""
+        """Norms of this model multiply by 1 + w, but those of the gated DeltaNets, whose projections have one matrix in
+        a checkpoint and two here."""
+        size = self.delta.channels + self.delta.value_heads * self.delta.value
 
         def read(name: str, shape: tuple[int, ...]):
+            for gates, part in enumerate(("in_proj_qkv.", "in_proj_z.")):
+                if part in name:
+                    both = weight(name.replace(part, "in_proj_qkvz."), (size, *shape[1:]))
+                    return self.delta.part(both, bool(gates))
             plus = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
             return as_float32(weight(name, shape)) + 1 if plus else weight(name, shape)
 

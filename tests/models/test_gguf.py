@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from gguf_models import NAMES, write
 from k_quants import random_blocks
+from safetensors.numpy import load_file, save_file
 
 import jtile.models
 from jtile._errors import ModelError
@@ -43,13 +44,75 @@ def leaves(model) -> list:
     return jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "llama"])  # which has factors: test_load.py
+@pytest.mark.parametrize(
+    "name", [name for name in FOLDERS if name not in ("llama", "qwen3_next")]
+)  # which has factors: test_load.py
 def test_a_file_says_what_the_folder_says(model, tmp_path, name):
     folder, file = model(name), jtile.models.load(write(DATA / name, tmp_path / "it.gguf"))
     assert numbers(file.model.config) == numbers(folder.model.config)
     for (path, a), (other, b) in zip(leaves(file.model), leaves(folder.model), strict=True):
         assert path == other and (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))  # of Gemma's norms, which are stored plus 1
+
+
+@pytest.fixture
+def qwen3_next(tmp_path):
+    """A folder with the model of that name without its layer of one MLP, which the files do not know."""
+    folder, tensors = tmp_path / "next", {}
+    for name, tensor in load_file(DATA / "qwen3_next" / "model.safetensors").items():
+        if ".layers.2." not in name:
+            tensors[name.replace(".layers.3.", ".layers.2.")] = tensor
+    config = json.loads((DATA / "qwen3_next" / "config_hub.json").read_text())
+    config |= {"num_hidden_layers": 3, "full_attention_interval": 3, "mlp_only_layers": []}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    for name in ("config.json", "config_hub.json"):
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+def older(name, tensor):
+    """A tensor as the first files of Qwen3-Next have it, the projection by heads; None for its second part."""
+    if not name.endswith(("attn_qkv.weight", "attn_gate.weight")):
+        return name, tensor
+    whole = load_file(DATA / "qwen3_next" / "model.safetensors")
+    block = name.split(".")[1]
+    found = whole[f"model.layers.{block}.linear_attn.in_proj_qkvz.weight"]
+    return (f"blk.{block}.ssm_in.weight", found) if "qkv" in name else None
+
+
+@pytest.mark.parametrize("change", [lambda *of: of, older], ids=["in parts", "by heads"])
+def test_a_file_of_qwen3_next_says_what_the_folder_says(qwen3_next, tmp_path, change):
+    folder = jtile.models.load(qwen3_next)
+    file = jtile.models.load(write(qwen3_next, tmp_path / "it.gguf", change))
+    assert numbers(file.model.config) == numbers(folder.model.config)
+    for (path, a), (other, b) in zip(leaves(file.model), leaves(folder.model), strict=True):
+        assert path == other and (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7, err_msg=str(path))
+
+
+def test_projections_of_qwen3_next_keep_their_bits(qwen3_next, tmp_path):
+    """Each its own, as files of K-quants spend more of them on queries, keys and values; blocks behind the model's
+    draft tokens and are left out, and a list may say which blocks have states."""
+    types = {"attn_qkv": "Q8_0", "attn_gate": "Q4_0", "ssm_ba": "Q8_0", "ssm_out": "Q4_0"}
+
+    def quantised(name, tensor):
+        kind = types.get(name.split(".")[-2] if name.count(".") > 1 else "")
+        if kind is None or tensor.shape[-1] % 32:
+            return name, tensor
+        type_ = gguf.GGMLQuantizationType[kind]
+        return name, (gguf.quantize(np.ascontiguousarray(tensor), type_), type_)
+
+    more = {"qwen3next__nextn_predict_layers": 1, "qwen3next__block_count": 4,
+            "qwen3next__attention__recurrent_layers": [True, True, False, False]}  # fmt: skip
+    lm = jtile.models.load(write(qwen3_next, tmp_path / "it.gguf", quantised, **more))
+    folder = jtile.models.load(qwen3_next)
+    assert lm.config.num_layers == 3 and lm.config.linear == (True, True, False)
+    mixer, exact = (m.model.blocks[0].attention for m in (lm, folder))
+    found, whole = mixer.into.get_value(), np.asarray(exact.into.get_value())
+    assert [w.kind for w in found] == ["q8_0", "q4_0", "q8_0"] and mixer.output.get_value().kind == "q4_0"
+    dense = np.concatenate([np.asarray(weights(w)) for w in found])
+    assert dense.shape == whole.shape and np.abs(dense - whole).max() < 0.15 * np.abs(whole).max()
 
 
 def test_experts_and_latent_projections_keep_their_bits(model, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 NAMES = {  # model_type -> general.architecture
     "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3", "llama": "llama", "mistral": "llama",
-    "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 
 
@@ -75,6 +75,8 @@ def _mixture_fields(writer, config: dict) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] == "qwen3_next":
+        _delta_fields(writer, config)
     if config["model_type"] != "deepseek_v3":
         return
     latent, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
@@ -95,6 +97,38 @@ def _mixture_fields(writer, config: dict) -> None:
     writer.add_expert_group_used_count(config["topk_group"])
 
 
+def _delta_fields(writer, config: dict) -> None:
+    heads = config["linear_num_value_heads"]
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+    writer.add_uint32("qwen3next.full_attention_interval", config["full_attention_interval"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
+
+
+def _delta(name: str, tensor: np.ndarray, config: dict) -> dict[str, np.ndarray]:
+    """A tensor of a Qwen3-Next: queries, keys and values, and gates, of all heads each."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return {name: tensor + 1}
+    if name.endswith("A_log"):
+        return {name: -np.exp(tensor)}
+    if name.endswith("dt_bias"):
+        return {name.replace("dt_bias", "dt_proj.bias"): tensor}
+    if name.endswith(("conv1d.weight", "shared_expert_gate.weight")):
+        return {name: tensor.squeeze()}
+    if "in_proj_qkvz" not in name:
+        return {name: tensor}
+    heads, hidden = config["linear_num_key_heads"], tensor.shape[1]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    value *= config["linear_num_value_heads"] // heads
+    q, k, v, z = np.split(tensor.reshape(heads, -1, hidden), np.cumsum([key, key, value]), axis=1)
+    qkv = np.concatenate([x.reshape(-1, hidden) for x in (q, k, v)])
+    return {name.replace("qkvz", "qkv"): qkv, name.replace("qkvz", "z"): z.reshape(-1, hidden)}
+
+
 def _stored(tensors: dict[str, np.ndarray], config: dict) -> dict[str, np.ndarray]:
     """Tensors as a file has them: experts together, interleaved heads of Llamas, norms of Gemmas with their 1, and the
     expansion of DeepSeek's latent vectors in two parts in all blocks but the first."""
@@ -108,7 +142,7 @@ def _stored(tensors: dict[str, np.ndarray], config: dict) -> dict[str, np.ndarra
             tensor = tensor + 1
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if ".experts." not in name:
-            found[name] = tensor
+            found |= _delta(name, tensor, config) if kind == "qwen3_next" else {name: tensor}
     for block in blocks:
         for part in _experts(tensors, block):
             found[part[0]] = part[1]
