@@ -41,7 +41,7 @@ def promised(code):
 @pytest.mark.usefixtures("by_numpy")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem == "sharding")) for p in PAGES if code_of(p)],
+    [page for page in PAGES if code_of(page)],
     ids=lambda p: f"{p.parent.name}/{p.stem}",
 )
 def test_the_page_is_true(page, tmp_path, capsys, subprocess_env):
