@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from serving_checks import idle, until
 from stateless import run
 
 import jtile.models
-from jtile._errors import ModelError, PromptError
+from jtile._errors import ContextError, ModelError, PromptError
 from jtile.models import Engine, LanguageModel, read_adapter, save_adapter
 from jtile.models.adapters import MODULES, apply_adapter
 from jtile.models.lora import add_lora
+from jtile.models.serving.core import Job
+from jtile.models.serving.engine import Stream
+from jtile.models.serving.scheduler import Sequence
 from jtile.models.serving.settings import settings_of
+from jtile.models.serving.worker import Mail
 
 SIZES = dict(rows=4, shapes=(24,), cache_tokens=256, max_length=48)
 SHAPES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
@@ -111,6 +117,52 @@ def test_answers_do_not_depend_on_the_adapters_beside_them(engine):
     assert [c.ids for c in engine.generate([asked[1][0]] * 2, max_tokens=5, eos=None, adapter="all")] == [
         together[1].ids
     ] * 2
+
+
+def kept(answer) -> list:
+    return [(token.id, token.logprob) for token in answer.tokens]
+
+
+def test_a_soak(engine):
+    """Six hundred requests of a few kinds, of which some are cancelled, dropped or no requests, while weights are
+    replaced: each gets what it gets alone, or the beginning of it, and nothing is left."""
+    rng, weights = np.random.default_rng(0), jax.tree.unflatten(engine.lm._structure[1], engine.lm._weights)
+    kinds = [
+        dict(prompt=[*range(10 * (i % 3), 10 * (i % 3) + int(rng.integers(2, 20)))], max_tokens=int(rng.integers(1, 9)))
+        | dict(adapter=(None, "all", "some")[i % 3], temperature=float(i % 2), seed=i, eos=None, logprobs=True)
+        for i in range(12)
+    ]
+    alone = [kept(engine.stream(**kind).result()) for kind in kinds]
+    done, open_streams, whole = engine.stats()["steps_total"], [], 0
+    for i in range(600):
+        which, fate = int(rng.integers(12)), int(rng.integers(10))
+        stream = engine.stream(**kinds[which])
+        if fate < 2:
+            next(stream, None) if fate else None
+            stream.cancel()
+        if fate != 2:  # else nobody holds it any more
+            open_streams.append((which, stream))
+        del stream
+        if fate == 3:
+            with pytest.raises(ContextError):
+                engine.stream([1] * 48)
+        if i % 150 == 149:
+            engine.update_weights(weights)
+        if len(open_streams) > 12:
+            which, stream = open_streams.pop(int(rng.integers(12)))
+            answer = stream.result()
+            assert kept(answer) == alone[which][: len(answer.tokens)]
+            whole += len(answer.tokens) == len(alone[which])
+    for which, stream in open_streams:
+        assert kept(stream.result()) == alone[which][: len(stream.completion.tokens)]
+    assert whole > 400 and engine.stats()["steps_total"] - done > 300
+    del stream, open_streams
+    until(lambda: idle(engine))
+    scheduler = engine._core.scheduler
+    assert engine._worker.open == 0 and not engine._core.jobs and len(scheduler._slots) == scheduler.rows
+    assert scheduler.pool.available == scheduler.pool.count
+    gc.collect()
+    assert not [x for x in gc.get_objects() if isinstance(x, Job | Mail | Sequence | Stream)]
 
 
 def test_an_adapter_that_the_engine_lacks(lm, engine):

@@ -298,3 +298,24 @@ def test_a_page_without_an_owner_cannot_be_released():
         pool.release(0)
     with pytest.raises(ValueError, match="no room for a prompt"):
         Scheduler(4, 4, rows=4, budget=4)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_prefix_of_four_hundred_tokens_is_computed_once(at_once):
+    """Of sixteen prompts, of which each has twenty tokens of its own behind it; 16 of the 400 are in no full page."""
+    scheduler, common = Scheduler(pages=200, page=64, rows=16, budget=256), np.arange(400)
+
+    def step():
+        plan = scheduler.plan()
+        scheduler.commit(plan, [1] * len(plan.samples))
+        for sequence in [sequence for sequence in scheduler.running if sequence.made == 8]:
+            scheduler.finish(sequence)
+
+    for i in range(16):
+        scheduler.add(np.concatenate([common, np.full(20, i)]), 8)
+        if not at_once:
+            step()
+    while scheduler.running or scheduler.waiting:
+        step()
+    assert scheduler.counts.prefilled == 400 + 16 * 20
+    assert scheduler.counts.cached == 15 * 400
