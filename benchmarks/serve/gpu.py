@@ -15,6 +15,7 @@ from benchmarks.gpu import models
 from benchmarks.serve.load import Goal, Lengths, Load, all_decode, run, summary
 from benchmarks.serve.targets import of_batches, of_engine
 from jtile.models import Engine, LanguageModel
+from jtile.models.serving.worker import responsive
 
 GOAL = Goal(first_ms=10_000, between_ms=100)
 STORED = (models.DENSE, "fp8")
@@ -51,8 +52,9 @@ def records(options: argparse.Namespace, deadline: float, say: Callable[[str], N
         jax.block_until_ready(lm._weights)
         say(f"{name} {stored}: weights made in {time.monotonic() - began:.0f} s")
         shapes = (24, 64) if options.tiny else (loads["all"].requests, options.chunk)
-        for kind, runs in _measured(lm, loads, stored, shapes, deadline, say):
-            yield {"config": f"{name}, {loads[kind].name}", "dtype": stored, "runs": runs}
+        with responsive():  # as in a server
+            for kind, runs in _measured(lm, loads, stored, shapes, deadline, say):
+                yield {"config": f"{name}, {loads[kind].name}", "dtype": stored, "runs": runs}
         del lm
         gc.collect()
 

@@ -125,16 +125,19 @@ class Core:
         self.lm._weights = weights
 
     def _read(self, plan: Plan, tokens: np.ndarray, rates: Rates | None) -> None:
-        index = {segment.sequence: i for i, segment in enumerate(plan.samples)}
-        for segment in self.scheduler.commit(plan, tokens[: len(index)].tolist()):
-            self._take(segment, index[segment.sequence], rates)
+        samples = plan.samples
+        taken = self.scheduler.commit(plan, tokens[: len(samples)].tolist())
+        of = None if rates is None else {segment.sequence: i for i, segment in enumerate(samples)}
+        for segment in taken:
+            self._take(segment, rates, 0 if of is None else of[segment.sequence])
 
-    def _take(self, segment: Segment, i: int, rates: Rates | None) -> None:
-        """A token of an answer, number i of its step's."""
-        job = self._jobs[segment.sequence]
-        completion, request = job.completion, job.request
-        completion.cached_tokens = segment.sequence.cached or 0
-        token = segment.sequence.tokens[-1]
+    def _take(self, segment: Segment, rates: Rates | None, i: int) -> None:
+        """A token of an answer; with rates, number i of them."""
+        sequence = segment.sequence
+        job = self._jobs[sequence]
+        completion, request, stops = job.completion, job.request, job.text
+        completion.cached_tokens = sequence.cached or 0
+        token = sequence.tokens[-1]
         if token >= self.lm.config.vocab_size:  # see `sampling.choose`
             source = self.lm.source or "the model"
             error = ModelError(
@@ -149,23 +152,24 @@ class Core:
             )
             return
         ended = token in request.ends
-        text = "" if ended else job.text.push(token)
+        text = "" if ended else stops.push(token)
         whole = guide is not None and guide.ended
-        last = ended or whole or job.text.stop is not None or segment.made + 1 == request.max_tokens
-        if last and job.text.stop is None:
-            text += job.text.finish()
+        last = ended or whole or stops.stop is not None or segment.made + 1 == request.max_tokens
+        if last and stops.stop is None:
+            text += stops.finish()
         logprob, best = None, ()
         if rates is not None and request.row.logprobs is not None:
             logprob, n = float(rates.chosen[i]), request.row.logprobs
             best = tuple(zip(rates.ids[i, :n].tolist(), rates.best[i, :n].tolist(), strict=True))
         item = Token(token, text, logprob, best)
         completion.tokens.append(item)
-        completion.text += text
+        if text:
+            completion.text += text
         self.totals.new_tokens += 1
         job.deliver(item, None)
         if last:
-            completion.stop = job.text.stop
-            self._end(job, "stop" if ended or whole or job.text.stop is not None else "length")
+            completion.stop = stops.stop
+            self._end(job, "stop" if ended or whole or stops.stop is not None else "length")
 
     def _end(self, job: Job, reason, error: JtileError | None = None) -> None:
         self.scheduler.finish(job.sequence)

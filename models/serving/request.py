@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 STOPS, STOP_CHARACTERS = 16, 256  # at most so many stop strings, of at most so many characters
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One token of an answer.
 
     Attributes:

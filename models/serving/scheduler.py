@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Sequence as Tokens
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,8 +71,7 @@ class Sequence:
         return self.made < self.max_tokens and not (self.stepwise and self.pending)
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens `start` to `start + count` of a sequence, which a step computes. samples: the last one is the newest, so
     that the step chooses the next token; it is number `made` of the answer. pending: that newest token is known to the
     device only."""
@@ -98,7 +99,7 @@ class Plan:
         """How many tokens it computes."""
         return sum(segment.count for segment in self.segments)
 
-    @property
+    @functools.cached_property
     def samples(self) -> list[Segment]:
         """Those that choose a token, in the order of the step's results."""
         return [segment for segment in self.segments if segment.samples]
@@ -176,13 +177,13 @@ class Scheduler:
         self.tree.clear()
 
     def commit(self, plan: Plan, tokens: Tokens[int]) -> list[Segment]:
-        """The tokens that a step chose, in the order of `plan.samples`, are known. Returns the segments of those that
-        belong to an answer: of sequences that are finished they do not."""
+        """The tokens that a step chose, ints in the order of `plan.samples`, are known. Returns the segments of those
+        that belong to an answer: of sequences that are finished they do not."""
         taken = []
         for segment, token in zip(plan.samples, tokens, strict=True):
             sequence = segment.sequence
             if not sequence.finished:
-                sequence.tokens.append(int(token))
+                sequence.tokens.append(token)
                 sequence.pending -= 1
                 taken.append(segment)
         return taken
@@ -193,20 +194,26 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         seats = self._admit(copies)
         segments = self._continue()
-        for segment in segments:
-            sequence = segment.sequence
-            sequence.computed += segment.count
-            sequence.pending += segment.samples
-            self.counts.prefilled += segment.count if segment.start < len(sequence.prompt) else 0
-            self._remember(sequence)
+        for sequence, _, start, count, samples, *_ in segments:
+            sequence.computed += count
+            sequence.pending += samples
+            if start < len(sequence.prompt):
+                self.counts.prefilled += count
+            if (sequence.inserted + 1) * self.page <= sequence.computed:
+                self._remember(sequence)
         return Plan(segments, copies, seats)
 
     # -- sequences that run --------------------------------------------------------------------------------------------
 
     def _continue(self) -> list[Segment]:
         """One token of each sequence that decodes, and chunks of prompts in what the budget leaves."""
-        todo = [sequence for sequence in self.running if sequence.ready]
-        prompts = [sequence for sequence in todo if _remaining(sequence) > 1]
+        todo, prompts = [], []
+        for sequence in self.running:  # as `Sequence.ready` and `_remaining`: of many rows their calls are the most
+            length = len(sequence.tokens) + sequence.pending
+            if length - len(sequence.prompt) < sequence.max_tokens and not (sequence.stepwise and sequence.pending):
+                todo.append(sequence)
+                if length - sequence.computed > 1:
+                    prompts.append(sequence)
         if self.mixed or not prompts:
             counts = dict.fromkeys(todo, 1) | self._chunks(prompts, self._room(len(todo) - len(prompts)))
             return self._segments(counts)
@@ -242,13 +249,18 @@ class Scheduler:
         return counts
 
     def _segments(self, counts: dict[Sequence, int]) -> list[Segment]:
-        """So many tokens of each, where there are pages for them."""
-        segments = []
-        for sequence, count in sorted(counts.items(), key=lambda item: item[0].order):
-            if sequence.slot is None or not count:  # preempted by one before it
+        """So many tokens of each, in the order in which they came, where there are pages for them."""
+        segments, page = [], self.page
+        for sequence, count in counts.items():
+            slot, start = sequence.slot, sequence.computed
+            if slot is None or not count:  # preempted by one before it
                 continue
-            if self._grow_or_preempt(sequence, sequence.computed + count):
-                segments.append(_segment(sequence, count))
+            if start + count > len(sequence.pages) * page and not self._grow_or_preempt(sequence, start + count):
+                continue
+            length = len(sequence.tokens) + sequence.pending
+            last, made = start + count == length, length - len(sequence.prompt)
+            pending = last and sequence.pending > 0
+            segments.append(Segment(sequence, slot, start, count, last, made, pending))
         return segments
 
     def _grow_or_preempt(self, sequence: Sequence, length: int) -> bool:
@@ -384,10 +396,3 @@ def tiled(count: int, tile: int) -> int:
 def _remaining(sequence: Sequence) -> int:
     """Tokens that are not in the cache yet."""
     return sequence.length - sequence.computed
-
-
-def _segment(sequence: Sequence, count: int) -> Segment:
-    assert sequence.slot is not None
-    last = sequence.computed + count == sequence.length
-    pending = bool(last and sequence.pending)
-    return Segment(sequence, sequence.slot, sequence.computed, count, last, sequence.made, pending)

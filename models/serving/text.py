@@ -26,6 +26,8 @@ class StopText:
         if self._decoder is None:
             return ""
         text = self._held + self._decoder.push(token)
+        if not self._stops:
+            return text
         found = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if found:
             at, _, self.stop = min(found)

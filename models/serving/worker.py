@@ -8,15 +8,37 @@ from __future__ import annotations
 import asyncio
 import atexit
 import collections
+import contextlib
+import gc
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jtile._errors import EngineError, JtileError, QueueFullError
 
 from .core import Core, Job
 from .request import Completion, Request, Token
 
+SWITCH = 5e-4  # seconds after which a thread that waits for Python's lock gets it
 Wake = dict[asyncio.AbstractEventLoop, list[asyncio.Future]]
+
+
+@contextlib.contextmanager
+def responsive() -> Iterator[None]:
+    """A block in which steps of engines are not held up by the rest of the process, for programs that are servers.
+
+    The thread of an engine gets Python's lock from a busy event loop after half a millisecond, not after five, which is
+    half of a step on a GPU; and the collector of garbage does not go through what is there now, JAX's programs above
+    all, which takes some hundred milliseconds each time."""
+    before = sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
 
 
 class Worker:

@@ -15,6 +15,7 @@ from jtile._errors import JtileError, ModelError
 from ...console import FAILURE, SUCCESS, keep_programs
 from ...load import load_over
 from ..engine import Engine
+from ..worker import responsive
 from .app import LOG, make_app
 from .endpoints import Server
 
@@ -60,7 +61,7 @@ def serve(
         lm = load_over(path=model, **load_options)
         with _progress() as progress:
             engine = Engine(lm, compile_ahead=True, progress=progress, **engine_options)
-        with engine:
+        with engine, responsive():
             name = name or Path(lm.source or "model").stem
             if name in engine.settings.adapters:
                 raise ModelError(f"the model and an adapter are both called {name!r}; give the model another --name")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from jtile.models.serving.core import Core
 from jtile.models.serving.request import Completion, read_request
 from jtile.models.serving.settings import default_shapes, settings_of
 from jtile.models.serving.text import StopText
+from jtile.models.serving.worker import responsive
 
 SIZES = dict(rows=4, shapes=(24, 48), cache_tokens=96, max_length=64)
 
@@ -463,3 +465,11 @@ def test_shapes_by_model(model, lm):
     assert default_shapes(lm, 16, True, False) == (1, 4, 16, 24, 64, 256)
     assert default_shapes(model("qwen3_moe"), 16, True, True) == (64,)
     assert default_shapes(model("gpt_oss"), 16, True, True) == (64,)
+
+
+def test_a_responsive_process():
+    before, frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    with responsive():
+        assert sys.getswitchinterval() < 0.2 * before < 0.01
+        assert gc.get_freeze_count() > frozen + 10_000
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)
