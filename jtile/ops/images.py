@@ -38,7 +38,7 @@ def _inside(i, j, bm: int, bn: int, a, b, m: int, n: int):
 
 @jt.kernel(out_type=_inner, grid=_grid)
 def bilateral_tiles(x, y, *, bm: int, bn: int, radius: int, space: float, level: float):
-    """x [batch, m, n] with `radius` points around it, y [batch, m, n]."""
+    """x [batch, m, n] with `radius` points around it that are so far away that they have no weight, y [batch, m, n]."""
     # y_i = sum_j w_ij x_j / sum_j w_ij     w_ij = exp(-|i - j|^2 / 2 space^2 - (x_j - x_i)^2 / 2 level^2)
     p, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     at = lambda a, b: wide(x[p, jt.ds(i * bm + a, bm), jt.ds(j * bn + b, bn)])
@@ -47,8 +47,7 @@ def bilateral_tiles(x, y, *, bm: int, bn: int, radius: int, space: float, level:
     for a in jt.range(2 * radius + 1):
         for b in jt.range(2 * radius + 1):
             apart = at(a, b) - middle
-            seen = _inside(i, j, bm, bn, a - radius, b - radius, *y.shape[1:])
-            w = jnp.where(seen, _weight(apart, a - radius, b - radius, space, level), 0.0)
+            w = _weight(apart, a - radius, b - radius, space, level)
             total, sums = total + w, sums + w * apart
     y.tiles(None, bm, bn)[p, i, j] = (middle + sums / total).astype(y.dtype)
 
@@ -75,20 +74,19 @@ def bilateral_slopes(x, y, u, g, *, bm: int, bn: int, radius: int, space: float,
 
 @jt.kernel(out_type=lambda x, **meta: jt.like(_inner(x, **meta), dtype=sums_in(x)), grid=_grid)
 def bilateral_sums(x, y, *, bm: int, bn: int, radius: int, space: float, level: float):
-    """y [batch, m, n]: the sums of weights."""
+    """As `bilateral_tiles`, of the weights alone."""
     p, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     at = lambda a, b: wide(x[p, jt.ds(i * bm + a, bm), jt.ds(j * bn + b, bn)])
     middle = at(radius, radius)
     total = jnp.zeros_like(middle)
     for a in jt.range(2 * radius + 1):
         for b in jt.range(2 * radius + 1):
-            w = _weight(at(a, b) - middle, a - radius, b - radius, space, level)
-            total = total + jnp.where(_inside(i, j, bm, bn, a - radius, b - radius, *y.shape[1:]), w, 0.0)
+            total = total + _weight(at(a, b) - middle, a - radius, b - radius, space, level)
     y.tiles(None, bm, bn)[p, i, j] = total
 
 
-def _around(x, radius: int):
-    return jnp.pad(x, ((0, 0), (radius, radius), (radius, radius)))
+def _around(x, radius: int, value: float = 0.0):
+    return jnp.pad(x, ((0, 0), (radius, radius), (radius, radius)), constant_values=value)
 
 
 def _bilateral_forward(x, **meta):
@@ -97,9 +95,9 @@ def _bilateral_forward(x, **meta):
 
 
 def _bilateral_backward(residuals, g, **meta):
-    x, y = residuals
-    u = wide(g) / bilateral_sums(x, **meta)
-    return (_around(bilateral_slopes(x, *(_around(v, meta["radius"]) for v in (y, u)), **meta), meta["radius"]),)
+    (x, y), radius = residuals, meta["radius"]
+    u, inner = wide(g) / bilateral_sums(x, **meta), x[:, radius:-radius, radius:-radius]
+    return (_around(bilateral_slopes(*(_around(v, radius) for v in (inner, y, u)), **meta), radius),)
 
 
 bilateral_tiles.defvjp(_bilateral_forward, _bilateral_backward)
@@ -137,9 +135,13 @@ def bilateral_filter(x: jax.Array, *, space: float, level: float, radius: int | 
         return x
     m, n = x.shape[-2:]
     bm, bn = (fit(m, 8), fit(n, 256)) if machine().whole else (fit(m, 8), fit(n, 128))
-    around = _around(x.reshape(-1, m, n), radius)
+    # The square of a difference to what stands around the image is infinite, and its weight 0. Small floats have no
+    # such numbers.
+    far = 2 * float(jnp.finfo(sums_in(x)).max) ** 0.5
+    stored = x if float(jnp.finfo(x.dtype).max) > far else wide(x)
+    around = _around(stored.reshape(-1, m, n), radius, far)
     y = bilateral_tiles(around, bm=bm, bn=bn, radius=radius, space=float(space), level=float(level))
-    return y.reshape(x.shape)
+    return y.reshape(x.shape).astype(x.dtype)
 
 
 def bilateral_filter_reference(x, *, space, level, radius=None):

@@ -27,7 +27,8 @@ def test_bilateral_filters(arch):
         agree(*pair, x, interpret=arch is None)
         gradients_agree(*pair, x, tolerance=1e-5)
         if arch is None:
-            agree(*of(BILATERAL, space=2.0, level=1.0, radius=1), normal(1, 3, 5, dtype="bfloat16"), tolerance=4e-3)
+            for dtype in ("bfloat16", "float16"):
+                agree(*of(BILATERAL, space=2.0, level=1.0, radius=1), normal(1, 3, 5, dtype=dtype), tolerance=4e-3)
 
 
 @pytest.mark.parametrize("arch", [None, "sm_90"])
