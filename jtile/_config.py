@@ -95,7 +95,14 @@ def current() -> Config:
 
 
 def configure(**options: Any) -> Config:
-    """Change options for the whole process; returns the result. Blocks inside `with config(...)` keep theirs."""
+    """Change options for the whole process, except inside of `with jt.config(...)`.
+
+    Args:
+      options: fields of `Config` and their new values.
+
+    Returns:
+      The `Config` after the change.
+    """
     old = _process.value or from_environment()
     new = _replace(old, options)
     _process.value = new
@@ -106,7 +113,14 @@ def configure(**options: Any) -> Config:
 
 @contextlib.contextmanager
 def config(**options: Any) -> Iterator[Config]:
-    """Change options inside a `with` block, for this thread: `with jt.config(poison=True): ...`."""
+    """Change options inside of a `with` block, for this thread: `with jt.config(poison=True): ...`.
+
+    Args:
+      options: fields of `Config` and their new values.
+
+    Returns:
+      A context manager, which gives the changed `Config`.
+    """
     old = current()
     new = _replace(old, options)
     token = _override.set(new)

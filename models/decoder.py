@@ -281,8 +281,16 @@ class Decoder(nnx.Module):
         return [*states[:-1], self._norm(states[-1])]
 
     def loss(self, ids, lengths=None, remat: bool = False):
-        """Mean loss of the next token, in nats: ids int32 [batch, length], right-padded; `lengths` int [batch] counts
-        the tokens of each row (default: all). Row b gives `lengths[b] - 1` predictions; at least one in all."""
+        """The mean loss of the next token, in nats.
+
+        Args:
+          ids: int32 [batch, length], rows padded on the right.
+          lengths: int [batch], the number of tokens in each row; None: all.
+          remat: keep only the input of each block for the backward pass.
+
+        Returns:
+          A float32 scalar, over `lengths[b] - 1` predictions of each row b.
+        """
         targets = ids[:, 1:]
         if lengths is not None:
             real = jnp.arange(1, ids.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]

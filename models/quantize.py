@@ -307,7 +307,14 @@ def _stored(tensor: Stored, scheme: Scheme) -> dict[str, np.ndarray]:
 
 
 def run_quantize(folder: str, to: str, group: int = 128, out: str | None = None, dynamic: bool = False) -> int:
-    """`quantize_folder` in the terminal; gives the exit code: 0, 1 after an error (one sentence), 130 after Ctrl-C."""
+    """`quantize_folder` for the terminal: prints the new folder, or an error in one sentence.
+
+    Args:
+      folder, to, group, out, dynamic: as in `quantize_folder`.
+
+    Returns:
+      The exit code: 0, 1 after an error, 130 after Ctrl-C.
+    """
     try:
         made = quantize_folder(folder, to, group=group, out=out, dynamic=dynamic)
     except JtileError as error:

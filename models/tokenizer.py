@@ -141,7 +141,7 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
-        """Whether both mean the same by every id."""
+        """Whether another tokenizer has the same tokens with the same ids."""
         return self is other or self._vocabulary == other._vocabulary
 
     @functools.cached_property
@@ -154,11 +154,17 @@ class Tokenizer:
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; control tokens written in it are recognised. The begin token is added if the model
-        wants one and `add_special_tokens` is set.
+        """The token ids of a text.
+
+        Args:
+          text: the text; control tokens that are written in it are recognised.
+          add_special_tokens: add the begin token, if the model has one.
+
+        Returns:
+          A list of ints.
 
         Raises:
-          PromptError: the text has halves of characters (lone surrogates), as JSON may bring them.
+          PromptError: the text contains lone surrogates (halves of characters), as JSON may contain them.
         """
         try:
             text.encode()
@@ -170,7 +176,15 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids; bytes that form no character become U+FFFD."""
+        """The text of token ids.
+
+        Args:
+          ids: token ids.
+          skip_special_tokens: leave control tokens out.
+
+        Returns:
+          The text; bytes that form no character become U+FFFD.
+        """
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:

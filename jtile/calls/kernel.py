@@ -96,18 +96,28 @@ def kernel(
 def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
     """Make a kernel without the decorator: `jt.call(body, out_type=..., grid=...)(*arrays)`.
 
-    The arguments are those of `jt.kernel`, and the function over Refs; the result is a `Kernel`."""
+    Args:
+      body: the function over Refs.
+      out_type, **spec: the arguments of `jt.kernel`.
+
+    Returns:
+      A `Kernel`.
+    """
     return kernel(out_type=out_type, **spec)(body)
 
 
 def tuned(kernel: Kernel, defaults: Mapping[str, Any], *args: Any, **meta: Any) -> Any:
-    """Call `kernel(*args, **meta)` with other defaults, which hold if the tuner has no entry for the call.
+    """Call `kernel(*args, **meta)` with other defaults, which are used if the tuner has no entry for the call.
 
-    With this, a heuristic by shape and `jt.tune` go together; see `jt.autotune`.
+    So a kernel can have a heuristic by shape and be tuned by `jt.tune`, too; see `jt.autotune`.
 
     Args:
-      kernel, args, meta: the kernel, its arrays, and meta-parameters that go before `defaults` and the tuner's entry.
+      kernel, args: the kernel and its arrays.
       defaults: values by name, of meta-parameters and of options such as `num_warps`.
+      meta: meta-parameters, which override `defaults` and the tuner's entry.
+
+    Returns:
+      The result of the call.
     """
     return kernel._call(args, meta, defaults)
 

@@ -74,10 +74,13 @@ def view(
       f: a kernel, or a JAX function that calls kernels.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`. Indices that kernels load come from them, if they are
         arrays.
-      target: what to compile for, such as `"cpu"`, `"cuda:sm_90"`, `"rocm:gfx942"`; None: the device at hand.
-      gradient: also show the kernels of reverse mode, where there is a derivative.
-      run: measure the kernels, and what this machine can do, where the target is the device at hand.
+      target: what to compile for, such as `"cpu"`, `"cuda:sm_90"`, `"rocm:gfx942"`; None: JAX's device.
+      gradient: also show the kernels of reverse mode, if there is a derivative.
+      run: measure the kernels and this machine's rates, if the target is JAX's device.
       options: meta-parameters of the kernel, or keyword arguments of the function.
+
+    Returns:
+      A `View`, which a notebook shows; `save(path)` writes the page.
 
     Raises:
       KernelTypeError: `f` is no function. KernelValueError: it calls no kernel. UnsupportedError: there is no such

@@ -58,10 +58,20 @@ class DynamicSpan:
 
 
 def ds(start, size: int, stride: int = 1) -> DynamicSpan:
-    """Index entry: `size` elements (a Python int) from `start` (int or traced scalar), `stride` apart.
+    """A part of an axis, for use in an index: `x[jt.ds(start, size), :]`.
 
-    Elements past the end of the array follow the bounds rule: they read the pad value and are never written. A negative
-    start is an error.
+    Elements past the end of the array read as the pad value (0 by default) and are never written.
+
+    Args:
+      start: the first element, an int or a traced int scalar of at least 0.
+      size: the number of elements, a Python int.
+      stride: the distance between them, a Python int.
+
+    Returns:
+      An entry of an index.
+
+    Raises:
+      KernelTypeError, KernelValueError: `size` or `stride` is no Python int, or a number is negative.
     """
     size, stride = _static(size, "the size of jt.ds"), _static(stride, "the stride of jt.ds")
     if size < 0 or stride < 1:

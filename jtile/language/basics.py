@@ -87,7 +87,17 @@ def _as(v, dtype):
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n` (a Python int, `n >= 0`)."""
+    """The smallest power of two that is at least `n`.
+
+    Args:
+      n: a Python int of at least 0.
+
+    Returns:
+      A Python int.
+
+    Raises:
+      KernelTypeError: `n` is no Python int.
+    """
     if isinstance(n, bool) or not isinstance(n, int | np.integer):
         raise KernelTypeError(f"next_power_of_2 takes a Python int, got {n!r}", user_place())
     return 1 << max(int(n) - 1, 0).bit_length()
@@ -97,7 +107,7 @@ def arange(start, stop=None, step=1, dtype=None) -> jax.Array:
     """A tile of evenly spaced numbers, as `jnp.arange` makes it.
 
     Args:
-      start, stop, step: Python numbers; with one of them, `0` to it.
+      start, stop, step: Python numbers; `jt.arange(n)` goes from 0 to n - 1.
       dtype: the dtype of the tile; by default int32 for ints.
 
     Returns:
@@ -122,12 +132,28 @@ def _fits_int32(v, what: str) -> None:
 
 
 def zeros(shape, dtype: Any = np.float32) -> jax.Array:
-    """A tile of zeros."""
+    """A tile of zeros.
+
+    Args:
+      shape: an int or a tuple of ints, known when the kernel is traced.
+      dtype: the dtype of the tile.
+
+    Returns:
+      The tile.
+    """
     return jnp.zeros(shape, dtype)
 
 
 def ones(shape, dtype: Any = np.float32) -> jax.Array:
-    """A tile of ones."""
+    """A tile of ones.
+
+    Args:
+      shape: an int or a tuple of ints, known when the kernel is traced.
+      dtype: the dtype of the tile.
+
+    Returns:
+      The tile.
+    """
     return jnp.ones(shape, dtype)
 
 
@@ -150,11 +176,14 @@ def full(shape, value, dtype=None) -> jax.Array:
 
 
 def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
-    """The type of an array, with another shape or dtype: what `out_type` has to say of an output.
+    """The shape and dtype of an output, as `out_type` has to state them: those of an array, or others.
 
     Args:
       x: an array, or a `jax.ShapeDtypeStruct`.
       shape, dtype: those of the result; by default those of `x`.
+
+    Returns:
+      A `jax.ShapeDtypeStruct`.
 
     Raises:
       KernelTypeError: `x` is no array, `shape` no shape, or `dtype` no dtype.

@@ -117,13 +117,17 @@ def wait_for_kernels() -> None:
 
 
 def fence_shared() -> None:
-    """What this role stored to shared memory before is seen by asynchronous copies and products started after."""
+    """Make what this role has stored to shared memory visible to asynchronous copies and products that start later."""
     _level.in_role("jt.fence_shared")
     prims.fence_shared_p.bind()
 
 
 def clock() -> jax.Array:
-    """A running counter of this processor's time in nanoseconds, an int64 scalar; only differences mean anything."""
+    """A running clock of this multiprocessor, of which only differences have a meaning.
+
+    Returns:
+      Nanoseconds, an int64 scalar.
+    """
     _level.in_role("jt.clock")
     return prims.clock_p.bind()
 
@@ -217,7 +221,11 @@ def _async_store(src: Shared, dst: Place, barrier: Any, fn: str, when: Any) -> N
 
 
 def store_wait(pending: int = 0) -> None:
-    """Wait until at most `pending` of the copies to arrays that this role started have still to read their buffers."""
+    """Wait until this role's copies to arrays have read their buffers, so that these may be written again.
+
+    Args:
+      pending: how many of the last copies need not have read theirs yet, a Python int.
+    """
     _level.in_role("jt.store_wait")
     checked("jt.store_wait", ir.StoreWait(_pending(pending)))
     prims.store_wait_p.bind(pending=pending)

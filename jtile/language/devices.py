@@ -17,7 +17,9 @@ from jtile.language._primitives import axis_barrier_p, axis_index_p, on_p, signa
 
 
 def symmetric(shape: int | tuple[int, ...], dtype: Any) -> OnEveryDevice:
-    """Memory that every device of the call has, for `scratch=`: undefined when a call begins, shared by its programs.
+    """Memory that every device of the call has, to be given as `scratch=`.
+
+    The programs of a device share it, and it is undefined when a call begins.
 
     In the body it is a Ref of this device's own memory; `ref.on(axis, index)` is that of another device.
 
@@ -28,24 +30,30 @@ def symmetric(shape: int | tuple[int, ...], dtype: Any) -> OnEveryDevice:
             jt.signal(came.on(axis, (me + 1) % n))
             jt.wait(came)
             o[...] = box[...]
-            jt.axis_barrier(axis)          # nobody's next call writes before all have read
+            jt.axis_barrier(axis)          # no device begins its next call before all have read
 
-    There are two sets of it, which calls of one call site take in turn.
+    A call site has two sets of it, which its calls use in turn.
 
     Args:
       shape: an int or a tuple of ints.
       dtype: of its elements.
+
+    Returns:
+      An entry for `scratch=`.
     """
     return OnEveryDevice((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype), "symmetric")
 
 
 def signals(shape: int | tuple[int, ...] = ()) -> OnEveryDevice:
-    """Counters that every device of the call has, for `scratch=`: zero when a call begins.
+    """Counters that every device of the call has, to be given as `scratch=`; they are zero when a call begins.
 
-    Any device raises them (`jt.signal`), their own device waits for them (`jt.wait`).
+    Any device may raise them (`jt.signal`); only the device that has them waits for them (`jt.wait`).
 
     Args:
       shape: how many along each axis; `()`: one.
+
+    Returns:
+      An entry for `scratch=`.
     """
     return OnEveryDevice((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(np.int32), "signal")
 
@@ -68,7 +76,12 @@ class Signals:
         return tuple(self.tracer.shape)[len(self.at) :]
 
     def on(self, axis: str, index: Any) -> Signals:
-        """The same signals on another device: that at place `index` of an axis of the mesh."""
+        """The same signals on another device.
+
+        Args:
+          axis: the name of an axis of the mesh.
+          index: the number of the device along it, an int or a traced int scalar.
+        """
         return Signals(elsewhere(self.tracer, self.name, axis, index), f"{self.name}.on({axis!r})", self.at, True)
 
     def __getitem__(self, index: Any) -> Signals:
@@ -131,21 +144,41 @@ def wait(on: Signals, at_least: Any = 1) -> None:
 
 
 def axis_index(axis: str) -> Any:
-    """The place of this device along an axis of the mesh, an int32 scalar; the axis is named as in `jax.shard_map`."""
+    """The number of this device along an axis of the mesh.
+
+    Args:
+      axis: the name of the axis, as in `jax.shard_map`.
+
+    Returns:
+      An int32 scalar, computed on the device.
+
+    Raises:
+      KernelValueError, KernelTypeError: the call is not inside of `jax.shard_map`, or the mesh has no such axis.
+    """
     size = axis_size_of(axis, "jt.axis_index")
     return axis_index_p.bind(axis=axis, size=size)
 
 
 def axis_size(axis: str) -> int:
-    """The number of devices along an axis of the mesh, a Python int: also in `out_type`, `grid` and `scratch`."""
+    """The number of devices along an axis of the mesh. `out_type`, `grid` and `scratch` may call it, too.
+
+    Args:
+      axis: the name of the axis, as in `jax.shard_map`.
+
+    Returns:
+      A Python int.
+    """
     return axis_size_of(axis, "jt.axis_size")
 
 
 def axis_barrier(axis: str) -> None:
-    """Wait until this program of the grid has come here on all devices along an axis of the mesh.
+    """Wait until the same program of the grid has come here on all devices along an axis of the mesh.
 
-    What it did before on any of them has happened for it on all of them. At the end of a kernel, in all of its
-    programs, it keeps the next call from memory that this one still reads.
+    After it, the program sees what the same program did before on all of these devices. At the end of a kernel, in all
+    of its programs, it prevents that the next call writes memory which this one still reads.
+
+    Args:
+      axis: the name of the axis, as in `jax.shard_map`.
     """
     size = axis_size_of(axis, "jt.axis_barrier")
     axis_barrier_p.bind(axis=axis, size=size)

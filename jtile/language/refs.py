@@ -389,11 +389,11 @@ def _atomic(fn: str, x, index, value, mask, compare=None):
 
 
 def atomic_add(x, index, value, mask=None) -> jax.Array:
-    """`x[index] += value`, in one step that no other program can come between; programs may add to the same places.
+    """`x[index] += value`, atomically: several programs, and lanes of one tile, may add to the same element.
 
     Args:
       x, index: a Ref, and an index as in `x[index]`.
-      value: what is added; it is broadcast.
+      value: the numbers to add, broadcast to the shape of the access.
       mask: bool; lanes where it is false add nothing.
 
     Returns:
@@ -403,37 +403,37 @@ def atomic_add(x, index, value, mask=None) -> jax.Array:
 
 
 def atomic_max(x, index, value, mask=None) -> jax.Array:
-    """`x[index] = max(x[index], value)`, atomic; returns the old values."""
+    """`x[index] = max(x[index], value)`, atomically; arguments and result as in `jt.atomic_add`."""
     return _atomic("max", x, index, value, mask)
 
 
 def atomic_min(x, index, value, mask=None) -> jax.Array:
-    """`x[index] = min(x[index], value)`, atomic; returns the old values."""
+    """`x[index] = min(x[index], value)`, atomically; arguments and result as in `jt.atomic_add`."""
     return _atomic("min", x, index, value, mask)
 
 
 def atomic_and(x, index, value, mask=None) -> jax.Array:
-    """`x[index] &= value`, atomic; returns the old values."""
+    """`x[index] &= value` of integers or bools, atomically; arguments and result as in `jt.atomic_add`."""
     return _atomic("and", x, index, value, mask)
 
 
 def atomic_or(x, index, value, mask=None) -> jax.Array:
-    """`x[index] |= value`, atomic; returns the old values."""
+    """`x[index] |= value` of integers or bools, atomically; arguments and result as in `jt.atomic_add`."""
     return _atomic("or", x, index, value, mask)
 
 
 def atomic_xor(x, index, value, mask=None) -> jax.Array:
-    """`x[index] ^= value`, atomic; returns the old values."""
+    """`x[index] ^= value` of integers or bools, atomically; arguments and result as in `jt.atomic_add`."""
     return _atomic("xor", x, index, value, mask)
 
 
 def atomic_xchg(x, index, value, mask=None) -> jax.Array:
-    """`x[index] = value`, atomic; returns the old values."""
+    """`x[index] = value`, atomically; arguments and result (the old values) as in `jt.atomic_add`."""
     return _atomic("xchg", x, index, value, mask)
 
 
 def atomic_cas(x, index, compare, value, mask=None) -> jax.Array:
-    """`x[index] = value` where the element equals `compare` bit for bit, atomic; returns the old values."""
+    """`x[index] = value` where the element has the bits of `compare`, atomically; else as `jt.atomic_add`."""
     return _atomic("cas", x, index, value, mask, compare)
 
 

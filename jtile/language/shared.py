@@ -258,6 +258,9 @@ def alloc(shape: Any, dtype: Any, slots: int | None = None) -> Any:
       shape: of one buffer, an int or a tuple of ints.
       dtype: of its elements.
       slots: length of the ring.
+
+    Returns:
+      A `Shared` buffer or ring, or in a kernel without roles a `Ref`.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if is_complex(dtype) and not (slots is None and _level.scratch_at_tile_level()):
@@ -370,8 +373,17 @@ _INDEX = ir.Value(ir.INDEX)
 
 
 def barrier(count: int = 1, arrivals: int = 1) -> Barrier:
-    """`count` barriers of the block, made outside of roles. A phase of one ends when `arrivals` arrivals, and all bytes
-    that were announced, have come."""
+    """Barriers of the block, made outside of roles.
+
+    A phase of a barrier ends when all its arrivals, and all bytes that were announced for it, have come.
+
+    Args:
+      count: how many barriers: the slots of a ring.
+      arrivals: arrivals (`arrive`, `expect`) in a phase of each.
+
+    Returns:
+      A `Barrier`: `bar[s]` is one of them, `bar.at(it)` that of round `it`.
+    """
     _level.outside_roles("jt.barrier", "since all of them see it")
     count, arrivals = _number(count, "jt.barrier: count", 1), _number(arrivals, "jt.barrier: arrivals", 1)
     return Barrier(prims.alloc_barriers_p.bind(count=count, arrivals=arrivals), ir.BarrierType(count, arrivals))

@@ -65,9 +65,14 @@ def swiglu(gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="approximate", inline=True)
 def geglu(gate: jax.Array, up: jax.Array | None = None, *, approximate: bool = True) -> jax.Array:
-    """`gelu(gate) * up` (`approximate`: the tanh form), computed in float32; shapes and errors as in `swiglu`.
+    """`gelu(gate) * up`, computed in float32.
 
-    Differentiable in gate and up.
+    Args:
+      gate, up: as in `swiglu`, and so are the errors.
+      approximate: use the tanh form of gelu.
+
+    Returns:
+      An array like `up`. Differentiable in gate and up.
     """
     return _apply("geglu", "gelu_tanh" if approximate else "gelu", gate, up)
 

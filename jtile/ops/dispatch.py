@@ -149,10 +149,17 @@ class Op:
 
 
 def choices(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
-    """What the ops of the library that `fn(*args, **kwargs)` calls came to, in the order of the calls.
+    """Which implementation each function of the library uses that `fn(*args, **kwargs)` calls, and why.
 
-    Nothing runs: `args` may be `jax.ShapeDtypeStruct`s. The target is that of the calls, see `jt.target`:
+    Nothing runs. The target is `jt.target()`:
     `with jt.config(arch="sm_90"): print(*jt.ops.choices(jt.ops.matmul, a, b), sep="\\n")`.
+
+    Args:
+      fn: a function of the library, or one that calls some.
+      args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A `Choice` for each call, in the order of the calls.
     """
     found: list[Choice] = []
     token = _found.set(found)

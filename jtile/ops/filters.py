@@ -242,7 +242,7 @@ def dilate(x: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def erode(x: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """As `dilate`, the minimum."""
+    """The minimum of a window around each point; arguments, result and errors as in `dilate`."""
     return _morphology("erode", x, size, "min")
 
 

@@ -53,7 +53,7 @@ def bilateral_tiles(x, y, *, bm: int, bn: int, radius: int, space: float, level:
 
 
 @jt.kernel(out_type=lambda x, y, u, **meta: _inner(x, **meta), grid=_grid)
-def bilateral_slopes(x, y, u, g, *, bm: int, bn: int, radius: int, space: float, level: float):
+def bilateral_gradient(x, y, u, g, *, bm: int, bn: int, radius: int, space: float, level: float):
     """x, y, u with `radius` points around them: the image, the result, and its cotangent over the sum of weights, which
     is 0 around the image; g: the cotangent of x."""
     # g_k = sum_j w_kj ((x_j - y_k) (x_j - x_k) / level^2 u_k + (1 - (x_k - y_j) (x_k - x_j) / level^2) u_j)
@@ -97,7 +97,7 @@ def _bilateral_forward(x, **meta):
 def _bilateral_backward(residuals, g, **meta):
     (x, y), radius = residuals, meta["radius"]
     u, inner = wide(g) / bilateral_sums(x, **meta), x[:, radius:-radius, radius:-radius]
-    return (_around(bilateral_slopes(*(_around(v, radius) for v in (inner, y, u)), **meta), radius),)
+    return (_around(bilateral_gradient(*(_around(v, radius) for v in (inner, y, u)), **meta), radius),)
 
 
 bilateral_tiles.defvjp(_bilateral_forward, _bilateral_backward)

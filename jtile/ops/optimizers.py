@@ -119,7 +119,14 @@ def adamw(
 
 
 def adam(params: Any, grads: Any, state: AdamState, *, learning_rate: Any, **options: Any) -> tuple[Any, AdamState]:
-    """`adamw` without decay of weights; the numbers are those of `optax.adam`."""
+    """A step of Adam: `adamw` without weight decay, with the results of `optax.adam`.
+
+    Args:
+      params, grads, state, learning_rate, **options: as in `adamw`.
+
+    Returns:
+      The new parameters and the new state.
+    """
     return adamw(params, grads, state, learning_rate=learning_rate, weight_decay=0.0, **options)
 
 

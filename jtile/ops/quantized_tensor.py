@@ -285,9 +285,15 @@ def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
 
 
 def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
-    """Quantises float [out, in] to `kind`, with a scale for every `group` weights of a row (int8, fp8: for all of it).
+    """Quantises a float matrix. Groups round as in ggml's reference quantiser (Q4_0: the largest magnitude is code 0).
 
-    Groups round as ggml's reference quantiser does (Q4_0: the value of largest magnitude maps to code 0).
+    Args:
+      x: float array [out, in].
+      kind: "q4_0", "q4_1", "q8_0", "int8", "fp8" or "mxfp4".
+      group: how many weights of a row share a scale; for int8 and fp8 it is always the whole row.
+
+    Returns:
+      A `QuantizedTensor` of shape [out, in].
 
     Raises:
       KernelTypeError: `x` is no float array.
@@ -424,6 +430,9 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
         those of `out * in / 256` super blocks.
       kind: "q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k" or "q6_k".
       shape: (out, in) in weights.
+
+    Returns:
+      A `QuantizedTensor`.
 
     Raises:
       KernelValueError: a kind without GGUF blocks, or a number of bytes that does not fit `shape`.

@@ -15,8 +15,15 @@ from jtile.ops.row_groups import within
 
 
 def routes_unsorted(rows: int, w: jax.Array | QuantizedTensor) -> bool:
-    """Whether `routed_matmul` takes so many rows in all one by one, without sorting them: what stands around it can
-    then do without a sort, too."""
+    """Whether `routed_matmul` multiplies rows one by one, without sorting them, so that callers need no sort.
+
+    Args:
+      rows: the number of rows in all.
+      w: the matrices.
+
+    Returns:
+      A Python bool.
+    """
     return isinstance(w, QuantizedTensor) and grouped_quantized.few(rows, w.shape[0])
 
 

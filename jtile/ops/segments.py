@@ -223,7 +223,7 @@ def segment_sum(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: b
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)
 def segment_mean(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
-    """The mean of the rows of each segment, 0 of a segment without rows; floats only.
+    """The mean of the rows of each segment, 0 for a segment without rows; for float dtypes only.
 
     Arguments, derivative and errors are those of `segment_sum`.
     """
@@ -236,7 +236,7 @@ def segment_mean(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)
 def segment_max(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
-    """The largest element of each segment and column; -inf, or the least integer, of a segment without rows.
+    """The largest element of each segment and column, -inf (or the least integer) for a segment without rows.
 
     Arguments and errors are those of `segment_sum`. Differentiable in data: equal maxima share a cotangent.
     """
@@ -245,7 +245,10 @@ def segment_max(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: b
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)
 def segment_min(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
-    """As `segment_max` for the smallest; inf, or the largest integer, of a segment without rows."""
+    """The smallest element of each segment and column, inf (or the largest integer) for a segment without rows.
+
+    Arguments, derivative and errors are those of `segment_max`.
+    """
     return _reduced("segment_min", data, ids, num_segments, sorted, "min").astype(data.dtype)
 
 

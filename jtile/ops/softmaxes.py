@@ -232,10 +232,7 @@ def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)
 def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`x - log(sum(exp(x)))` along `axis`; everything else as in `softmax`.
-
-    Differentiable in x.
-    """
+    """`x - log(sum(exp(x)))` along `axis`. Arguments, result and errors are as in `softmax`; differentiable in x."""
     return _apply(x, axis, log=True)
 
 

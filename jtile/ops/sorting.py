@@ -129,9 +129,17 @@ def _rows(op: str, x):
 
 @functools.partial(jax.jit, static_argnames="descending", inline=True)
 def sort(x: jax.Array, *, descending: bool = False) -> jax.Array:
-    """`x` [..., n] sorted along its last axis; NaN counts as the largest. Raises KernelValueError for rank 0.
+    """Sort along the last axis.
 
-    Differentiable in x, if it is of floats: the gradient goes back to the places the values came from.
+    Args:
+      x: array [..., n]; NaN counts as the largest number.
+      descending: largest first.
+
+    Returns:
+      The sorted array. Differentiable in x, if it has a float dtype.
+
+    Raises:
+      KernelValueError: `x` has rank 0.
     """
     rows, br = _rows("sort", x)
     return x if x.size == 0 else sort_rows(rows, br=br, descending=descending).reshape(x.shape)
@@ -139,9 +147,14 @@ def sort(x: jax.Array, *, descending: bool = False) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="descending", inline=True)
 def argsort(x: jax.Array, *, descending: bool = False) -> jax.Array:
-    """int32 [..., n]: the places of the elements of `x` in sorted order, equal ones in their order (stable).
+    """The indices that sort an array along its last axis; equal elements stay in their order (a stable sort).
 
-    Not differentiable: the result is of integers.
+    Args:
+      x: array [..., n].
+      descending: largest first.
+
+    Returns:
+      int32 [..., n].
     """
     rows, br = _rows("argsort", x)
     if x.size == 0:
@@ -151,14 +164,18 @@ def argsort(x: jax.Array, *, descending: bool = False) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="k", inline=True)
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The `k` largest elements along the last axis of `x` [..., n], largest first.
+    """The `k` largest elements along the last axis, largest first.
+
+    Args:
+      x: array [..., n].
+      k: how many, from 0 to n.
 
     Returns:
-      values [..., k] of x's dtype and places int32 [..., k]; of equal elements the first wins.
+      The values [..., k] in the dtype of x, and their indices, int32 [..., k]; of equal elements the first comes first.
+      The values are differentiable in x, if it has a float dtype.
+
     Raises:
       KernelValueError: `k` is not in [0, n], or `x` has rank 0.
-
-    The values are differentiable in x, if it is of floats; the places are integers.
     """
     rows, br = _rows("top_k", x)
     if not 0 <= k <= x.shape[-1]:

@@ -40,7 +40,7 @@ def csr_rows(data, columns, starts, b, y, *, be: int, bn: int):
     out_type=lambda data, columns, starts, b, g, **_: jt.like(data), init=0,
     grid=lambda data, columns, starts, b, g, **_: starts.shape[0] - 1,
 )  # fmt: skip
-def csr_slopes(data, columns, starts, b, g, y, *, be: int, bn: int):
+def csr_data_gradient(data, columns, starts, b, g, y, *, be: int, bn: int):
     """y [entries], the cotangent of data for that of the result, g [m, n]."""
     # y_e = sum_j g_ij b_(columns_e) j     e of row i
     i = jt.program_id(0)
@@ -64,9 +64,9 @@ def _sides(entries: int, m: int, n: int) -> dict[str, int]:
 def _backward(residuals, g, **_):
     data, columns, starts, b = residuals
     sides = {"be": 16, "bn": fit(b.shape[1], 128 if machine().whole else 64)}
-    slopes = csr_slopes(data, columns, starts, b, g, **sides)
+    cotangents = csr_data_gradient(data, columns, starts, b, g, **sides)
     order, rows, begins = _transposed(columns, starts, b.shape[0])
-    return slopes, None, None, _csr(data[order], rows[order], begins, g)
+    return cotangents, None, None, _csr(data[order], rows[order], begins, g)
 
 
 def _transposed(columns, starts, k: int):
@@ -149,7 +149,7 @@ def bsr_rows(data, columns, starts, b, y, *, bn: int, turned: bool):
 
 
 @jt.kernel(out_type=lambda data, *_, **__: jt.like(data), grid=lambda data, *_, **__: data.shape[0])
-def bsr_slopes(data, rows, columns, b, g, y, *, bn: int):
+def bsr_data_gradient(data, rows, columns, b, g, y, *, bn: int):
     """y like data: the cotangent of a block is that of its row times what it was multiplied with."""
     # Y_e = G_(rows_e) B_(columns_e)^T
     e, (r, c) = jt.program_id(0), data.shape[1:]
@@ -167,11 +167,11 @@ def _bsr_backward(residuals, g, *, bn: int, turned: bool):
     sides = {"bn": fit(b.shape[1], 64)}
     used = (jnp.arange(data.shape[0]) < starts[-1])[:, None, None]
     if turned:
-        slopes = bsr_slopes(data, columns, rows, g, b, **sides)
+        cotangents = bsr_data_gradient(data, columns, rows, g, b, **sides)
     else:
-        slopes = bsr_slopes(data, rows, columns, b, g, **sides)
+        cotangents = bsr_data_gradient(data, rows, columns, b, g, **sides)
     back = bsr_rows(data[order], rows[order], begins, g, bn=bn, turned=not turned)
-    return jnp.where(used, slopes, 0), None, None, back
+    return jnp.where(used, cotangents, 0), None, None, back
 
 
 bsr_rows.defvjp(lambda *args, **meta: (bsr_rows(*args, **meta), args), _bsr_backward)

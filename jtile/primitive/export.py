@@ -14,6 +14,9 @@ def export_checks() -> list[DisabledSafetyCheck]:
     `jax.export` refuses every custom call that it does not know, since what a call means may change until the exported
     program is loaded. A call of jtile's carries its compiled kernel with it, so that it means the same in every process
     that has imported a jtile which reads that format.
+
+    Returns:
+      The checks, as a list.
     """
     from jax.export import DisabledSafetyCheck
 

@@ -20,11 +20,14 @@ def same_along(x: Any, axis: str) -> jax.Array:
 
     Kernels that talk to each other along an axis give results that vary along it, as far as JAX can know
     (`check_vma=True`). With the promise a result may leave `shard_map` as replicated, as that of `jax.lax.psum` may.
-    A broken promise is not noticed: each device goes on with its own.
+    A broken promise is not detected: each device goes on with its own array.
 
     Args:
       x: an array.
       axis: the name of an axis of the mesh.
+
+    Returns:
+      The array.
     """
     return same_p.bind(jnp.asarray(x), axis=axis) if varies(axis) else jnp.asarray(x)
 

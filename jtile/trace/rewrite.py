@@ -82,6 +82,12 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a helper function of kernels that contains loops with `jt.range`, or branches over computed values.
 
     Other helpers need no decorator.
+
+    Args:
+      fn: the helper; its source has to be available.
+
+    Returns:
+      A function with the same parameters, to be called in kernels.
     """
     if _done(fn):
         return rewrite_loops(fn)

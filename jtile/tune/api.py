@@ -118,12 +118,15 @@ def tune(f: Callable[..., Any], *args: Any, time_limit: float | None = None, pro
     Args:
       f: a JAX function, jitted or not; also a derivative, such as `jax.grad(loss)`.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`: kernels are measured on data of their own.
-      time_limit: seconds for all of it; a search that ends early keeps the best so far.
-      progress: show a bar, where standard error is a terminal and rich is installed.
+      time_limit: seconds for the whole search; a search that ends early keeps the best so far.
+      progress: show a progress bar, if standard error is a terminal and the package rich is installed.
+
+    Returns:
+      A `Report`, which prints as a table of the kernels, their best parameters and the gain.
 
     Raises:
-      KernelTypeError, KernelValueError: what is no function, or no number of seconds; the device that kernels are
-        compiled for is not here. KeyboardInterrupt: what was found is kept.
+      KernelTypeError, KernelValueError: `f` is no function, `time_limit` no number of seconds, or this machine does not
+        have the device that kernels are compiled for. After a KeyboardInterrupt the winners so far are kept.
     """
     if time_limit is not None and (not isinstance(time_limit, numbers.Real) or not time_limit >= 0):
         raise KernelValueError(f"time_limit is a number of seconds, at least 0, or None; got {time_limit!r}")

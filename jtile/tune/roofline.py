@@ -119,10 +119,13 @@ def explain(
     Args:
       f: a JAX function, jitted or not.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`. Kernels are measured on data of their own.
-      rates: measured peaks that go before the numbers of the target's data sheet: `"memory"` in bytes a second, and
-        operations a second by dtype, such as `"bfloat16"`. Those of this machine's CPUs that a bound takes are measured
-        where they are not given, for as many bytes as a kernel moves: what fits their caches is not bound by memory.
-      run: measure, where the device is here.
+      rates: measured peaks, which override those of the target's data sheet: `"memory"` in bytes a second, and
+        operations a second by dtype, such as `"bfloat16"`. Rates of this machine's CPUs that are not given are measured
+        if a bound needs them, for as many bytes as a kernel moves.
+      run: whether to measure the kernels, if the target is the device of this machine.
+
+    Returns:
+      An `Explanation`, which prints as a table with advice.
 
     Raises:
       KernelTypeError: called inside of a trace, or `f` is no function.

@@ -105,10 +105,10 @@ def bench(
 ) -> Bench:
     """Times `f(*args)` on this device, and other functions of the same arguments in turns with it.
 
-    A program that XLA compiles holds many calls, so that no time of Python's is in a call; on a GPU calls take turns on
-    copies of the arguments, so that no call finds its data in the cache. Bytes and operations a second are those
-    of `f` for every function, as `jt.cost` counts them: bytes are exact for kernels, and for XLA's part an upper bound,
-    as XLA counts before it fuses.
+    One compiled XLA program contains many calls, so that the time of a call contains no Python; on a GPU calls take
+    turns on copies of the arguments, so that no call finds its data in the cache. Bytes and operations a second are
+    those of `f` for every function, as `jt.cost` counts them: bytes are exact for kernels, and for XLA's part an
+    upper bound, as XLA counts before it fuses.
 
     Args:
       f: a JAX function, jitted or not.
@@ -116,6 +116,9 @@ def bench(
         floats, integers from 0 to 7).
       peers: name -> a function of the same arguments whose results have the same structure and shapes.
       rounds: samples of each function.
+
+    Returns:
+      A `Bench`, which prints as a table: median, minimum, spread, GB/s, GFLOP/s, relative speed and error.
 
     Raises:
       KernelTypeError: called inside of a trace, `f` or a peer is no function, or an argument is no array.

@@ -125,6 +125,9 @@ def cost(f: Callable[..., Any], *args: Any) -> Cost:
       f: a JAX function, jitted or not, of kernels and other operations, or a derivative of one.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`.
 
+    Returns:
+      A `Cost`: `flops`, `transcendentals` and `bytes` of everything, and the parts `kernels` and `xla`.
+
     Raises:
       KernelTypeError: called inside of a trace, or `f` is no function.
     """

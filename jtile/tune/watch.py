@@ -57,18 +57,23 @@ def profile(
 ) -> Profile:
     """Run every kernel of `f(*args)` that has roles once, with a clock in each role, and give their timelines.
 
-    A role notes the time when it starts and ends to wait, and when it starts a copy or a product; that costs it some
-    tens of nanoseconds each time. Kernels run one after the other, on what the function gives them where its arguments
-    are arrays (what other kernels give counts as zeros); on normal random numbers, and integers from 0 to 7, otherwise.
+    A role records the times when it begins and ends to wait, and when it starts a copy or a product, which costs some
+    tens of nanoseconds each time. Kernels run one after the other. If all arguments are arrays, kernels get the
+    operands that the function computes (with zeros for the results of other kernels), otherwise random ones: normal
+    floats and integers from 0 to 7.
 
     Args:
       f: a JAX function, jitted or not.
-      args: its arguments, arrays or `jax.ShapeDtypeStruct`: arrays where lengths or sizes decide what there is to do.
-      programs: blocks of a grid that are watched, the first ones.
-      capacity: notes of a role in a block, at most.
-      interpret: run in the interpreter what a GPU of sm_90 would, at the sizes given: times are its steps, which say
-        what waits for what, but nothing of speed. Needs no GPU.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`. Give arrays if lengths or sizes in them decide how much
+        work there is.
+      programs: how many blocks are recorded, the first ones of the grid.
+      capacity: the largest number of records of a role in a block.
+      interpret: run the schedule for sm_90 in the interpreter, without a GPU. Times are then steps, which show what
+        waits for what, but nothing about speed.
       seed: of the interpreter's order of steps.
+
+    Returns:
+      A `Profile`: `p["matmul"]` has the timeline of a kernel.
 
     Raises:
       KernelTypeError: called inside of a trace. UnsupportedError: there is no GPU with warpgroup products here.

@@ -110,7 +110,10 @@ def profile_program(f: Callable[..., Any], *args: Any, calls: int = 10) -> Progr
     Args:
       f: a JAX function, jitted or not.
       args: its arguments: arrays, numbers and trees of them; a `jax.ShapeDtypeStruct` stands for random data.
-      calls: that are watched.
+      calls: how many calls are recorded.
+
+    Returns:
+      A `ProgramProfile`, which prints as a table; `save(path)` writes a trace for Perfetto.
 
     Raises:
       KernelTypeError: called inside of a trace, or `f` is no function. KernelValueError: `calls` is below 1, or another

@@ -104,13 +104,13 @@ class Engine:
 
         Args:
           prompt: text, or token ids.
-          max_tokens: at most so many, by default as many as there is room for.
+          max_tokens: the largest number of new tokens, by default as many as there is room for.
           stop: strings, before the first of which the text ends.
           eos: tokens that end the answer: "model" for the model's own, ids, or None to go on.
-          logprobs: whether each token has its log-probability, or for how many of the likeliest to report it, too.
-          grammar: what the answer has to be, `Grammar.json(schema)` for instance; ended by max_tokens it is cut off.
-          adapter: the name of the one of the engine's adapters that answers; None for the model itself.
-          sampling: of `sampling.Sampling`, one value each.
+          logprobs: report the log-probability of each token; a number n reports those of the n most likely tokens, too.
+          grammar: the form of the answer, `Grammar.json(schema)` for instance; `max_tokens` may cut the answer off.
+          adapter: the name of the engine's adapter that answers; None for the model itself.
+          sampling: `temperature`, `top_p`, `seed` and the other options of `LanguageModel.generate`, one value each.
 
         Raises:
           PromptError: the prompt is empty, too long, or no prompt; an option is out of its range.
@@ -148,8 +148,15 @@ class Engine:
         adapter: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """The answers to several prompts, in their order; waits for them. Options as in `stream`, for all of them; the
-        int s as seed stands for s, s + 1, ... of the prompts. More prompts than may wait are handed in by and by.
+        """Answers several prompts, and waits for all answers.
+
+        Args:
+          prompts: texts, or token ids of each prompt. There may be more than `max_waiting`.
+          max_tokens, stop, eos, logprobs, grammar, adapter, sampling: as in `stream`, for all prompts. An int s as
+            `seed` stands for s, s + 1, ...
+
+        Returns:
+          A `Completion` for each prompt, in their order.
 
         Raises:
           PromptError: as in `stream`; no request is begun then. EngineError, ModelError: an answer failed.
@@ -181,9 +188,13 @@ class Engine:
     # -- the engine itself ---------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Any) -> None:
-        """Replaces the weights of the model between two steps: a tree like `nnx.state(lm.model)`. Requests under way go
-        on with the new ones: what the cache holds of them is computed again, and what it holds of others is dropped.
-        The arrays are copied, so that a trainer may change or donate its own ones afterwards.
+        """Replaces the weights of the model between two steps.
+
+        Running requests continue with the new weights: their caches are computed again, and all other cached tokens are
+        dropped. The arrays are copied, so that a trainer may change or donate its own ones afterwards.
+
+        Args:
+          weights: a tree like `nnx.state(lm.model)`.
 
         Raises:
           ModelError: another tree, or other shapes or dtypes; the model is cut over a mesh.
@@ -217,8 +228,11 @@ class Engine:
         return self._worker.closed
 
     def close(self, drain: bool = False) -> None:
-        """Ends the engine: with `drain` once all requests have their answers, else at once; those under way end
-        "cancelled" then. It takes no new ones from now on."""
+        """Ends the engine, which takes no new requests from now on.
+
+        Args:
+          drain: wait until all requests have their answers; otherwise running requests end as "cancelled".
+        """
         self._worker.close(drain)
 
     def __enter__(self) -> Engine:
