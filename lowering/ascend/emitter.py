@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..triton.emitter import Emitter
+from ..triton.lanes import fold
 from ..triton.ttir import Code, Val, bits
 
 _ORDERED = {"ult": "oge", "ule": "ogt", "ugt": "ole", "uge": "olt"}  # not the one is the other
@@ -67,17 +68,7 @@ class NpuCode(Code):
 
     def unsplat(self, a: Val) -> Val:
         """A sum of one element: the adapter does not know `tt.unsplat`."""
-        if a.elem == "i1":
-            return self.to_int(self.unsplat(self.to_int(a, "i32", signed=False)), "i1")
-        flat = self.reshape(a, (a.size,))
-        out, x, y, z = self.new((), a.elem), self.name(), self.name(), self.name()
-        self.do(f'{out.name} = "tt.reduce"({flat.name}) <{{axis = 0 : i32}}> ({{')
-        self.do(f"^bb0({x}: {a.elem}, {y}: {a.elem}):")
-        with self.region():
-            self.do(f"{z} = arith.add{'f' if a.is_float else 'i'} {x}, {y} : {a.elem}")
-            self.do(f"tt.reduce.return {z} : {a.elem}")
-        self.do(f"}}) : ({flat.type}) -> {out.type}")
-        return out
+        return fold(self, a, "arith.addf" if a.is_float else "arith.addi")
 
     def cmp(self, predicate: str, a: Val, b: Val) -> Val:
         if not a.shape:

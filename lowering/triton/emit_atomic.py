@@ -293,7 +293,7 @@ def _exchange_loop(em: Emitter, pointers: Val, mask: Val | None, update: Callabl
     head = f"scf.while ({seen.name} = {guess.name}, {left.name} = {todo.name}) : ({kinds}) -> ({kinds}) {{"
     old, _ = code.let_many(head, [(v.shape, v.elem) for v in (guess, todo)])
     with code.region():
-        go = fold(em, left, "arith.ori")
+        go = fold(em.code, left, "arith.ori")
         code.do(f"scf.condition({go.name}) {seen.name}, {left.name} : {kinds}")
     code.do("} do {")
     code.do(f"^bb0({seen2.name}: {seen2.type}, {left2.name}: {left2.type}):")
@@ -359,7 +359,7 @@ def _pairs(em: Emitter, key: Val, live: Val | None, lanes: Val, keys: Val, lives
     hit = code.to_int(code.op("arith.andi", same, before), "i32", signed=False)
     if lives is not None:
         hit = code.op("arith.andi", hit, code.along(lives, 1, shape))
-    return fold(em, hit, "arith.addi", 1)
+    return fold(em.code, hit, "arith.addi", 1)
 
 
 def _laid(em: Emitter, ranks: Val, index: ir.Index) -> Val:
@@ -381,7 +381,7 @@ def _in_turns(em: Emitter, a: _Access, ranks: Val, used: bool) -> Val:
     """All lanes of one rank at a time; gives the old elements."""
     code = em.code
     live = ranks if a.mask is None else code.select(a.mask, ranks, code.const(-1, "i32", ranks.shape))
-    turns = code.shift(fold(em, live, "arith.maxsi"), 1)
+    turns = code.shift(fold(code, live, "arith.maxsi"), 1)
     zero = code.const(0, a.value.elem, a.value.shape)
     turn, acc = Val(code.name(), (), "i32"), Val(code.name(), zero.shape, zero.elem)
     head = f"scf.for {turn.name} = {code.i32(0).name} to {turns.name} step {code.i32(1).name}"

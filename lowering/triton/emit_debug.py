@@ -59,7 +59,7 @@ def _assert(em: Emitter, op: ir.Assert) -> None:
     code = em.code
     site = _site(em, op, kind="assert", message=op.message, args=[])
     _log(em)
-    cond = fold(em, em.filled(op.cond, True), "arith.andi") if op.cond.shape else em.val(op.cond)
+    cond = fold(code, em.filled(op.cond, True), "arith.andi") if op.cond.shape else em.val(op.cond)
     key = code.sub(code.const(FIRST - site, "i64"), code.scale(_program(em), 1 << 16))
     _count(em, FAILURE, key, code.op("arith.xori", cond, code.const(1, "i1")), "umax")
 

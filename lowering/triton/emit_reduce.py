@@ -154,7 +154,7 @@ def _last(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: combine.Com
     for y in ys:
         raw = y if y.elem == "i1" else code.bitcast(y, f"i{bits(y.elem)}")
         picked = code.select(last, raw, code.const(0, raw.elem, raw.shape))
-        got = fold(em, picked, "arith.ori", axis)
+        got = fold(em.code, picked, "arith.ori", axis)
         out.append(got if y.elem == "i1" else code.bitcast(got, y.elem))
     return out
 

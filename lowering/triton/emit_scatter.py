@@ -188,4 +188,4 @@ class _Sorted:
 def _reduce(em: Emitter, v: Val, axis: int, fn: str) -> Val:
     if v.shape[axis] == 1:
         return em.code.reshape(v, (*v.shape[:axis], *v.shape[axis + 1 :]))
-    return fold(em, v, f"arith.{fn}", axis)
+    return fold(em.code, v, f"arith.{fn}", axis)

@@ -216,7 +216,7 @@ def last_lanes(em: Emitter, found: list[Line], shape: tuple[int, ...]) -> Val:
         later = code.both(later, _pair(em, code.reshape(real, (n,)), n, 1))
     for v in flat:
         later = code.both(later, code.cmp("eq", *(_pair(em, v, n, k) for k in (1, 0))))
-    hidden = fold(em, code.to_int(later, "i32"), "arith.ori", 1)
+    hidden = fold(code, code.to_int(later, "i32"), "arith.ori", 1)
     alone = code.cmp("eq", hidden, code.const(0, "i32", (n,)))
     return lay(em, code.reshape(alone, inner), axis, padded(shape))
 

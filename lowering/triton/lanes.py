@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from .emitter import Emitter
-from .ttir import Val
+from .ttir import Code, Val
 
 
-def fold(em: Emitter, x: Val, op: str, axis: int | None = None) -> Val:
-    """`x` reduced over one axis, or over all lanes, by a commutative op of integers: `arith.andi`; bools as i32."""
-    code = em.code
+def fold(code: Code, x: Val, op: str, axis: int | None = None) -> Val:
+    """`x` reduced over one axis, or over all lanes, by a commutative op: `arith.andi`; bools as i32."""
     if x.elem == "i1":
-        return code.to_int(fold(em, code.to_int(x, "i32", signed=False), op, axis), "i1")
+        return code.to_int(fold(code, code.to_int(x, "i32", signed=False), op, axis), "i1")
     if not x.shape:
         return x
     x, axis = (code.reshape(x, (x.size,)), 0) if axis is None else (x, axis)
