@@ -38,10 +38,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import forked
+import forked  # before JAX
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -124,7 +125,11 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Collect after all, where that takes too much memory: half of the machine's in all processes together."""
+    """Collect after all, where that takes too much memory: half of the machine's in all processes together. And let XLA
+    keep no more programs on disk, where a test, or a command that it called, has asked for that."""
+    if jax.config.jax_compilation_cache_dir != KEPT:
+        jax.config.update("jax_compilation_cache_dir", KEPT)
+        compilation_cache.reset_cache()
     if not gc.isenabled() and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MEMORY:
         gc.enable()
 
@@ -143,6 +148,7 @@ def gpu_missing() -> str:
 _workers = max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * _workers)
 LONG = 20.0  # seconds
+KEPT = jax.config.jax_compilation_cache_dir  # where XLA keeps programs: nowhere, unless the user has said so
 ENOUGH = 900.0  # CPU seconds of the tests of one run without GPU: eight minutes on two cores, collecting included
 _programs = [0]  # that XLA compiled in this process
 

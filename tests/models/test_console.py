@@ -1,6 +1,7 @@
 """`run_generate`, as `jtile generate` calls it: text, JSON, errors in one sentence, and Ctrl-C."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,9 +26,19 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("programs")
 
 
-@pytest.fixture
-def environment(subprocess_env, cache):
-    return subprocess_env | {"JTILE_CACHE_DIR": str(cache), "JTILE_OPTIMIZE": "0"}
+@pytest.fixture(scope="module")
+def options(tiny_folder, golden, cache):
+    """What all processes are asked for, so that they have the same programs."""
+    ids = ",".join(str(i) for i in golden["input_ids"][0])
+    return dict(
+        model=str(tiny_folder), prompt_ids=ids, max_new_tokens=400, ignore_eos=True, cache_dir=str(cache)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def environment(cache):
+    hidden = {k: v for k, v in os.environ.items() if not k.startswith("JTILE_")}
+    return hidden | {"JAX_PLATFORMS": "cpu", "JTILE_CACHE_DIR": str(cache), "JTILE_OPTIMIZE": "0"}
 
 
 @pytest.fixture
@@ -39,14 +50,17 @@ def start(environment):
     return run
 
 
-@pytest.fixture
-def ended(environment):
-    """What a process prints that is not disturbed."""
+@pytest.fixture(scope="module")
+def ended(environment, options):
+    """What a process tells that is not disturbed."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(options | {"json": True})]
+    return lambda: json.loads(forked.run(command, env=environment).stdout)
 
-    def run(**options):
-        return forked.run([sys.executable, "-c", PROGRAM, json.dumps(options)], env=environment).stdout
 
-    return run
+@pytest.fixture(scope="module")
+def first(ended):
+    """The record of the first process."""
+    return ended()
 
 
 def test_json(tiny_folder, golden, prompt_ids, capsys):
@@ -104,27 +118,25 @@ def test_errors_are_one_sentence(tiny_folder, capsys, options, message):
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, ended, tiny_folder, prompt_ids, cache):
-    options = dict(
-        model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True, cache_dir=str(cache)
-    )
-    whole = ended(**options).split()
+def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, first, options):
+    whole = [str(i) for i in first["ids"]]
     assert len(whole) == 400
     process = start(**options)
-    first = process.stdout.read(1)  # generation has begun
+    begin = process.stdout.read(1)  # generation has begun
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=600)
-    part = (first + out).decode().split()
+    part = (begin + out).decode().split()
     assert process.returncode in (130, 0)  # 0: it was faster than the signal
     assert part == whole[: len(part)]
     assert b"Traceback" not in err
 
 
-def test_a_second_start_finds_the_compiled_programs(ended, tiny_folder, prompt_ids, cache):
-    options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, json=True, max_new_tokens=4, cache_dir=str(cache))
-    first, second = (json.loads(ended(**options)) for _ in range(2))
-    assert first["ids"] == second["ids"]
-    assert list((cache / "xla").glob("jit_decode*"))
+def test_a_second_start_finds_the_compiled_programs(first, ended, cache):
+    programs = lambda: {path.name for path in (cache / "xla").glob("*-cache")}
+    compiled = programs()
+    assert any(name.startswith("jit_decode") for name in compiled)
+    assert ended()["ids"] == first["ids"]
+    assert programs() == compiled
 
 
 def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, capsys):
@@ -136,10 +148,8 @@ def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, cap
     assert capsys.readouterr().out == ""
 
 
-def test_a_closed_pipe_is_no_error_message(start, tiny_folder, prompt_ids, cache):
-    process = start(
-        model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True, cache_dir=str(cache)
-    )
+def test_a_closed_pipe_is_no_error_message(start, options):
+    process = start(**options)
     process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b""

@@ -157,7 +157,7 @@ def results(folder):
     env |= {"JTILE_CACHE_DIR": ""}
     effects = list(PROGRAMS).index("effects")
     command = [sys.executable, "-c", READER, str(len(PROGRAMS)), str(effects)]
-    done = forked.run(command, cwd=folder, env=env)
+    done = forked.run(command, cwd=folder, env=env, fresh=True)
     assert done.returncode == 0, done.stderr
     return pickle.loads((folder / "results").read_bytes()) | {"printed": done.stdout}
 

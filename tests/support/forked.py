@@ -1,9 +1,11 @@
-"""Child processes of the tests, without the second that each takes to import JAX: forks of one that has done so.
+"""Child processes of the tests, without the three seconds that each takes to import JAX and what kernels are made by:
+forks of one that has done so.
 
 `run([sys.executable, ...], env=...)` is `subprocess.run(..., capture_output=True, text=True)`: the child has that
 environment, its own `__main__`, and neither a back end of JAX nor options of jtile that anybody has looked at. What
 only a Python that starts from nothing shows (what is imported, how long that takes, hashes of texts) is run by
-`subprocess`; so is here, what asks by its environment for options of Python or JAX that this process has not.
+`subprocess`; so is here what is to be `fresh`, and what asks by its environment for options of Python or JAX that this
+process has not.
 
 As a program this file is the process that forks. It gets requests through a socket, with the files for the child's
 standard output and errors, and answers with its exit status and CPU seconds.
@@ -15,6 +17,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -30,8 +33,29 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# What a process imports that makes kernels for CPUs, but for LLVM.
+READY = (
+    "jtile.calls.custom_vjp", "jtile.language._derivatives", "jtile.language._guards", "jtile.lowering.artifact",
+    "jtile.lowering.ascend.platform", "jtile.lowering.cpu.cost", "jtile.lowering.cpu.platform", "jtile.ops",
+    "jtile.primitive.lowering", "jtile.primitive.partition", "jtile.testing.evaluate", "jtile.trace.lower",
+    "jtile.trace.rewrite", "jtile.transforms.batch", "jtile.transforms.vjp", "jtile.tune.auto", "jtile.tune.choose",
+    "jtile.tune.resolve", "pytest",
+)  # fmt: skip
 PLAIN = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # what may differ from what the server started with
 _spent = [0.0]  # CPU seconds of children that have ended
+
+
+def without_audits() -> None:
+    """Import filelock, as JAX does for its cache on disk, without its audit hook: Python would call it for every `id`,
+    `compile` and `open`, a hundredth of the time of the tests."""
+    added = sys.addaudithook
+    sys.addaudithook = lambda hook: None
+    with contextlib.suppress(ImportError):
+        import filelock  # noqa: F401
+    sys.addaudithook = added
+
+
+without_audits()
 
 
 def seconds() -> float:
@@ -41,11 +65,11 @@ def seconds() -> float:
 
 def run(
     command: Sequence[Any], *, env: Mapping[str, str] | None = None, cwd: Any = None, input: str = "",
-    timeout: float = 1800, check: bool = False,
+    timeout: float = 1800, check: bool = False, fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """A Python program as `subprocess.run` runs it, with its output as text. The time-out only ends a hang."""
     argv, env = [str(c) for c in command[1:]], dict(os.environ if env is None else env)
-    if not _alike(env):
+    if fresh or not _alike(env):
         return subprocess.run(
             [str(c) for c in command], env=env, cwd=cwd, input=input, capture_output=True, text=True, timeout=timeout,
             check=check,
@@ -116,8 +140,8 @@ def _serve(connection: socket.socket) -> None:
     import jax
     import jax.numpy  # noqa: F401
 
-    import jtile  # noqa: F401
-
+    for name in READY:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,24 @@ def talk(engine, *lines, monkeypatch=None, stop_after=None, **options) -> Chat:
 
     if stop_after is not None:
         write, count = chat.write, iter(range(10**9))
+        step, ahead, stopped = engine._core.step, threading.Semaphore(20), threading.Event()
 
         def interrupted(text):
             write(text)
+            ahead.release()
             if next(count) == stop_after:
+                stopped.set()
+                ahead.release(100)
                 signal.raise_signal(signal.SIGINT)
 
+        def near(*of):
+            """Few tokens before those that are written: on a busy machine the last ones come in one piece otherwise."""
+            if not stopped.is_set():
+                ahead.acquire(timeout=600)
+            return step(*of)
+
         monkeypatch.setattr(chat, "write", interrupted)
+        monkeypatch.setattr(engine._core, "step", near)
     talked = Chat(engine, options=dict(temperature=0.0, max_tokens=8) | options, read=read)
     talked.run()
     return talked
