@@ -93,11 +93,8 @@ def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
 
 
 def _matrix(name: str, info, architecture: Architecture) -> Read:
-    if (
-        architecture.norms_of_one
-        and name.endswith("norm.weight")
-        and not name.endswith(architecture.plain_norms or "\0")
-    ):
+    plain = name.endswith(architecture.plain_norms)
+    if architecture.norms_of_one and name.endswith("norm.weight") and not plain:
         return lambda: jnp.asarray(_dense(info).astype(np.float32) - 1)
     return functools.partial(_read, info, floats=any(part in name for part in architecture.floats))
 
