@@ -1,11 +1,17 @@
-"""What many requests leave in the host's memory."""
+"""What many requests leave in the host's memory, and what loading takes of it."""
 
 import gc
+import json
+import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from draws import thorough
+from safetensors.numpy import save_file
+
+import jtile.models
 
 
 def resident() -> int:
@@ -33,3 +39,33 @@ def test_memory_does_not_grow_with_requests(short):
     before = resident()
     ask(count)
     assert resident() - before < max(2048 * count, 4 << 20)
+
+
+@pytest.mark.cpu
+def test_loading_holds_no_more_than_the_largest_tensor_twice(tmp_path):
+    """Beside the weights themselves, which on a CPU lie in the host's memory: read one by one from float32 files, and
+    rounded. All of them together are six times the largest."""
+    hidden, features, layers, largest = 128, 320, 8, 4 * 2048 * 128
+    config = dict(
+        model_type="llama", num_hidden_layers=layers, hidden_size=hidden, intermediate_size=features, vocab_size=2048,
+        num_attention_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    shapes = {"model.embed_tokens": (2048, hidden), "model.norm": (hidden,)}
+    block = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    block |= {f"mlp.{name}_proj": (features, hidden) for name in ("gate", "up")}
+    block |= {"mlp.down_proj": (hidden, features)}
+    block |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in block.items()}
+    tensors = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del tensors
+    assert 4 * sum(map(math.prod, shapes.values())) > 6 * largest
+    for dtype in ("bfloat16", "float32"):
+        jtile.models.load(tmp_path, dtype=dtype)  # compiles
+        gc.collect()
+        tracemalloc.start()
+        lm = jtile.models.load(tmp_path, dtype=dtype)
+        held, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert lm.dtype == dtype and peak - held < 2 * largest
