@@ -151,6 +151,9 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--chunk", type=_count, default=1024, metavar="TOKENS", help="with --gpu: of a step at most (default 1024)"
     )
+    sub.add_argument(
+        "--cache-dtype", metavar="DTYPE", help="with --gpu: of the cache, as float8_e4m3fn (default: bfloat16)"
+    )
     sub.add_argument("--tiny", action="store_true", help="with --gpu: a tiny model, which tries the code, on a CPU too")
 
 

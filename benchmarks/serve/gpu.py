@@ -49,12 +49,14 @@ def records(options: argparse.Namespace, deadline: float, say: Callable[[str], N
             say(f"left out, no time: {name} {stored}")
             continue
         lm = models.make(config, stored)
+        lm.cache_dtype = options.cache_dtype
         jax.block_until_ready(lm._weights)
         say(f"{name} {stored}: weights made in {time.monotonic() - began:.0f} s")
         shapes = (24, 64) if options.tiny else (loads["all"].requests, options.chunk)
         with responsive():  # as in a server
             for kind, runs in _measured(lm, loads, stored, shapes, deadline, say):
-                yield {"config": f"{name}, {loads[kind].name}", "dtype": stored, "runs": runs}
+                cache = f", cache {options.cache_dtype}" if options.cache_dtype else ""
+                yield {"config": f"{name}, {loads[kind].name}{cache}", "dtype": stored, "runs": runs}
         del lm
         gc.collect()
 
