@@ -40,7 +40,7 @@ def export_bundle(
       types: arrays or `jax.ShapeDtypeStruct`s, the arguments of a kernel; none of something that is lowered.
       target: `"ascend:910b1"`, or another target of that platform.
       out: the folder; it appears whole or not at all.
-      overwrite: replace a folder that is there and not empty.
+      overwrite: replace an existing folder that is not empty.
       meta: the kernel's meta-parameters.
 
     Returns:
@@ -48,7 +48,7 @@ def export_bundle(
 
     Raises:
       UnsupportedError: the target is of another platform, a dimension is dynamic, or torch has no such dtype.
-      KernelValueError: the folder is there and not empty.
+      KernelValueError: the folder exists and is not empty.
       JtileError: what compiling raises; and the first defect that `jtile.lowering.ascend.check` finds in the result.
     """
     from jtile.lowering import targets
@@ -67,7 +67,7 @@ def export_bundle(
     _check_platform(lowered.target.platform, lowered.program.name)
     folder = Path(out)
     if not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise KernelValueError(f"{folder} is there and not empty: name another folder, or pass overwrite=True")
+        raise KernelValueError(f"{folder} exists and is not empty: name another folder, or pass overwrite=True")
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -98,7 +98,7 @@ def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
 
     Args:
       body: the function over Refs.
-      out_type, **spec: the arguments of `jt.kernel`.
+      out_type, spec: the arguments of `jt.kernel`.
 
     Returns:
       A `Kernel`.

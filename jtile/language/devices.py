@@ -188,7 +188,7 @@ def axis_size_of(axis: Any, what: str) -> int:
     """The number of devices along an axis of the mesh; a typed error where there is no such axis."""
     asked()
     if not isinstance(axis, str):
-        raise KernelTypeError(f"{what}: an axis of the mesh is named by a text, got {axis!r}", user_place())
+        raise KernelTypeError(f"{what}: expected the name of an axis of the mesh, a string, got {axis!r}", user_place())
     axes = mesh_axes()
     if axis in axes:
         _all_manual(what)

@@ -267,7 +267,7 @@ def alloc(shape: Any, dtype: Any, slots: int | None = None) -> Any:
         why = "jt.alloc: no buffer of the block level holds complex numbers; make one for each of their two parts"
         raise KernelTypeError(why, user_place())
     if is_key(dtype):
-        why = "jt.alloc: no memory of random keys is made in a body; say it as scratch= of the kernel"
+        why = "jt.alloc: no memory of random keys can be made in a body; declare it with scratch= of the kernel"
         raise KernelTypeError(why, user_place())
     if slots is None and _level.scratch_at_tile_level():
         return Scratch(jax.empty_ref(jax.ShapeDtypeStruct(shape, np.dtype(dtype))), "this scratch", "scratch")

@@ -122,7 +122,7 @@ def adam(params: Any, grads: Any, state: AdamState, *, learning_rate: Any, **opt
     """A step of Adam: `adamw` without weight decay, with the results of `optax.adam`.
 
     Args:
-      params, grads, state, learning_rate, **options: as in `adamw`.
+      params, grads, state, learning_rate, options: as in `adamw`.
 
     Returns:
       The new parameters and the new state.

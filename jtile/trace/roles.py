@@ -111,7 +111,11 @@ def _check_role(role: Role) -> None:
         if op.level == "tile":
             instead = _INSTEAD.get(op.mnemonic, "the ops of the block level")
             what = f"jt.{op.mnemonic}" if op.mnemonic != "alloc" else "memory made"
-            raise _error(f"{what} in role {role.name!r} is of the tile level: write {instead}", op.loc, KernelTypeError)
+            raise _error(
+                f"{what} in role {role.name!r} is only for kernels without roles: write {instead}",
+                op.loc,
+                KernelTypeError,
+            )
 
 
 _ALLOCATIONS = (ir.AllocShared, ir.AllocBarriers)

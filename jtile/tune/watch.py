@@ -111,7 +111,7 @@ def _target(interpret: bool) -> Target:
     if interpret:
         return targets.resolve("cuda:sm_90")
     raise UnsupportedError(
-        "jt.profile watches kernels on a GPU with warpgroup products (sm_90), which this machine has not: "
+        "jt.profile watches kernels on a GPU with warpgroup products (sm_90), which this machine does not have: "
         "interpret=True"
     )
 

@@ -144,7 +144,7 @@ def _traced(run: Callable[..., Any], arrays: Any, calls: int) -> list[dict[str, 
                     with jax.profiler.TraceAnnotation(f"{_MARK} {k}"):
                         jax.block_until_ready(run(*arrays))
         except RuntimeError as e:
-            raise KernelValueError(f"XLA's profiler does not start, perhaps since it is running: {e}") from e
+            raise KernelValueError(f"XLA's profiler does not start, perhaps because it is already running: {e}") from e
         (path,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         return [e for e in events if "name" in e]  # the last one is empty

@@ -90,7 +90,9 @@ def test_folders_that_are_there(stored, tmp_path):
     out.mkdir()
     jt.export_bundle(add, VECTOR, VECTOR, target="ascend:910b1", out=out)  # empty: it is taken
     (out / "mine").write_text("x")
-    with pytest.raises(errors.KernelValueError, match="is there and not empty: name another folder, or pass overwrite"):
+    with pytest.raises(
+        errors.KernelValueError, match="exists and is not empty: name another folder, or pass overwrite"
+    ):
         jt.export_bundle(add, VECTOR, VECTOR, target="ascend:910b1", out=out)
     jt.export_bundle(add.lower(VECTOR, VECTOR, target="ascend:910b4"), out=out, overwrite=True)
     assert manifest_of(out)["arch"] == "Ascend910B4"

@@ -32,7 +32,7 @@ def test_outside_of_a_mesh():
 def test_an_axis_that_the_mesh_lacks():
     with pytest.raises(KernelValueError, match=r"the mesh has no axis 'rows'.*did you mean 'row'\?"):
         shift.interpret(X, axis="rows", mesh={"row": 4})
-    fails(KernelTypeError, "named by a text, got 0", lambda x, o: jt.axis_barrier(0))
+    fails(KernelTypeError, "the name of an axis of the mesh, a string, got 0", lambda x, o: jt.axis_barrier(0))
 
 
 def test_refs_that_other_devices_have_not():
