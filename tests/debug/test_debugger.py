@@ -149,7 +149,7 @@ def test_a_closed_run_is_over():
 
 def test_a_debugger_that_is_forgotten_ends_its_thread():
     thread = product.debug(A, B)._session._thread
-    thread.join(5)
+    thread.join(600)
     assert not thread.is_alive()
 
 

@@ -21,6 +21,7 @@ def resident() -> int:
     return pages * 4096
 
 
+@pytest.mark.early
 @pytest.mark.cpu
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="/proc is Linux's")
 def test_memory_does_not_grow_with_requests(short):

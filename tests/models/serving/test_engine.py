@@ -284,7 +284,7 @@ def test_an_engine_that_nobody_has_ends(lm, core):
     assert len(list(stream)) == 5 and thread.is_alive()
     del stream
     gc.collect()
-    thread.join(10)
+    thread.join(600)
     assert not thread.is_alive()
 
 
