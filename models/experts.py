@@ -124,6 +124,11 @@ class Experts(nnx.Module):
         return sorted_mixture(x, sizes, self.gate_up.get_value(), self.down.get_value())
 
 
+def out_in(matrices: Matrix) -> Matrix:
+    """[experts, out, in] of the [experts, in, out] that a checkpoint has; quantised ones are that already."""
+    return matrices if isinstance(matrices, QuantizedTensor) else matrices.swapaxes(1, 2)
+
+
 def _side_by_side(gate: list[Matrix], up: list[Matrix]):
     """[experts, 2 f, hidden] of both, or, where each is quantised in its own way, a tuple of two."""
     pairs = stacked([matrix for both in zip(gate, up, strict=True) for matrix in both])

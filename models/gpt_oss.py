@@ -11,7 +11,6 @@ from flax import nnx
 
 from jtile import ops
 from jtile._errors import ModelError
-from jtile.ops import QuantizedTensor
 
 from . import experts as mixtures
 from . import few_tokens, layers
@@ -90,10 +89,10 @@ class Experts(nnx.Module):
     def __init__(self, config: GptOssConfig, weight: WeightSource, prefix: str):
         count, features, hidden = config.experts, config.features, config.hidden_size
         self.alpha, self.limit = config.alpha, config.limit
-        into = _turned(weight(f"{prefix}gate_up_proj", (count, hidden, 2 * features)))
+        into = mixtures.out_in(weight(f"{prefix}gate_up_proj", (count, hidden, 2 * features)))
         parted = lambda x: jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)  # the gate's in front
         self.gate_up = nnx.Param(jax.tree.map(parted, into))
-        self.down = nnx.Param(_turned(weight(f"{prefix}down_proj", (count, features, hidden))))
+        self.down = nnx.Param(mixtures.out_in(weight(f"{prefix}down_proj", (count, features, hidden))))
         self.gate_up_bias = nnx.Param(parted(as_float32(weight(f"{prefix}gate_up_proj_bias", (count, 2 * features)))))
         self.down_bias = nnx.Param(as_float32(weight(f"{prefix}down_proj_bias", (count, hidden))))
 
@@ -113,8 +112,3 @@ class Experts(nnx.Module):
         biases = self.gate_up_bias.get_value(), self.down_bias.get_value()
         matrices = self.gate_up.get_value(), self.down.get_value()
         return mixtures.sorted_mixture(x, sizes, *matrices, biases, self._gated)
-
-
-def _turned(matrices: jax.Array | QuantizedTensor) -> jax.Array | QuantizedTensor:
-    """[experts, out, in] of [experts, in, out]; quantised ones are that already."""
-    return matrices if isinstance(matrices, QuantizedTensor) else matrices.swapaxes(1, 2)

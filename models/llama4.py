@@ -12,7 +12,6 @@ from flax import nnx
 
 from jtile import ops
 from jtile._errors import ModelError
-from jtile.ops import QuantizedTensor
 
 from . import experts as mixtures
 from . import few_tokens
@@ -146,8 +145,8 @@ class Experts(nnx.Module):
 
     def __init__(self, config: MixtureConfig, hidden: int, weight: WeightSource, prefix: str):
         count, features = config.experts, config.features
-        self.gate_up = nnx.Param(_out_in(weight(f"{prefix}gate_up_proj", (count, hidden, 2 * features))))
-        self.down = nnx.Param(_out_in(weight(f"{prefix}down_proj", (count, features, hidden))))
+        self.gate_up = nnx.Param(mixtures.out_in(weight(f"{prefix}gate_up_proj", (count, hidden, 2 * features))))
+        self.down = nnx.Param(mixtures.out_in(weight(f"{prefix}down_proj", (count, features, hidden))))
 
     def __call__(self, x, experts, weights):
         """See `experts.mixture`."""
@@ -156,8 +155,3 @@ class Experts(nnx.Module):
     def of_sorted(self, x, sizes):
         """See `experts.sorted_mixture`."""
         return mixtures.sorted_mixture(x, sizes, self.gate_up.get_value(), self.down.get_value())
-
-
-def _out_in(matrices: jax.Array | QuantizedTensor) -> jax.Array | QuantizedTensor:
-    """[experts, out, in] of [experts, in, out]; quantised ones are that already."""
-    return matrices if isinstance(matrices, QuantizedTensor) else matrices.swapaxes(1, 2)
