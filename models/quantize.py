@@ -153,8 +153,8 @@ def quantize_folder(
     """Writes a copy of a folder with its attention and MLP layers and its experts quantised; `load` reads it.
 
     Embeddings, the output head, norms and routers stay as they are, and so do what latent attention expands with,
-    experts that are stored in one tensor (GPT-OSS, Llama 4) and layers whose rows no group divides. Memory: that of the largest
-    tensor a few times.
+    experts that are stored in one tensor (GPT-OSS, Llama 4) and layers whose rows no group divides. Memory: that of the
+    largest tensor a few times.
 
     Args:
       folder: `config.json` and safetensors of one of `families`, of floats.
