@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_programs import agree, array_program
 
 import jtile as jt
 from benchmarks.fuse import gradient, layer_norm, programs
 from jtile.errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.fusion import costs, groups
-from jtile.testing.evaluate import evaluated
+from jtile.testing.evaluate import evaluated, walked
 from jtile.tools import cli
 
 rng = np.random.default_rng(0)
@@ -165,6 +166,24 @@ def test_sums_that_programs_share(monkeypatch):
     text = same(gradient(layer_norm, 3), array(37, 8), array(8), array(8), tolerance=1e-3).text
     assert "shares=" in text
     same(lambda x: ((x > 0).any(0), (x * 2).max(), x.astype(jnp.float16).sum(0), jnp.exp(x)), array(37, 50))
+    same(lambda x: (jnp.exp(x).sum(0), jax.nn.sigmoid(x).prod(0)), array(37, 5, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_programs(part, request, monkeypatch):
+    """What is written of them gives what they give."""
+    monkeypatch.setattr(costs, "LEAST", 0)
+    count, unwritten = 100 if request.config.getoption("--runslow") else 10, []
+    for seed in range(part * count, (part + 1) * count):
+        f, arrays = array_program(20_340 + seed)
+        closed = jax.make_jaxpr(f)(*arrays)
+        try:
+            tiled = jt.tile(f, *arrays)
+        except UnsupportedError as error:
+            unwritten.append(str(error))
+            continue
+        agree(seed, closed, jax.tree.leaves(evaluated(tiled.load())(*arrays)), walked(closed, arrays))
+    assert all("has no step that becomes a kernel" in why or "writes no remat" in why for why in unwritten)
 
 
 TEXT = '''"""layer_norm(x: float32[64, 40], w: float32[40], b: float32[40]) as tile kernels, written by jt.tile."""

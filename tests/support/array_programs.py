@@ -78,6 +78,21 @@ def _array(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.n
     return x.astype(jnp.dtype(dtype))
 
 
+def agree(seed: int, closed: Any, got: Any, want: Any) -> None:
+    """Results have the same types, and are equal within the roundings of the dtypes that the program has."""
+    types = {str(getattr(v.aval, "dtype", "")) for eqn in closed.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)}
+    tolerance = 0.06 if types & {"bfloat16", "float16"} else 2e-4
+    try:
+        for x, y in zip(got, want, strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            if x.dtype.kind in "iub":
+                np.testing.assert_array_equal(x, y)
+            else:
+                np.testing.assert_allclose(np.float64(x), np.float64(y), tolerance, tolerance)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
+
+
 # -- what is taken -----------------------------------------------------------------------------------------------------
 
 

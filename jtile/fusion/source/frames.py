@@ -10,8 +10,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from jtile.fusion.layout import Layout
 from jtile.fusion.steps import ELEMENTWISE, MOVES, PLACES, REDUCTIONS, RUNNING, Constant, Operand, Step, Value
+from jtile.fusion.sums import dtype_of_sums
 
 from .expressions import ATOM, PLUS, TEMPORARY, Body, Text, dtype_text, elementwise, no_text
 
@@ -109,12 +112,16 @@ class TileText:
             return self._along(step, out)
         raise no_text(step)
 
+    def total(self, step: Step) -> Text:
+        """A sum of which programs have a part each, in the dtype in which they add up."""
+        return self._along(step, step.outs[0], dtype_of_sums(step))
+
     def _typed(self, x: Text, step: Step) -> Text:
         if x.constant is None:
             return x
         return dataclasses.replace(x, text=f"{dtype_text(step.ins[0].dtype)}({x.text})", level=ATOM)
 
-    def _along(self, step: Step, out: Value) -> Text:
+    def _along(self, step: Step, out: Value, dtype: np.dtype | None = None) -> Text:
         """A reduction, a running one, or the place of an extreme."""
         (source,) = step.ins
         x, whole = self.body.read(source), self.shape_of(source)
@@ -135,7 +142,7 @@ class TileText:
             )
         count = math.prod(self.layout.sizes[a] for a in gone)
         return dataclasses.replace(
-            reduction(step, text, axis, out), shape=left, mean=self._mean(step, text, axis, count)
+            reduction(step, text, axis, dtype or out.dtype), shape=left, mean=self._mean(step, text, axis, count)
         )
 
     def _mean(self, step: Step, text: str, axis: str, count: int) -> tuple[str, int] | None:
@@ -166,19 +173,16 @@ class TileText:
         return Text(text, level, shape=Shape([axis]))
 
 
-def reduction(step: Step, text: str, axis: str, out: Value) -> Text:
-    """A reduction of an array along axes, which keep one element."""
+def reduction(step: Step, text: str, axis: str, dtype: np.dtype) -> Text:
+    """A reduction of an array along axes, which keep one element. dtype: of what it gives."""
     if step.name in JOINED:
-        dtype = f", dtype={dtype_text(out.dtype)}" if JOINED[step.name] in ("sum", "prod") and _short(out) else ""
-        return Text(f"jnp.{JOINED[step.name]}({text}, axis={axis}, keepdims=True{dtype})")
-    if out.dtype.name == "bool":
+        short = JOINED[step.name] in ("sum", "prod") and (dtype.kind in "iub" or dtype.itemsize < 4)
+        named = f", dtype={dtype_text(dtype)}" if short else ""
+        return Text(f"jnp.{JOINED[step.name]}({text}, axis={axis}, keepdims=True{named})")
+    if dtype.name == "bool":
         return Text(f"jnp.{'all' if step.name == 'reduce_and' else 'any'}({text}, axis={axis}, keepdims=True)")
     axes = axis if axis.startswith("(") else f"({axis},)"
     return Text(f"jnp.expand_dims(jax.lax.{step.name}({text}, axes={axes}), {axes})")
-
-
-def _short(out: Value) -> bool:
-    return out.dtype.kind in "iub" or out.dtype.itemsize < 4
 
 
 def places_of(layout: Layout, x: Value) -> dict[int, int | None]:

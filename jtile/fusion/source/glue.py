@@ -130,7 +130,7 @@ def _(step):
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 def _(step, x):
     axes = tuple(step.params["axes"])
-    text = reduction(step, x, str(axes[0] if len(axes) == 1 else axes), step.outs[0]).text
+    text = reduction(step, x, str(axes[0] if len(axes) == 1 else axes), step.outs[0].dtype).text
     return text.replace(", keepdims=True", "").removeprefix("jnp.expand_dims(") if "expand_dims" not in text else (
         f"jax.lax.{step.name}({x}, axes={axes})"
     )  # fmt: skip

@@ -190,7 +190,7 @@ class GroupText(KernelText):
             (x,) = step.ins
             assert isinstance(x, Value)
             body.texts[x] = Text(name, shape=frame.shape_of(x))
-            frame.store(out, self.outs[out], "share", frame.result(step))
+            frame.store(out, self.outs[out], "share", frame.total(step))
 
     def _places(self, frame: TileText, late: list[int], counts: list[str], block: str) -> None:
         """Where a tile lies along each of the axes that programs share."""

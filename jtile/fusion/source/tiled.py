@@ -23,6 +23,7 @@ from jtile.fusion.fused import Fused, fuse
 from jtile.fusion.groups import Group, Plan, Unit
 from jtile.fusion.loops import Loop
 from jtile.fusion.steps import Constant, Node, Step, Value
+from jtile.fusion.sums import dtype_of_sums
 
 from . import glue
 from .attention import attention_text
@@ -227,11 +228,10 @@ class _Module:
 
     def _finished(self, step: Step, value: Value, name: str) -> Text:
         """The sum of the sums of programs."""
-        text = reduction(step, name, "0", value).text.replace(", keepdims=True", "")
+        text = reduction(step, name, "0", dtype_of_sums(step)).text.replace(", keepdims=True", "")
         if "expand_dims" in text:
             text = f"jax.lax.{step.name}({name}, axes=(0,))"
         if (value.dtype.kind == "f" and value.dtype.itemsize < 4) or value.dtype.name == "bfloat16":
-            text = f"jnp.sum({name}, axis=0)" if step.name == "reduce_sum" else text
             text += f".astype({dtype_text(value.dtype)})"
         return Text(text, shape=value.shape)
 
