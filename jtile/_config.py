@@ -54,7 +54,7 @@ class Config:
         cache are results of the kernel in front. Models promise it by themselves where they make tokens, whose weights
         are operands of the program; False forbids it them, too.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
-      debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
+      debug: the command line shows tracebacks of jtile's own errors, which are one message otherwise.
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
         Code for other platforms is always optimised.
       timeout: seconds for which a kernel waits for other devices before its call fails.
