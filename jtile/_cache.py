@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import secrets
 import tempfile
 import time
 import warnings
@@ -156,9 +157,13 @@ def _path(key: str) -> Path | None:
     return folder and folder / (key + SUFFIX)
 
 
-def write(path: Path, data: bytes) -> None:
+PUBLIC = 0o666  # the mode of what users ask for: their umask says who reads it
+
+
+def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a file so that every reader sees all of it or none, however many processes write it at once."""
-    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(data)

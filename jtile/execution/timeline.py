@@ -131,4 +131,4 @@ class GraphTimeline:
             text = json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ns"})
         else:
             raise KernelValueError(f"a timeline is saved as .svg or .json, got {os.fspath(path)!r}")
-        _cache.write(Path(path), text.encode())
+        _cache.write(Path(path), text.encode(), _cache.PUBLIC)

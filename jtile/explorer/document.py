@@ -44,7 +44,7 @@ class View:
           KernelValueError: the file cannot be written.
         """
         try:
-            _cache.write(Path(path), self.html.encode())
+            _cache.write(Path(path), self.html.encode(), _cache.PUBLIC)
         except OSError as e:
             raise KernelValueError(f"the page cannot be written to {os.fspath(path)!r}: {e}") from e
 

@@ -160,7 +160,7 @@ class Timeline:
         """Write the trace as JSON for https://ui.perfetto.dev, whole or not at all."""
         text = json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ns"})
         target = Path(path)
-        _cache.write(target, text.encode())
+        _cache.write(target, text.encode(), _cache.PUBLIC)
 
     def picture(
         self,

@@ -96,7 +96,8 @@ class ProgramProfile:
         """
         data = json.dumps({"traceEvents": list(self.events), "displayTimeUnit": "ns"}).encode()
         try:
-            _cache.write(Path(path), gzip.compress(data) if os.fspath(path).endswith(".gz") else data)
+            packed = gzip.compress(data) if os.fspath(path).endswith(".gz") else data
+            _cache.write(Path(path), packed, _cache.PUBLIC)
         except OSError as e:
             raise KernelValueError(f"the trace cannot be written to {os.fspath(path)!r}: {e}") from e
 

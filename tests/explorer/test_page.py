@@ -49,6 +49,13 @@ def test_the_page_is_one_file(view):
         embedded([float("nan")])
 
 
+def test_others_may_read_the_file(view, tmp_path):
+    """As the umask says, like any file that a program writes for its user."""
+    view.save(tmp_path / "page.html")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_notebooks_show_it_in_a_frame(view):
     shown = view._repr_html_()
     assert shown.startswith('<iframe srcdoc="') and shown.count('"') == 6 and "<script" not in shown
