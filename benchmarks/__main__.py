@@ -1,5 +1,6 @@
 """`python -m benchmarks cpu|gpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads, show the results;
-`python -m benchmarks serve [--gpu]`: an engine and servers under load; `python -m benchmarks devices`: collectives."""
+`python -m benchmarks serve [--gpu]`: an engine and servers under load; `python -m benchmarks devices`: collectives;
+`python -m benchmarks compile`: how long array programs take to compile."""
 
 from __future__ import annotations
 
@@ -35,6 +36,8 @@ def main() -> None:
         _serve(options)
     elif options.device == "devices":
         _devices(options)
+    elif options.device == "compile":
+        _compile(options)
     else:
         _on_cpu(options)
 
@@ -64,6 +67,13 @@ def _devices(options: argparse.Namespace) -> None:
     from benchmarks import devices
 
     devices.main(options)
+
+
+def _compile(options: argparse.Namespace) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from benchmarks import compile as times
+
+    times.main(options)
 
 
 def _on_cpu(options: argparse.Namespace) -> None:
@@ -129,6 +139,9 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     _add_serve(devices.add_parser("serve"))
     _add_devices(devices.add_parser("devices"))
+    sub = devices.add_parser("compile")
+    sub.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="programs of benchmarks.fuse")
+    sub.add_argument("--json", type=_records, metavar="FILE", help="where the numbers go")
     return parser.parse_args(argv)
 
 

@@ -11,7 +11,7 @@ from .costs import has_room, not_worth, once_is_quicker, reads_parts
 from .inner import functions_of
 from .layout import Layout, layout_of
 from .loops import Loop, loop_of
-from .steps import REDUCTIONS, Node, Program, Step, Value, program_of, size_of
+from .steps import ELEMENTWISE, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,6 +96,9 @@ class _Cutter:
         self.above = self._ancestors()
         self.group_of: dict[int, int] = {}  # of a node its group's first node
         self.members: dict[int, list[int]] = {}
+        self.settled: dict[
+            int, Layout
+        ] = {}  # of groups whose layout elementwise steps on values of theirs leave as it is
 
     def _ancestors(self) -> list[int]:
         """Of each node the set of those that it depends on, as bits."""
@@ -172,13 +175,37 @@ class _Cutter:
         beside = [[first] for first in self._beside(k) if first not in near]
         for firsts in [*together, *([first] for first in near), *beside]:
             members = sorted([k, *(m for first in firsts for m in self.members[first])])
-            if self._is_convex(members) and self._group(members) is not None and self._runs(members, firsts):
+            if not self._is_convex(members):
+                continue
+            settled = self.settled.get(firsts[0]) if len(firsts) == 1 else None
+            layout = settled and self._with(settled, self.nodes[k])
+            group = None if layout else self._group(members)
+            if (layout or group) and self._runs(members, firsts):
                 for first in firsts:
                     del self.members[first]
-                self._put(members)
+                self._put(members, layout or _settled(group))
                 return
-        if self._group([k]) is not None:
-            self._put([k])
+        group = self._group([k])
+        if group is not None:
+            self._put([k], _settled(group))
+
+    def _with(self, layout: Layout, node: Node) -> Layout | None:
+        """The layout with one more node, of elementwise steps on values of one shape, whose axes they get: a long chain
+        is not laid out anew for each of its steps. None where it has to be."""
+        axes = dict(layout.axes)
+        for step in node.steps:
+            full = [x for x in step.ins if isinstance(x, Value) and x.shape]
+            new = [x for x in full if x not in axes]
+            if step.name not in ELEMENTWISE or any(x.shape != step.outs[0].shape for x in full):
+                return None
+            if any(x in self.maker and self.nodes[self.maker[x]].free for x in new):
+                return None
+            known = {axes[x] for x in full if x in axes}
+            if len(known) != 1:
+                return None
+            axes.update(dict.fromkeys([*new, *step.outs], *known))
+        more = dataclasses.replace(layout, axes=axes)
+        return more if all(map(more.covers, node.outs)) else None
 
     def _beside(self, k: int) -> list[int]:
         """The groups that read one of the large arrays which a node reads, from none of which it gets it."""
@@ -186,15 +213,24 @@ class _Cutter:
         users = [m for x in shared for m in self.users[x] if m < k and m in self.group_of]
         return list(dict.fromkeys(self.group_of[m] for m in users))
 
-    def _put(self, members: list[int]) -> None:
+    def _put(self, members: list[int], settled: Layout | None) -> None:
         self.members[members[0]] = members
+        self.settled.pop(members[0], None)
+        if settled is not None:
+            self.settled[members[0]] = settled
         self.group_of.update(dict.fromkeys(members, members[0]))
 
     def _is_convex(self, members: Sequence[int]) -> bool:
         """Whether no node outside depends on one of them, and one of them on it."""
         own = functools.reduce(lambda bits, k: bits | 1 << k, members, 0)
         before = functools.reduce(lambda bits, k: bits | self.above[k], members, 0) & ~own
-        return not any(before >> j & 1 and self.above[j] & own for j in range(members[0], members[-1]))
+        between = before & (1 << members[-1]) - (1 << members[0])
+        while between:
+            lowest = between & -between
+            if self.above[lowest.bit_length() - 1] & own:
+                return False
+            between ^= lowest
+        return True
 
     def _runs(self, members: Sequence[int], firsts: Iterable[int]) -> bool:
         """Whether these nodes and the other groups can run one after another."""
@@ -248,6 +284,13 @@ class _Cutter:
             found |= new
             todo += new
         return [self.nodes[m] for m in sorted(found)]
+
+
+def _settled(group: Group | None) -> Layout | None:
+    """The layout of a group to which elementwise steps may come without another choice of what programs take whole."""
+    if group is None or group.last or (group.layout.whole and len(group.layout.sizes) - 1 not in group.layout.whole):
+        return None
+    return group.layout
 
 
 def _laid_out(steps: Sequence[Step], read: list[Value], written: list[Value]) -> tuple[Layout | None, list[Step]]:

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_programs import array_program
+from array_programs import agree, array_program
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
 from benchmarks.fuse import chain, layer_norm, mandelbrot, programs
 from jtile.errors import KernelTypeError
-from jtile.fusion import costs
+from jtile.fusion import costs, groups
 from jtile.fusion.bodies import GroupKernel, kernel_of
 from jtile.fusion.fused import _by_equations, evaluate
 from jtile.fusion.groups import plan_of
@@ -201,6 +201,15 @@ def test_chains_of_many_values_that_are_read_again_take_small_tiles():
         assert 256 <= sides[mandelbrot] <= 512
 
 
+def test_long_chains_are_laid_out_a_few_times(monkeypatch):
+    """Not anew for each of the 156 equations."""
+    layouts, layout_of = [], groups.layout_of
+    monkeypatch.setattr(groups, "layout_of", lambda *args, **named: layouts.append(args) or layout_of(*args, **named))
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    assert kernels(jt.fuse(mandelbrot), x, x) == 1
+    assert len(layouts) < 10
+
+
 def test_small_arrays_are_left_to_xla(monkeypatch):
     monkeypatch.undo()
     assert "has 48 elements, fewer than 4096" in str(jt.fuse(jax.nn.softmax).explain(array(6, 8)))
@@ -269,21 +278,6 @@ def inside_too(unit, args):
     """By the interpreter; in the bodies of loops that XLA runs, by the equations."""
     traced = any(isinstance(x, jax.core.Tracer) for x in args)
     return _by_equations(unit, args) if traced else kernel_of(unit).interpret(args)
-
-
-def agree(seed, closed, got, want):
-    """Results within the roundings of the dtypes that the program has."""
-    types = {str(getattr(v.aval, "dtype", "")) for eqn in closed.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)}
-    tolerance = 0.06 if types & {"bfloat16", "float16"} else 2e-4
-    try:
-        for x, y in zip(got, want, strict=True):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-            if x.dtype.kind in "iub":
-                np.testing.assert_array_equal(x, y)
-            else:
-                np.testing.assert_allclose(np.float64(x), np.float64(y), tolerance, tolerance)
-    except AssertionError as error:
-        raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @pytest.mark.usefixtures("by_numpy")

@@ -1,0 +1,68 @@
+"""How long the programs of `benchmarks.fuse` take to trace and compile by `jt.fuse`, beside XLA alone.
+
+Both in one process, in turns, with nothing in caches, at two sizes; a third size before them pays for what is imported
+at first. CPU seconds of all threads, which tell more than a clock where others use the machine, too. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import jtile as jt
+from benchmarks import fuse
+
+SIZES = (4, 2, 1)  # by which sides are divided
+
+
+def main(options: argparse.Namespace) -> None:
+    """Prints a line for each program, and writes all of it to `options.json`."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    functions = {name: f for name, (f, _) in fuse.programs(256).items()}
+    shapes = [jax.eval_shape(lambda n=n: {name: args for name, (_, args) in fuse.programs(n).items()}) for n in SIZES]
+    rows = []
+    with jt.config(cache_dir=""):
+        for name, f in functions.items():
+            if not options.only or name in options.only:
+                rows.append(_row(name, f, [of[name] for of in shapes]))
+                print(_line(rows[-1]), flush=True)
+    ratios = [row["ratio"] for row in rows]
+    within = sum(ratio <= 2 for ratio in ratios)
+    mean = math.exp(sum(map(math.log, ratios)) / max(len(ratios), 1))
+    print(f"{within} of {len(rows)} programs take at most twice as long as XLA's; geometric mean {mean:.2f}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+
+
+def _row(name: str, f: Callable[..., Any], sizes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    both = {"ours": lambda *xs: jt.fuse(lambda *ys: f(*ys))(*xs), "xla": lambda *xs: f(*xs)}
+    took = {key: [_seconds(g, args) for args in sizes][1:] for key, g in both.items()}
+    each = {key: {"trace": sum(a for a, _ in t), "compile": sum(b for _, b in t)} for key, t in took.items()}
+    total = {key: t["trace"] + t["compile"] for key, t in each.items()}
+    return {"program": name, "ratio": total["ours"] / total["xla"], **each}
+
+
+def _seconds(f: Callable[..., Any], args: Sequence[Any]) -> tuple[float, float]:
+    """CPU seconds to trace and lower a function, and to compile it."""
+    jax.clear_caches()
+    begun = _used()
+    lowered = jax.jit(lambda *xs: f(*xs)).lower(*args)
+    between = _used()
+    lowered.compile()
+    return between - begun, _used() - between
+
+
+def _used() -> float:
+    return time.process_time()
+
+
+def _line(row: dict[str, Any]) -> str:
+    parts = [f"{k} {row[k]['trace'] * 500:5.0f} + {row[k]['compile'] * 500:5.0f} ms" for k in ("ours", "xla")]
+    return f"{row['program']:22} {', '.join(parts)}, ratio {row['ratio']:.2f}"
