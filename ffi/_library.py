@@ -55,6 +55,8 @@ def library() -> ctypes.CDLL:
         "jtile_gpu_open": (i32, text, text, text, i64, text, out, text, i64),
         "jtile_gpu_close": (None, pointer),
         "jtile_gpu_initialize": (i32, pointer, i32, text, i64),
+        "jtile_gpu_talk": (i32, pointer, pointer, i64, i64, text, i64),
+        "jtile_gpu_finish": (i32, pointer, i32, pointer, pointer, out_i64, text, i64),
         "jtile_gpu_launch": (i32, pointer, i32, pointer, pointer, i64, out_i64, text, i64),
         "jtile_gpu_modules_alive": (i64,),
         "jtile_gpu_modules_loaded": (i64,),

@@ -86,6 +86,12 @@ def is_partitioned(ctx: Any) -> bool:
     return several and mesh is not None and not mesh.empty and not is_exported(ctx)
 
 
+def mesh_of(ctx: Any) -> Any:
+    """The mesh, with its devices, of the `shard_map` whose body is being lowered; None in an export, and outside."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return None if is_exported(ctx) or not hasattr(mesh, "devices") else mesh
+
+
 def platforms_of(ctx: Any) -> tuple[str, ...]:
     """The platforms that the program is being lowered for: several where `jax.export` was asked for several."""
     return tuple(ctx.module_context.platforms)

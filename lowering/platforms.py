@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jtile import ir
 from jtile._config import current
 from jtile._errors import KernelValueError, UnsupportedError
@@ -38,8 +40,8 @@ class Platform:
         comes to this platform; for the others, where the option `arch` names one of its architectures.
       call: the target of the custom calls that carry its kernels, `"jtile_cuda"`; `io_call`: that of kernels which
         print or assert, where it is another; `devices_call`: that of kernels which talk to other devices, whose last
-        operand is the place of theirs (`jtile.primitive.devices.place`); `graph_call`: that of several kernels as one
-        execution graph (`jt.graph`), where the platform runs such.
+        operand is the place of theirs (`jtile.primitive.devices.place`), where it is another; `graph_call`: that of
+        several kernels as one execution graph (`jt.graph`), where the platform runs such.
       compile: the back end: (kernel, target, options, with texts) -> Artifact.
       attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
       resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
@@ -60,6 +62,8 @@ class Platform:
         it; elsewhere `jtile.tune` goes by the rates of the target.
       located: the texts of a kernel on a target by level, and the place in the source of each line of the first, where
         `jt.view` cannot tell them by itself.
+      peers: calls of kernels that talk to other devices have the attributes `groups` (`jtile.primitive.devices.groups`)
+        and `timeout` (milliseconds); those of the option `debug` are waited for, as an `io_call`.
       bundle: gives the module that says what the files of a bundle are, where kernels are handed over as bundles
         (`jt.export_bundle`).
       variables: names of the variables `JTILE_...` of the environment that its compilers read, beside those of options.
@@ -87,6 +91,7 @@ class Platform:
     literals: bool = False
     fuses_slices: bool = False
     block_level: bool = False
+    peers: bool = False
     predicted_us: Callable[[ir.Kernel], float] | None = None
     located: Callable[[ir.Kernel, Target], tuple[Mapping[str, str], list[ir.Loc]]] | None = None
     bundle: Callable[[], Any] | None = None
@@ -101,6 +106,14 @@ _RECORDS = {
     "ascend": "jtile.lowering.ascend.platform:ASCEND",
 }
 _added: dict[str, Platform] = {}
+
+
+FOREVER = 1e9  # seconds: what waits for longer waits for ever, and clocks can count it
+
+
+def milliseconds() -> np.int64:
+    """How long a kernel waits for other devices, as handlers take it."""
+    return np.int64(round(min(current().timeout, FOREVER) * 1000))
 
 
 def register(platform: Platform) -> None:

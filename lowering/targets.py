@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from jtile import ir
+from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.ir.block import level_of
 
@@ -79,6 +80,7 @@ class Target:
         memory of a core holds the tiles of a program, with such sides too. `"warpgroup products"`: the ops of the block
         level: roles, tensor maps and asynchronous products. `"measured warps"`: the numbers of warps and stages that
         the library and the model of time give kernels were measured on GPUs like it; elsewhere the compiler chooses.
+        `"untried peers"`: kernels that talk to other devices have not run on it, and want the option `gpu_peers`.
     """
 
     name: str
@@ -115,11 +117,13 @@ class Target:
         return next((m for m in self.memories if m.name == names.get(scale)), None)
 
 
+INSTEAD_OF_DEVICES = "run it in the interpreter (interpret=True), or put collectives of jax.lax around the kernel"
+
+
 def without_devices() -> list[Gap]:
     """The gaps of a target whose kernels do not talk to other devices."""
-    instead = "run it in the interpreter (interpret=True), or put collectives of jax.lax around the kernel"
     cards = (ir.AxisIndex, ir.On, ir.Signal, ir.WaitSignal, ir.AxisBarrier)
-    return [Gap(card.mnemonic, "*", instead) for card in cards]
+    return [Gap(card.mnemonic, "*", INSTEAD_OF_DEVICES) for card in cards]
 
 
 # -- the capability check -------------------------------------------------------------------------------------------
@@ -180,6 +184,10 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
 
 
 def _check_devices(kernel: ir.Kernel, target: Target) -> None:
+    if "untried peers" in target.features and not current().gpu_peers:
+        what = "a kernel that talks to other devices: its code has not run on such GPUs yet"
+        instead = "the option gpu_peers=True (JTILE_GPU_PEERS=1) compiles it all the same"
+        _refuse(kernel, target, what, f"{instead}; or {INSTEAD_OF_DEVICES}", kernel.loc)
     resident, programs = target.limit("resident"), math.prod(kernel.grid)
     if resident is not None and ir.waits(kernel) and programs > resident:
         what = f"a grid of {programs} programs that wait for each other"

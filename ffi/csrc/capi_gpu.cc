@@ -33,6 +33,20 @@ int32_t jtile_gpu_open(const char* platform, const char* library, const char* im
 
 void jtile_gpu_close(void* handle) { delete static_cast<Launcher*>(handle); }
 
+// Which devices the kernel talks to, group by group, and for how many milliseconds it waits for them.
+int32_t jtile_gpu_talk(void* handle, const int32_t* devices, int64_t count, int64_t timeout, char* error,
+                       int64_t capacity) {
+  return to_status(error, capacity, [&] {
+    static_cast<Launcher*>(handle)->talk({devices, devices + count}, timeout);
+  });
+}
+
+// Waits for a call.
+int32_t jtile_gpu_finish(void* handle, int32_t device, void* stream, const Array* arrays, const int64_t* sizes,
+                         char* error, int64_t capacity) {
+  return to_status(error, capacity, [&] { static_cast<Launcher*>(handle)->finish(device, stream, arrays, sizes); });
+}
+
 // Loads the image for a device, unless that is done.
 int32_t jtile_gpu_initialize(void* handle, int32_t device, char* error, int64_t capacity) {
   return to_status(error, capacity, [&] { static_cast<Launcher*>(handle)->initialize(device); });
@@ -45,7 +59,7 @@ int32_t jtile_gpu_launch(void* handle, int32_t device, void* stream, const Array
   return to_status(error, capacity, [&] {
     auto& launcher = *static_cast<Launcher*>(handle);
     launcher.launch(device, stream, arrays, static_cast<size_t>(count), sizes);
-    launcher.finish(device, stream, arrays, sizes);
+    if (launcher.record().sites) launcher.finish(device, stream, arrays, sizes);
   });
 }
 

@@ -36,8 +36,9 @@ int64_t size_of(const std::vector<int64_t>& shape) {
 
 // -- what a call site has in common -----------------------------------------------------------------------------------
 
-Shape::Shape(std::string_view json, int64_t bytes, int64_t timeout_ms) : memory(bytes), timeout(timeout_ms) {
-  Json facts = parse_json(json);
+Shape::Shape(std::string_view json, int64_t bytes, int64_t timeout_ms) : Shape(parse_json(json), bytes, timeout_ms) {}
+
+Shape::Shape(const Json& facts, int64_t bytes, int64_t timeout_ms) : memory(bytes), timeout(timeout_ms) {
   for (const Json& axis : facts.at("axes").list("axes")) {
     const JsonList& pair = axis.list("an axis");
     if (pair.size() != 2) fail(Code::kInvalidArgument, "an axis is a name and a size");

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "json.h"
 #include "program.h"
 
 namespace jtile {
@@ -27,6 +28,7 @@ struct Shape {
 
   // Reads {"axes": [[name, size], ...], "signals": [[name, shape], ...]}. Throws Error.
   Shape(std::string_view json, int64_t memory, int64_t timeout_ms);
+  Shape(const Json& facts, int64_t memory, int64_t timeout_ms);
   int64_t devices() const;
   int64_t count() const;                          // of signals
   std::string device_text(int64_t device) const;  // "device (x=1, y=0)"

@@ -22,6 +22,22 @@ void* Library::find(const char* name, bool optional) const {
   return address;
 }
 
+namespace {
+
+[[noreturn]] void refuse_devices(const Driver& driver) {
+  fail(Code::kUnavailable, "kernels that talk to other devices do not run on platform ", driver.platform());
+}
+
+}  // namespace
+
+void Driver::reach(int, int) { refuse_devices(*this); }
+int64_t Driver::resident(int, const Loaded&, const LaunchConfig&) { refuse_devices(*this); }
+void* Driver::allocate_host(int, size_t) { refuse_devices(*this); }
+void Driver::release_host(int, void*) noexcept {}
+void Driver::write(int, void*, const void*, size_t) { refuse_devices(*this); }
+void Driver::wait(int, void*) { refuse_devices(*this); }
+void Driver::idle(int) { refuse_devices(*this); }
+
 const char* advice_for(int code) {
   switch (code) {
     case 2:

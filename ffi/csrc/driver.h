@@ -68,6 +68,20 @@ class Driver {
   virtual void launch(int ordinal, const Loaded& loaded, const LaunchConfig& config, void** params) = 0;
   // Copies from the device and waits for the stream.
   virtual void read(int ordinal, void* host, const void* data, size_t bytes, void* stream) = 0;
+
+  // For kernels that talk to other devices; a driver that has nothing of it throws.
+  // Lets kernels of a device load, store and update what lies in the memory of another.
+  virtual void reach(int ordinal, int other);
+  // How many blocks of a kernel a device runs at once.
+  virtual int64_t resident(int ordinal, const Loaded& loaded, const LaunchConfig& config);
+  // Zeros in memory of the host that every device reaches by its address.
+  virtual void* allocate_host(int ordinal, size_t bytes);
+  virtual void release_host(int ordinal, void* data) noexcept;
+  // Copies to the device; done when this returns.
+  virtual void write(int ordinal, void* data, const void* host, size_t bytes);
+  // Waits for a stream; for all that the device has to do.
+  virtual void wait(int ordinal, void* stream);
+  virtual void idle(int ordinal);
 };
 
 // The driver of a platform, opened once in this process: its usual library, or the file `library`. Throws Error

@@ -33,7 +33,10 @@ static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchParams) == 56 && siz
 
 enum LaunchAttributeId : uint32_t { kCooperative = 2, kClusterDimension = 4, kClusterPolicy = 5, kProgrammatic = 6 };
 enum FunctionAttribute { kMaxDynamicShared = 8, kNonPortableCluster = 14 };
-enum DeviceAttribute { kMajor = 75, kMinor = 76, kMaxSharedOptin = 97 };
+enum DeviceAttribute { kMultiprocessors = 16, kMajor = 75, kMinor = 76, kMaxSharedOptin = 97 };
+constexpr int kNativeAtomics = 3;     // CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+constexpr Status kReachedBefore = 704;
+constexpr unsigned kForAllDevices = 1 | 2;  // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
 constexpr int kSpread = 1;            // CU_CLUSTER_SCHEDULING_POLICY_SPREAD
 constexpr int kL2Promotion128 = 2;    // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 constexpr uint32_t kDefaultShared = 48 << 10;  // more is a promise that the function has to make
@@ -63,6 +66,14 @@ struct Functions {
   Status (*copy)(void*, uint64_t, size_t, void*);
   Status (*synchronize)(void*);
   Status (*capture_mode)(int*);
+  Status (*can_reach)(int*, int, int);
+  Status (*reach_attribute)(int*, int, int, int);
+  Status (*reach)(Context, unsigned);
+  Status (*occupancy)(int*, void*, int, size_t);
+  Status (*allocate_host)(void**, size_t, unsigned);
+  Status (*release_host)(void*);
+  Status (*write)(uint64_t, const void*, size_t, void*);
+  Status (*idle)();
   Status (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
                    int, int, int);  // optional: CUDA 12
 
@@ -89,6 +100,14 @@ struct Functions {
     library.bind(copy, "cuMemcpyDtoHAsync_v2");
     library.bind(synchronize, "cuStreamSynchronize");
     library.bind(capture_mode, "cuThreadExchangeStreamCaptureMode");
+    library.bind(can_reach, "cuDeviceCanAccessPeer");
+    library.bind(reach_attribute, "cuDeviceGetP2PAttribute");
+    library.bind(reach, "cuCtxEnablePeerAccess");
+    library.bind(occupancy, "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    library.bind(allocate_host, "cuMemHostAlloc");
+    library.bind(release_host, "cuMemFreeHost");
+    library.bind(write, "cuMemcpyHtoDAsync_v2");
+    library.bind(idle, "cuCtxSynchronize");
     library.bind(encode, "cuTensorMapEncodeTiled", true);
   }
 };
@@ -205,10 +224,71 @@ class CudaDriver final : public Driver {
     check(cu_.synchronize(stream), "cuStreamSynchronize");
   }
 
+  void reach(int ordinal, int other) override {
+    int able = 0, atomic = 0;
+    const int from = open(ordinal).handle, to = open(other).handle;
+    check(cu_.can_reach(&able, from, to), "cuDeviceCanAccessPeer");
+    if (able != 0) check(cu_.reach_attribute(&atomic, kNativeAtomics, from, to), "cuDeviceGetP2PAttribute");
+    if (able == 0 || atomic == 0)
+      fail(Code::kFailedPrecondition, "device ", ordinal, " (", open(ordinal).device.name, ") cannot ",
+           able == 0 ? "reach the memory" : "update atomically what lies in the memory", " of device ", other,
+           ": kernels that talk to each other need links such as NVLink between their devices; use the collectives of "
+           "jax.lax there");
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    Status status = cu_.reach(open(other).context, 0);
+    if (status != kReachedBefore) check(status, "cuCtxEnablePeerAccess");
+  }
+
+  int64_t resident(int ordinal, const Loaded& loaded, const LaunchConfig& config) override {
+    Current current(*this, ordinal);
+    int each = 0, units = 0;
+    check(cu_.occupancy(&each, loaded.function, static_cast<int>(config.threads), config.shared),
+          "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    check(cu_.device_attribute(&units, kMultiprocessors, open(ordinal).handle), "cuDeviceGetAttribute");
+    return int64_t{each} * units;
+  }
+
+  void* allocate_host(int ordinal, size_t bytes) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    void* data = nullptr;
+    check(cu_.allocate_host(&data, bytes, kForAllDevices), "cuMemHostAlloc");
+    return std::memset(data, 0, bytes);
+  }
+
+  void release_host(int ordinal, void* data) noexcept override {
+    try {
+      Current current(*this, ordinal);
+      RelaxedCapture relaxed(cu_.capture_mode);
+      cu_.release_host(data);
+    } catch (const Error&) {  // the process ends, and the driver with it
+    }
+  }
+
+  void write(int ordinal, void* data, const void* host, size_t bytes) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    check(cu_.write(reinterpret_cast<uint64_t>(data), host, bytes, kThreadStream), "cuMemcpyHtoDAsync");
+    check(cu_.synchronize(kThreadStream), "cuStreamSynchronize");
+  }
+
+  void wait(int ordinal, void* stream) override {
+    Current current(*this, ordinal);
+    check(cu_.synchronize(stream), "cuStreamSynchronize");
+  }
+
+  void idle(int ordinal) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    check(cu_.idle(), "cuCtxSynchronize");
+  }
+
  private:
   struct Open {
     Device device;
     Context context;
+    int handle;
   };
 
   // Makes the primary context of a device current while it lives: XLA's own context.
@@ -277,7 +357,7 @@ class CudaDriver final : public Driver {
   }
 
   Open make(int ordinal) const {
-    Open made{{ordinal, "", "", 0}, nullptr};
+    Open made{{ordinal, "", "", 0}, nullptr, 0};
     int handle = 0, major = 0, minor = 0, shared = 0;
     char name[256] = {};
     check(cu_.device_get(&handle, ordinal), concat("cuDeviceGet(", ordinal, ")"));
@@ -286,6 +366,7 @@ class CudaDriver final : public Driver {
     check(cu_.device_attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
     check(cu_.device_attribute(&shared, kMaxSharedOptin, handle), "cuDeviceGetAttribute");
     check(cu_.retain(&made.context, handle), "cuDevicePrimaryCtxRetain");
+    made.handle = handle;
     made.device.name = name, made.device.arch = concat("sm_", major, minor), made.device.shared = shared;
     return made;
   }

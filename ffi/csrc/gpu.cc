@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "gpu_devices.h"
 #include "shared_table.h"
 #include "sites_log.h"
 
@@ -200,8 +201,17 @@ std::unique_ptr<Launcher::OnDevice> Launcher::load(int device) {
   return std::unique_ptr<OnDevice>(new OnDevice{&driver, device, std::move(module), std::move(counters)});
 }
 
+void Launcher::talk(std::vector<int> ordinals, int64_t timeout_ms) {
+  named([&] { peers_ = std::make_unique<Peers>(record_, std::move(ordinals), timeout_ms); });
+}
+
 void Launcher::initialize(int device) {
-  named([&] { on_device(device); });
+  named([&] {
+    OnDevice& on = on_device(device);
+    if (!record_.talking) return;
+    if (peers_ == nullptr) fail(Code::kInvalidArgument, "its call does not say which devices it talks to");
+    peers_->begin(*on.driver, device, on.module->loaded(), config(static_cast<uint32_t>(record_.grid.value(nullptr)), nullptr));
+  });
 }
 
 void Launcher::check_arrays(const Array* arrays, size_t count) const {
@@ -269,6 +279,9 @@ void Launcher::with_params(OnDevice& on, void* stream, const Array* arrays, cons
       case Param::Kind::kCounters:
         words[k].pointer = on.counters->of(stream);
         break;
+      case Param::Kind::kDevices:
+        words[k].pointer = peers_->block(on.device);
+        break;
       case Param::Kind::kNull:
         words[k].pointer = nullptr;
         break;
@@ -294,6 +307,9 @@ void Launcher::prepared(int device, const Array* arrays, size_t count, const int
     if (blocks < 0 || blocks > kMaxBlocks / record_.cluster)
       fail(Code::kInvalidArgument, "its grid has ", blocks, " programs of ", record_.cluster,
            " blocks; a launch has at most ", kMaxBlocks, " blocks: take larger tiles");
+    if (peers_ != nullptr) peers_->check(device);
+    if (record_.talking && peers_ == nullptr)
+      fail(Code::kInvalidArgument, "its call does not say which devices it talks to");
     body(on_device(device), static_cast<uint32_t>(blocks) * record_.cluster, symbols);
   });
 }
@@ -312,7 +328,8 @@ void Launcher::launch(int device, void* stream, const Array* arrays, size_t coun
 }
 
 bool Launcher::is_node() const {
-  return record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites;
+  // XLA would load the image of a node once more, maybe while a device waits for this one.
+  return record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites && !record_.talking;
 }
 
 void Launcher::record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,
@@ -327,6 +344,12 @@ void Launcher::record(int device, void* stream, const Array* arrays, size_t coun
 }
 
 void Launcher::finish(int device, void* stream, const Array* arrays, const int64_t* sizes) {
+  if (peers_ != nullptr) {
+    named([&] {
+      on_device(device).driver->wait(device, stream);
+      peers_->check(device);
+    });
+  }
   if (!record_.sites) return;
   int64_t symbols[kMaxSymbols];
   bind_symbols(record_.name, record_.dims, sizes, symbols);

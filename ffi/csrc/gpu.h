@@ -37,6 +37,8 @@ struct Node {
   size_t count;
 };
 
+class Peers;
+
 // Finds the driver when a kernel is first loaded; a process without a GPU never calls it.
 using DriverSource = Driver& (*)(const char* library);
 
@@ -50,7 +52,12 @@ class Launcher {
 
   const Record& record() const { return record_; }
 
-  // Loads the image for a device, and makes its counters, unless that is done. Not while a stream is captured. Throws Error.
+  // Which devices a kernel talks to, by their numbers in this process, group by group, and how long it waits for them.
+  // Before `initialize`. Throws Error.
+  void talk(std::vector<int> ordinals, int64_t timeout_ms);
+
+  // Loads the image for a device, and makes its counters, unless that is done; a kernel that talks to other devices
+  // waits for these the first time. Not while a stream is captured. Throws Error.
   void initialize(int device);
 
   // Puts one call on a stream. `sizes` are those of the record's dynamic dimensions, in their order. Throws Error.
@@ -63,7 +70,8 @@ class Launcher {
   void record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,
               const std::function<void(const Node&)>& put);
 
-  // Waits for the call, writes what it printed, and throws the error of a failed assertion. For records with sites.
+  // Waits for the call, writes what it printed, and throws the error of a failed assertion, or of a wait for another
+  // device.
   void finish(int device, void* stream, const Array* arrays, const int64_t* sizes);
 
  private:
@@ -88,6 +96,7 @@ class Launcher {
   std::string library_;
   std::shared_ptr<const std::string> image_;
   Record record_;
+  std::unique_ptr<Peers> peers_;  // null where it does not talk
   std::mutex mutex_;
   std::atomic<OnDevice*> devices_[kMaxDevices] = {};
 };

@@ -1,5 +1,6 @@
 // The typed XLA FFI handlers of a GPU platform. Two targets: a plain one, which XLA may record into a command buffer
-// (CUDA graph), and one for kernels that print or assert, which waits for them.
+// (CUDA graph), and one for kernels that print or assert, which waits for them. Those that talk to other devices say
+// which in the attributes `groups` and `timeout` (milliseconds).
 #pragma once
 
 #include <memory>
@@ -34,6 +35,10 @@ struct GpuHandlers {
       if (!kWaits && record.sites)
         fail(Code::kInvalidArgument, "kernel ", record.name, ": it prints or asserts; call the target ",
              Platform::kTarget, "_io");
+      if (record.talking) {
+        auto devices = attribute<ffi::Span<const int64_t>>(attrs, "groups", Platform::kTarget);
+        state->launcher.talk({devices.begin(), devices.end()}, attribute<int64_t>(attrs, "timeout", Platform::kTarget));
+      }
       return state;
     });
   }

@@ -13,6 +13,7 @@ constexpr int64_t kMaxCounters = 1 << 24;
 constexpr int64_t kMaxWorkspace = int64_t{1} << 40;
 constexpr int64_t kLeastLog = 32, kMaxLog = int64_t{1} << 32;
 constexpr size_t kMaxAxes = 256;
+constexpr int64_t kBlockHead = 32;  // bytes of a block in front of the place of its device
 
 // A number of a record that lies in a range.
 int64_t number(const Json& json, const char* what, int64_t low, int64_t high) {
@@ -33,6 +34,9 @@ class Reader {
       for (const Json& k : json.at("zeroed").list("zeroed")) record_.zeroed.push_back(array(k));
       if (!(record_.npu && !has(json, "sites")) && !json.at("sites").is_null()) read_sites(json.at("sites"));
       read_attributes(json.at("attributes"));
+      if (has(json, "devices")) read_devices(json.at("devices"));
+      if (talks_ != record_.talking.has_value())
+        fail(Code::kInvalidArgument, "it has to say of what devices its parameter is");
     } catch (const Error& error) {
       fail(error.code(), "kernel ", record_.name, ": the launch record is refused: ", error.what());
     }
@@ -103,6 +107,10 @@ class Reader {
       if (record_.counters != 0) fail(Code::kInvalidArgument, "the kernel has counters in two parameters");
       record_.counters = static_cast<size_t>(number(json.at("count"), "number of counters", 1, kMaxCounters));
       record_.params.push_back({Param::Kind::kCounters, 0, {}});
+    } else if (kind == "devices") {
+      if (talks_) fail(Code::kInvalidArgument, "the kernel has its devices in two parameters");
+      talks_ = true;
+      record_.params.push_back({Param::Kind::kDevices, 0, {}});
     } else if (kind == "null") {
       record_.params.push_back({Param::Kind::kNull, 0, {}});
     } else {
@@ -145,6 +153,24 @@ class Reader {
     record_.sites = std::move(log);
   }
 
+  void read_devices(const Json& json) {
+    auto size = [&](const char* what, int64_t low) {
+      return static_cast<size_t>(number(json.at(what), what, low, kMaxWorkspace));
+    };
+    Talking talking{json, size("table", kBlockHead), 0, 0, 0, false, {0, 0, {}, {}}};
+    talking.barriers = size("barriers", static_cast<int64_t>(talking.table));
+    talking.memory = size("memory", static_cast<int64_t>(talking.barriers));
+    talking.bytes = size("bytes", static_cast<int64_t>(talking.memory));
+    talking.waits = json.at("waits").boolean("waits");
+    for (const Json& side : json.at("grid").list("grid"))
+      talking.log.grid.push_back(Expression(side, 0));
+    talking.log.list = parse_sites(json.at("list"));
+    if (talking.log.grid.size() > kMaxAxes) fail(Code::kInvalidArgument, "a grid of ", talking.log.grid.size(), " axes");
+    for (const Site& site : talking.log.list)
+      if (site.lanes > talking.log.grid.size()) fail(Code::kInvalidArgument, "a site has ", site.lanes, " lanes");
+    record_.talking = std::move(talking);
+  }
+
   void read_attributes(const Json& json) {
     for (const auto& [key, value] : json.dict("attributes")) {
       if (key != "programmatic" && key != "cooperative")
@@ -154,6 +180,7 @@ class Reader {
   }
 
   Record record_;
+  bool talks_ = false;
   size_t symbols_ = 0;
 };
 

@@ -30,7 +30,7 @@ struct TensorMap {
 };
 
 struct Param {
-  enum class Kind : uint8_t { kBuffer, kTensorMap, kI32, kI64, kCounters, kNull };
+  enum class Kind : uint8_t { kBuffer, kTensorMap, kI32, kI64, kCounters, kDevices, kNull };
   Kind kind;
   size_t index = 0;  // of an array, or of a tensor map
   Expression value;
@@ -51,6 +51,15 @@ struct Npu {
   int64_t lock = 0;       // bytes of global memory that blocks take turns by
 };
 
+// What a kernel that talks to other devices says of its block of memory on each of them, in bytes; see
+// lowering/triton/emit_devices.py.
+struct Talking {
+  Json facts;  // the axes and the signals
+  size_t table, barriers, memory, bytes;
+  bool waits;    // programs wait for each other
+  SitesLog log;  // no log: the sites that reports name, and the grid of the programs
+};
+
 struct Record {
   std::string name, symbol, arch;
   uint32_t threads = 0, shared = 0, cluster = 1;
@@ -61,6 +70,7 @@ struct Record {
   std::vector<size_t> zeroed;
   std::optional<SitesLog> sites;
   std::optional<Npu> npu;
+  std::optional<Talking> talking;
   std::vector<Dimension> dims;
   size_t arrays = 0;    // how many the call has at least
   size_t counters = 0;  // int32 at which programs arrive; zero before and after every call

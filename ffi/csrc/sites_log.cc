@@ -94,6 +94,10 @@ size_t log_records(const char* header, int64_t bytes) {
   return static_cast<size_t>(std::min<uint64_t>(used, static_cast<uint64_t>(bytes) - kLogHeader));
 }
 
+std::string program_of(const SitesLog& log, const int64_t* symbols, const Site& site, int64_t program) {
+  return program_text(site, ids_of(log, symbols, site, program).data());
+}
+
 void report_sites(const std::string& kernel, const SitesLog& log, const int64_t* symbols,
                   const std::vector<char>& bytes) {
   Header header{};

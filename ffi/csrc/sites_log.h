@@ -19,4 +19,7 @@ size_t log_records(const char* header, int64_t bytes);
 void report_sites(const std::string& kernel, const SitesLog& log, const int64_t* symbols,
                   const std::vector<char>& bytes);
 
+// "(0, 1, 2)" for the program at this place of the grid of a log.
+std::string program_of(const SitesLog& log, const int64_t* symbols, const Site& site, int64_t program);
+
 }  // namespace jtile

@@ -8,6 +8,7 @@ from typing import Any
 
 from jtile.ir import (
     MAX_SIZE,
+    AxisIndex,
     Bitcast,
     Block,
     Broadcast,
@@ -81,6 +82,7 @@ class Intervals:
 
     def __init__(self, kernel: Kernel):
         self.grid = kernel.grid
+        self.devices = dict(kernel.devices)
         self.upper = UpperBounds(kernel, self)
         self.known: dict[Value, Interval] = {}
 
@@ -178,6 +180,11 @@ def _iota(k: Intervals, op: Iota):
 def _program_id(k: Intervals, op: ProgramId):
     side = k.grid[op.axis] if op.axis < len(k.grid) else 1
     return Interval(0, MAX_SIZE - 1 if isinstance(side, Extent) else max(side - 1, 0))
+
+
+@_transfer(AxisIndex)
+def _axis_index(k: Intervals, op: AxisIndex):
+    return Interval(0, k.devices[op.axis] - 1)
 
 
 @_transfer(NumPrograms)

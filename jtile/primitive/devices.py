@@ -10,16 +10,21 @@ import functools
 import hashlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jtile._compat import mesh_of
 from jtile._config import current
+from jtile._errors import UnsupportedError
 from jtile._memo import Recent
 from jtile._mesh import mesh_axes
 from jtile.primitive.program import Program
+
+if TYPE_CHECKING:
+    from jax.interpreters import mlir
 
 
 def place(program: Program) -> jax.Array:
@@ -31,6 +36,29 @@ def place(program: Program) -> jax.Array:
         if axis not in own:
             group = group * np.int32(n) + jax.lax.axis_index(axis)
     return jnp.stack([group, *(jax.lax.axis_index(axis) for axis in own)])
+
+
+def groups(program: Program, ctx: mlir.LoweringRuleContext) -> np.ndarray:
+    """int64 [groups * devices]: the devices that talk to each other, by their numbers in this process, group by group,
+    those of a group row by row over `program.devices`.
+
+    Raises:
+      UnsupportedError: devices of several processes, or an export, which has no devices.
+    """
+    own = [axis for axis, _ in program.devices]
+    mesh = mesh_of(ctx)
+    found = [] if mesh is None else list(mesh.devices.flat)
+    if mesh is None or len({d.process_index for d in found}) > 1:
+        what = "is exported, and the devices that it talks to are not known"
+        if found:
+            what = "talks to devices of other processes, and its memory is reached inside of one process only"
+        raise UnsupportedError(
+            f"kernel {program.name} {what}: put collectives of jax.lax around the kernel instead", program.where
+        )
+    names = list(mesh.axis_names)
+    order = [*(k for k, name in enumerate(names) if name not in own), *(names.index(axis) for axis in own)]
+    devices = np.transpose(mesh.devices, order).reshape(-1)
+    return np.asarray([d.local_hardware_id for d in devices], np.int64)
 
 
 def gathered(program: Program, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -25,7 +25,7 @@ from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.primitive import complexes, partition
-from jtile.primitive.devices import gathered, own_part, place
+from jtile.primitive.devices import gathered, groups, own_part, place
 from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
 
@@ -225,6 +225,8 @@ def _custom_call(
     values: Mapping[str, Any],
 ) -> Sequence[Any]:
     """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
+    from jtile.lowering.platforms import milliseconds
+
     kernel = pieces_of(program, platform.here()).kernels[piece]
     whole = complete(kernel, platform)
     artifact = _compile(program, piece, whole, platform.here())
@@ -243,11 +245,14 @@ def _custom_call(
     name = (platform.io_call if program.io else None) or platform.call
     if kernel.devices:
         name = platform.devices_call or name
+    if kernel.devices and platform.peers:
+        name = (platform.io_call if current().debug else None) or name
+        attributes |= {"groups": groups(program, ctx), "timeout": milliseconds()}
     aliases = dict(whole.kernel.aliases)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.effect)
     ins, complex_outs = _complexes(program, piece, aliases)
     called, given = complexes.joined(wide, [*operands, *started], ins, complex_outs)
-    if kernel.devices:
+    if kernel.devices and not platform.peers:
         here = ShapedArray((1 + len(kernel.devices),), np.dtype(np.int32))
         inner = ctx.replace(avals_in=(), avals_out=(here,))
         given = [*given, *mlir.lower_fun(lambda: [place(program)], multiple_results=True)(inner)]

@@ -13,13 +13,11 @@ import numpy as np
 from jtile import ir
 from jtile._config import current
 
-from ..platforms import Options, Platform, slug
+from ..platforms import Options, Platform, milliseconds, slug
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
     from ..targets import Target
-
-FOREVER = 1e9  # seconds: what waits for longer waits for ever, and clocks can count it
 
 
 def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
@@ -39,7 +37,7 @@ def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]
     if kernel.devices:
         texts["devices"] = str(launch["devices"])
         numbers["memory"] = np.int64(launch["memory"])
-        numbers["timeout"] = np.int64(round(min(current().timeout, FOREVER) * 1000))
+        numbers["timeout"] = milliseconds()
     if "dims" in launch:  # the image counts the programs itself
         numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
     else:

@@ -21,6 +21,7 @@ from . import (  # noqa: F401  emitters register
     emit_basics,
     emit_control,
     emit_debug,
+    emit_devices,
     emit_dot,
     emit_dot_scaled,
     emit_elementwise,
@@ -67,6 +68,7 @@ def emit_kernel(
     record = Record()
     em = emitter(kernel, f, record, isolate=isolate, num_stages=num_stages, marks=marks)
     parameters(em)
+    devices = em.memo["devices"] = _devices(em)
     scratch = _scratch(em)
     blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)), f)
     record.grid = blocks if isinstance(blocks, int) else expression(blocks, _numbers(kernel))
@@ -78,6 +80,9 @@ def emit_kernel(
     else:
         start_program(em, block)
         em.block(kernel.body)
+    if devices is not None:
+        devices.end()
+        record.devices = devices.facts()
     code.do("tt.return")
     if len(em.params) > MAX_PARAMETERS - 2:
         raise UnsupportedError(
@@ -135,6 +140,20 @@ def _strides(em: Emitter, shape: tuple[int | Val, ...]) -> tuple[int | Val, ...]
     return tuple(reversed(out))
 
 
+def _devices(em: Emitter) -> emit_devices.Devices | None:
+    """What a kernel that talks to other devices starts with."""
+    kernel = em.kernel
+    if not kernel.devices:
+        return None
+    if not all(isinstance(n, int) for n in (*kernel.grid, *(n for v in kernel.shared for n in v.shape))):
+        raise UnsupportedError(
+            f"kernel {kernel.name}: target {em.features.arch!r} has no kernels of dynamic grids or memory that talk to "
+            "other devices; mark fewer dimensions dynamic",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
+    return emit_devices.Devices(em)
+
+
 def _scratch(em: Emitter) -> list[ir.Value]:
     """The private Refs of a program."""
     kernel = em.kernel
@@ -153,6 +172,8 @@ def _blocks(kernel: ir.Kernel, private: int, f: Features) -> ir.Size:
     """How many blocks run the grid; fewer than programs where each block has private memory."""
     limit = max(1, min(RESIDENT, WORKSPACE // max(private, 1))) if private else MAX_BLOCKS
     limit = min(limit, f.blocks)
+    if kernel.devices and ir.waits(kernel):
+        limit = MAX_BLOCKS  # all of them run at once, and no block runs a second one
     programs = math.prod(kernel.grid)
     return min(programs, limit) if isinstance(programs, int) else call("min", programs, limit)
 
@@ -234,7 +255,7 @@ def compile_kernel(
     f = features_of(target)
     schedule: dict[str, str] = {}
     defect: dict[str, bool] = {}
-    if f.warpgroup_products:
+    if f.warpgroup_products and not kernel.devices:
         from .block import Defect, specialised
 
         found = specialised(kernel, target, options or {}, texts=texts)

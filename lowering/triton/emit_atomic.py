@@ -141,7 +141,7 @@ def _once(em: Emitter, a: _Access, mask: Val | None) -> Val:
         if fn == "exch":
             word = f"i{a.bits}"
             pointers, value = code.bitcast(pointers, f"!tt.ptr<{word}>"), code.bitcast(value, word)
-        old = code.bitcast(_rmw(em, fn, pointers, value, mask), a.value.elem)
+        old = code.bitcast(_rmw(em, a.buf, fn, pointers, value, mask), a.value.elem)
     else:
         old = _on_words(em, a, mask)
     if mask is None:
@@ -149,11 +149,11 @@ def _once(em: Emitter, a: _Access, mask: Val | None) -> Val:
     return code.select(mask, old, code.const(0, old.elem, old.shape))
 
 
-def _rmw(em: Emitter, fn: str, pointers: Val, value: Val, mask: Val | None) -> Val:
+def _rmw(em: Emitter, buf: Buffer, fn: str, pointers: Val, value: Val, mask: Val | None) -> Val:
     mask = mask or em.code.const(True, "i1", value.shape)
     kinds = f"({pointers.type}, {value.type}, {mask.type}) -> {value.type}"
     names = ", ".join(v.name for v in (pointers, value, mask))
-    return em.code.let(f"tt.atomic_rmw {fn}, relaxed, gpu, {names} : {kinds}", value.shape, value.elem)
+    return em.code.let(f"tt.atomic_rmw {fn}, relaxed, {buf.scope}, {names} : {kinds}", value.shape, value.elem)
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
@@ -177,13 +177,13 @@ def _on_words(em: Emitter, a: _Access, mask: Val | None) -> Val:
     kind = f"{base.type}, {at.type}"
     pointers = code.let(f"tt.addptr {base.name}, {at.name} : {kind}", at.shape, base.elem)
     if a.fn in _BITWISE and shift is not None:
-        old = _rmw(em, a.fn, pointers, _operand(em, a, shift), mask)
+        old = _rmw(em, a.buf, a.fn, pointers, _operand(em, a, shift), mask)
     elif a.fn == "cas" and each == 1 and all(isinstance(n, int) for n in a.buf.shape):
         _check_lanes(em, a)
         old = _compare_and_swap(em, pointers, a, mask)
     else:
         _check_lanes(em, a)
-        old = _exchange_loop(em, pointers, mask, lambda seen: _updated(em, a, seen, shift))
+        old = _exchange_loop(em, a.buf, pointers, mask, lambda seen: _updated(em, a, seen, shift))
     return _element(em, a, old, shift)
 
 
@@ -261,7 +261,7 @@ def _compare_and_swap(em: Emitter, pointers: Val, a: _Access, mask: Val | None) 
     """One `cas` of whole words; lanes that are masked put back what they compare with."""
     assert a.compare is not None
     want, new = _raw(em, a, a.compare), _raw(em, a, a.value)
-    return _cas(em, pointers, want, new if mask is None else em.code.select(mask, new, want))
+    return _cas(em, a.buf, pointers, want, new if mask is None else em.code.select(mask, new, want))
 
 
 def _check_lanes(em: Emitter, a: _Access) -> None:
@@ -272,13 +272,13 @@ def _check_lanes(em: Emitter, a: _Access) -> None:
         em.refuse(a.op, f"{what}: take a smaller tile, or triton 3.9")
 
 
-def _cas(em: Emitter, pointers: Val, want: Val, new: Val) -> Val:
+def _cas(em: Emitter, buf: Buffer, pointers: Val, want: Val, new: Val) -> Val:
     kinds = f"({pointers.type}, {want.type}, {new.type}) -> {want.type}"
     names = ", ".join(v.name for v in (pointers, want, new))
-    return em.code.let(f"tt.atomic_cas relaxed, gpu, {names} : {kinds}", want.shape, want.elem)
+    return em.code.let(f"tt.atomic_cas relaxed, {buf.scope}, {names} : {kinds}", want.shape, want.elem)
 
 
-def _exchange_loop(em: Emitter, pointers: Val, mask: Val | None, update: Callable[[Val], Val]) -> Val:
+def _exchange_loop(em: Emitter, buf: Buffer, pointers: Val, mask: Val | None, update: Callable[[Val], Val]) -> Val:
     """Compare and exchange until every lane has put its word where it had seen the old one; gives the old words.
 
     The first guess is zero: where it is wrong, the exchange fails and says what is there. A plain load would be a race,
@@ -298,7 +298,7 @@ def _exchange_loop(em: Emitter, pointers: Val, mask: Val | None, update: Callabl
     code.do("} do {")
     code.do(f"^bb0({seen2.name}: {seen2.type}, {left2.name}: {left2.type}):")
     with code.region():
-        now = _cas(em, pointers, seen2, code.select(left2, update(seen2), seen2))
+        now = _cas(em, buf, pointers, seen2, code.select(left2, update(seen2), seen2))
         failed = code.both(left2, code.cmp("ne", now, seen2))
         assert failed is not None
         now = code.select(left2, now, seen2)

@@ -58,6 +58,7 @@ class Buffer:
       shape: sides; i32 or i64 scalars where they are known when the kernel runs.
       strides: likewise.
       param: position among the kernel's arrays (operands, then results), or None for scratch.
+      scope: who else may update it meanwhile, as atomics say it: `"sys"` for memory that other devices reach.
     """
 
     pointer: Val
@@ -65,6 +66,7 @@ class Buffer:
     strides: tuple[int | Val, ...]
     dtype: str
     param: int | None = None
+    scope: str = "gpu"
 
 
 class Emitter:

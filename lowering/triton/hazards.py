@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jtile import ir
+from jtile.ir.devices import WAITING
 
 from .addresses import Line, lay
 from .emitter import Emitter, padded
@@ -25,7 +26,7 @@ Access = ir.Load | ir.Store | ir.Atomic
 def meet(em: Emitter, op: Access) -> None:
     """A barrier before `op` where it may touch what other threads of the block have touched since the last one."""
     watched = _watched_of(em)
-    root = watched.root.get(op.ref, op.ref)
+    root = ir.root(op.ref, watched.root)
     if root not in watched.roots:
         return
     block = watched.block[op]
@@ -42,16 +43,19 @@ def meet(em: Emitter, op: Access) -> None:
 
 def in_order(em: Emitter, body: ir.Block) -> bool:
     """Whether a loop reads memory that the kernel writes: triton's pipeliner, which does not look for such, would load
-    before the stores of earlier trips; the loop must say `tt.num_stages = 1`."""
+    before the stores of earlier trips; the loop must say `tt.num_stages = 1`. So must one in which programs wait for
+    what other devices store."""
     watched = _watched_of(em)
+    if any(isinstance(op, WAITING) for op in body.walk()):
+        return True
     loads = (op for op in body.walk() if isinstance(op, ir.Load))
-    return any(watched.root.get(op.ref, op.ref) in watched.roots for op in loads)
+    return any(ir.root(op.ref, watched.root) in watched.roots for op in loads)
 
 
 def changes(em: Emitter, ref: ir.Value) -> bool:
     """Whether the kernel both reads and writes the memory of a Ref, through this one or an aliased one."""
     watched = _watched_of(em)
-    return watched.root.get(ref, ref) in watched.changed
+    return ir.root(ref, watched.root) in watched.changed
 
 
 class Watched:
@@ -90,7 +94,7 @@ def _watched(em: Emitter) -> Watched:
     reads: set[ir.Value] = set()
     writes: dict[ir.Value, list[Access]] = {}
     for op, b, loop in _accesses(kernel.body, False):
-        ref = root.get(op.ref, op.ref)
+        ref = ir.root(op.ref, root)
         block[op] = b
         if loop:
             looped.add(op)
@@ -129,7 +133,7 @@ def _same_or_apart(op: Access, fixed: set[ir.Value]) -> bool:
 def _collide(watched: Watched, a: Access, b: Access) -> bool:
     if isinstance(a, ir.Load) and isinstance(b, ir.Load):
         return False
-    if watched.root.get(a.ref, a.ref) is not watched.root.get(b.ref, b.ref):
+    if ir.root(a.ref, watched.root) is not ir.root(b.ref, watched.root):
         return False
     return not any(_apart(x, y) for x, y in zip(a.index, b.index, strict=True))
 

@@ -183,4 +183,4 @@ def _store_bits(em: Emitter, buf: Buffer, places: Places, op: ir.Store, value: V
     for fn, v in (("and", keep), ("or", bits)):
         operands = f"{where.name}, {v.name}, {mask.name}"
         kinds = f"({where.type}, {v.type}, {mask.type}) -> {v.type}"
-        code.let(f"tt.atomic_rmw {fn}, relaxed, gpu, {operands} : {kinds}", at.shape, "i32")
+        code.let(f"tt.atomic_rmw {fn}, relaxed, {buf.scope}, {operands} : {kinds}", at.shape, "i32")

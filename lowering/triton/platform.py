@@ -42,7 +42,7 @@ class Gpus:
     target: Callable[[str], Target]
     device_target: Callable[[str, Any], Target]
 
-    def platform(self, *, block_level: bool = False, status: str = "") -> Platform:
+    def platform(self, *, block_level: bool = False, peers: bool = False, status: str = "") -> Platform:
         """The record of the platform; see there."""
         return Platform(
             name=self.name,
@@ -63,6 +63,7 @@ class Gpus:
             tools=lambda: (_cache.version("triton"),),
             fuses_slices=True,
             block_level=block_level,
+            peers=peers,
             status=status,
         )
 

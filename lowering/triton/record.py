@@ -16,9 +16,13 @@ A record is an object with
             {"kind": "i32" | "i64", "value": expression}
             {"kind": "counters", "count": n}         the address of n int32 of the launcher, one such parameter at most:
                                                      zeros, which every launch leaves as zeros
+            {"kind": "devices"}                      the address of this device's block, see `emit_devices.py`
             {"kind": "null"}                         a null pointer
   zeroed    arrays whose bytes the launcher sets to zero before the launch: [k, ...]
   sites     null, or {"buffer": k, "bytes": n, "grid": [expressions], "list": [...]}: see `emit_debug.py`
+  devices   where the kernel talks to other devices: {"axes": [[name, size], ...], "signals": [[name, shape], ...],
+            "table": bytes in front of it in the block, "barriers": likewise, "memory": likewise, "bytes": of the block,
+            "waits": whether programs wait for each other, "grid": [sides], "list": [sites that reports name]}
   dims      four numbers for each dynamic dimension of an operand: operand, axis, symbol, multiple
   attributes  of the launch: {"programmatic": true, "cooperative": true, ...}
 
@@ -42,7 +46,7 @@ class Record:
     """A launch record under construction; `extra` are results that the call gets besides the kernel's outputs.
 
     Attributes:
-      params, grid, zeroed, sites, dims, attributes: see the module.
+      params, grid, zeroed, sites, devices, dims, attributes: see the module.
       extra: bytes of each further result (an expression): workspace, sites.
       evict: position of a parameter, a tensor map -> how soon the cache forgets what its copies read; see `ptx.py`.
     """
@@ -52,6 +56,7 @@ class Record:
     extra: list[Expression] = dataclasses.field(default_factory=list)
     zeroed: list[int] = dataclasses.field(default_factory=list)
     sites: dict[str, Any] | None = None
+    devices: dict[str, Any] | None = None
     dims: list[int] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     evict: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -63,6 +68,7 @@ class Record:
             p |= {"box": [*reversed(d["block_size"])], "swizzle": d["swizzle"], "dtype": _MAP_DTYPE.get(
                 d["elem_type"], d["elem_type"])}  # fmt: skip
         fields = {k: getattr(self, k) for k in ("params", "grid", "zeroed", "sites", "dims", "attributes")}
+        fields |= {"devices": self.devices} if self.devices else {}
         fields |= {"name": name, "symbol": symbol, "arch": arch, "threads": built.threads, "shared": built.shared,
                    "cluster": built.choice.num_ctas}  # fmt: skip
         fields["attributes"] |= {"programmatic": True} if built.waits else {}

@@ -67,6 +67,7 @@ def target_of(
     )
     rates = {"float32": card.f32, "bfloat16": card.bf16, "float16": card.bf16, "float64": card.f64, "int8": card.int8}
     rates |= dict.fromkeys(f.fp8, card.fp8)
+    own = ["warpgroup products"] * f.warpgroup_products + ["untried peers"] * f.ptx
     return Target(
         name=f"{platform}:{f.arch}",
         platform=platform,
@@ -74,16 +75,16 @@ def target_of(
         scales=scales,
         memories=memories,
         matrix_shapes=tuple(shapes),
-        limits=(("programs", 2**62), ("tile", MAX_TILE)),
+        limits=(("programs", 2**62), ("tile", MAX_TILE), *([("resident", card.units)] if f.ptx else [])),
         gaps=tuple(_gaps(f)),
         rates=tuple(rates.items()),
-        features=("warps", *more, *(["warpgroup products"] if f.warpgroup_products else [])),
+        features=("warps", *more, *own),
     )
 
 
 def _gaps(f: Features) -> list[Gap]:
     wide = "cast the operands to bfloat16 or float16 first"
-    return [*(Gap("dot", d, wide) for d in OCP if d not in f.fp8), *without_devices()]
+    return [*(Gap("dot", d, wide) for d in OCP if d not in f.fp8), *([] if f.ptx else without_devices())]
 
 
 def features_of(target: Target) -> Features:

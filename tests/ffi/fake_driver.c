@@ -1,5 +1,5 @@
 /* A driver without a GPU: what jtile calls of libcuda and libamdhip64, written down line by line. Device memory is host
-   memory. Devices 0 and 1 are of sm_90 and gfx942, device 2 is of sm_80 and gfx1100; there is no other. */
+   memory. Devices 0 and 1 are of sm_90 and gfx942, device 2 is of sm_80 and gfx1100; tests may ask for more of sm_90. */
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *text;
 static size_t used, room;
-static int fail_code, encodes;
+static int fail_code, fail_device = -1, encodes, devices = 3;
 static char fail_name[64], signature[600];
 static void *kernel_to;
 static const void *kernel_from;
@@ -18,6 +18,7 @@ static size_t kernel_bytes;
 static __thread void *contexts[8];
 static __thread int depth;
 static int alive; /* allocations */
+static int blocks_each = 2, far = -1, without_atomics = -1; /* of a multiprocessor; devices that others cannot reach */
 
 static void say(const char *format, ...) {
   char line[8192];
@@ -37,11 +38,17 @@ static void say(const char *format, ...) {
 
 const char *fake_log(void) { return text ? text : ""; }
 void fake_reset(void) {
+  devices = 3, blocks_each = 2, far = without_atomics = fail_device = -1;
   used = 0, fail_code = 0, fail_name[0] = signature[0] = 0, kernel_bytes = 0, encodes = 0;
   if (text) text[0] = 0;
 }
 /* The next calls of this function give this error. */
 void fake_fail(const char *function, int code) { strcpy(fail_name, function), fail_code = code; }
+/* The same, on one device only; -1: on all. */
+void fake_fail_on(int device) { fail_device = device; }
+void fake_devices(int count) { devices = count; }
+/* How many blocks a multiprocessor holds, the device that others cannot reach, and that without atomics. */
+void fake_links(int blocks, int unreached, int atomics) { blocks_each = blocks, far = unreached, without_atomics = atomics; }
 /* A letter for each parameter of kernels: p a pointer, i 32 bits, l 64 bits, m a tensor map. */
 void fake_signature(const char *letters) { strcpy(signature, letters); }
 /* What a kernel does: these bytes go there. */
@@ -55,7 +62,10 @@ int fake_alive(void) { return alive; }
 
 /* -- shared by both drivers -- */
 
-static int failing(const char *function) { return fail_code && !strcmp(function, fail_name) ? fail_code : 0; }
+static int current(void) { return depth ? (int)((uintptr_t)contexts[depth - 1] - 140) : -1; }
+static int failing(const char *function) {
+  return fail_code && !strcmp(function, fail_name) && (fail_device < 0 || fail_device == current()) ? fail_code : 0;
+}
 #define FAILING(function) \
   if (failing(function)) return failing(function)
 
@@ -95,18 +105,17 @@ int cuGetErrorName(int code, const char **out) {
   return 0;
 }
 int cuGetErrorString(int code, const char **out) { return *out = code == 2 ? "out of memory" : "it did not work", 0; }
-int cuDeviceGet(int *out, int ordinal) { return *out = ordinal + 40, ordinal < 3 ? 0 : 101; }
+int cuDeviceGet(int *out, int ordinal) { return *out = ordinal + 40, ordinal < devices ? 0 : 101; }
 int cuDeviceGetName(char *out, int size, int device) { return snprintf(out, size, "Fake %d", device - 40), 0; }
 int cuDeviceGetAttribute(int *out, int attribute, int device) {
   int old = device == 42;
-  *out = attribute == 75 ? (old ? 8 : 9) : attribute == 76 ? 0 : attribute == 97 ? (old ? 166912 : 232448) : -1;
+  *out = attribute == 16 ? 4 : attribute == 75 ? (old ? 8 : 9) : attribute == 76 ? 0 : attribute == 97 ? (old ? 166912 : 232448) : -1;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void **out, int device) { return *out = (void *)(uintptr_t)(device + 100), 0; }
 int cuCtxGetCurrent(void **out) { return *out = depth ? contexts[depth - 1] : NULL, 0; }
 int cuCtxPushCurrent_v2(void *context) { return contexts[depth++] = context, 0; }
 int cuCtxPopCurrent_v2(void **out) { return *out = contexts[--depth], 0; }
-static int current(void) { return depth ? (int)((uintptr_t)contexts[depth - 1] - 140) : -1; }
 
 int cuModuleLoadData(void **module, const void *image) {
   FAILING("cuModuleLoadData");
@@ -123,11 +132,12 @@ int cuFuncSetAttribute(void *function, int attribute, int value) {
 int cuFuncLoad(void *function) { return (void)function, say("ready"), 0; }
 int cuMemAlloc_v2(uint64_t *out, size_t bytes) {
   FAILING("cuMemAlloc");
-  *out = (uint64_t)(uintptr_t)memset(malloc(bytes), 0x7f, bytes), ++alive;
+  *out = (uint64_t)(uintptr_t)memset(aligned_alloc(256, (bytes + 255) / 256 * 256), 0x7f, bytes);
+  __sync_fetch_and_add(&alive, 1);
   return say("allocate %zu on %d", bytes, current()), 0;
 }
 int cuMemFree_v2(uint64_t data) {
-  return free((void *)(uintptr_t)data), --alive, say("free on %d", current()), 0;
+  return free((void *)(uintptr_t)data), __sync_fetch_and_sub(&alive, 1), say("free on %d", current()), 0;
 }
 int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void *stream) {
   say("memset %llu %d x %zu stream %zu on %d", (unsigned long long)to, value, bytes, (size_t)stream, current());
@@ -140,6 +150,32 @@ int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
 int cuStreamSynchronize(void *stream) {
   FAILING("cuStreamSynchronize");
   return say("wait %zu", (size_t)stream), 0;
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
+  say("write %zu stream %zu on %d", bytes, (size_t)stream, current());
+  return memcpy((void *)to, from, bytes), 0;
+}
+int cuMemHostAlloc(void **out, size_t bytes, unsigned flags) {
+  FAILING("cuMemHostAlloc");
+  *out = memset(malloc(bytes), 0x7f, bytes), __sync_fetch_and_add(&alive, 1);
+  return say("host %zu flags %u", bytes, flags), 0;
+}
+int cuMemFreeHost(void *data) { return free(data), __sync_fetch_and_sub(&alive, 1), say("free host"), 0; }
+int cuCtxSynchronize(void) {
+  FAILING("cuCtxSynchronize");
+  return say("idle %d", current()), 0;
+}
+int cuDeviceCanAccessPeer(int *out, int device, int peer) { return *out = peer - 40 != far, (void)device, 0; }
+int cuDeviceGetP2PAttribute(int *out, int attribute, int from, int to) {
+  return *out = attribute == 3 && to - 40 != without_atomics, (void)from, 0;
+}
+int cuCtxEnablePeerAccess(void *context, unsigned flags) {
+  static __thread int before; /* XLA has done it for some */
+  say("reach %d from %d", (int)((uintptr_t)context - 140), current());
+  return flags ? 1 : ++before % 2 ? 0 : 704;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *function, int threads, size_t shared) {
+  return *out = blocks_each, (void)function, say("room for blocks of %d with %zu", threads, shared), 0;
 }
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   static __thread int now = 1;

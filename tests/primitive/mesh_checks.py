@@ -1,6 +1,7 @@
 """Kernels that talk to other devices, on meshes of eight; run by test_mesh.py."""
 
 import contextlib
+import re
 
 import device_programs
 import jax
@@ -216,8 +217,23 @@ def check_derivatives_are_refused():
 
 
 def check_a_target_that_has_no_devices():
-    f = shard(lambda x: shift.lower(x, axis="x", target="cuda:sm_90").texts and x)
-    with pytest.raises(
-        UnsupportedError, match="target 'cuda:sm_90' cannot run op 'axis_index'; run it in the interpreter"
-    ):
-        f(X)
+    for target, words in (("rocm:gfx942", "op 'axis_index'"), ("cuda:sm_90", "a kernel that talks to other devices")):
+        f = shard(lambda x, target=target: shift.lower(x, axis="x", target=target).texts and x)
+        with pytest.raises(UnsupportedError, match=f"target '{target}' cannot run {words}.*in the interpreter"):
+            f(X)
+
+
+def check_calls_for_gpus_name_their_devices():
+    """Group by group, by the numbers of this process; in place of the operand that says where a device is."""
+    lane = np.vectorize(lambda device: device.local_hardware_id)
+    f = jax.jit(shard(lambda x: shift(x, axis="x"), PERMUTED))
+    with jt.config(arch="sm_90", gpu_peers=True, timeout=0.25, poison=False):
+        text = f.trace(X).lower(lowering_platforms=("cuda",)).as_text()
+        for debug in (False, True):
+            with jt.config(debug=debug):
+                name = f.trace(X).lower(lowering_platforms=("cuda",)).as_text()
+                assert ("@jtile_cuda_io(" in name) == debug
+    groups = lane(PERMUTED.devices).T.reshape(-1)  # along x, once for each place along y
+    assert f"groups = dense<[{', '.join(map(str, groups))}]>" in text
+    assert "timeout = 250 : i64" in text
+    assert re.search(r"@jtile_cuda\(%\w+\) ", text)  # one operand

@@ -82,6 +82,17 @@ class FakeKernel:
         call("jtile_gpu_open", platform.encode(), driver.file.encode(), code, len(code), text.encode(), out)
         self.close = weakref.finalize(self, library().jtile_gpu_close, self.handle)
 
+    def talk(self, *devices: int, timeout: float = 10) -> "FakeKernel":
+        """Which devices the kernel talks to, and for how many seconds it waits for them."""
+        numbers = (ctypes.c_int32 * len(devices))(*devices)
+        milliseconds = ctypes.c_int64(round(timeout * 1000))
+        call("jtile_gpu_talk", self.handle, numbers, ctypes.c_int64(len(devices)), milliseconds)
+        return self
+
+    def finish(self, device: int = 0, stream: int = 7) -> None:
+        """Wait for a launch."""
+        call("jtile_gpu_finish", self.handle, device, ctypes.c_void_p(stream), *self.arguments((), ())[::2])
+
     def initialize(self, device: int = 0) -> None:
         call("jtile_gpu_initialize", self.handle, device)
 

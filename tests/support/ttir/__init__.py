@@ -6,7 +6,18 @@ leaves undefined is garbage here: lanes that a mask turns off, division by zero,
 bounds, and accesses to one element without a barrier between, are errors. Ops stand in `ops_*.py`, one table (`table`).
 """
 
+from .devices import Fault, Site, run_on_mesh
 from .launch import Launch, evaluate, launch_ttir, run_ttir, value_of
 from .types import TtirError
 
-__all__ = ["Launch", "TtirError", "evaluate", "launch_ttir", "run_ttir", "value_of"]
+__all__ = [
+    "Fault",
+    "Launch",
+    "Site",
+    "TtirError",
+    "evaluate",
+    "launch_ttir",
+    "run_on_mesh",
+    "run_ttir",
+    "value_of",
+]

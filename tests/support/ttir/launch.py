@@ -156,7 +156,7 @@ def _argument(p: dict[str, Any], base: Sequence[int], symbols: Sequence[int], de
 def _check_params(function: Function, record: Record) -> None:
     """The record's parameters must be those that the function declares."""
     kinds = {"buffer": "!tt.ptr<", "tensormap": "!tt.tensordesc<", "i32": "i32", "i64": "i64", "null": "!tt.ptr<"}
-    kinds["counters"] = "!tt.ptr<i32"
+    kinds |= {"counters": "!tt.ptr<i32", "devices": "!tt.ptr<i8"}
     if len(function.params) != len(record.params):
         raise TtirError(f"{len(record.params)} parameters in the record, {len(function.params)} of the function")
     for p, (name, t) in zip(record.params, function.params, strict=True):

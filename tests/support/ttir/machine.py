@@ -81,6 +81,9 @@ class Machine:
                     raise s.error(f"evaluator: {s.name} gave {x.dtype}{list(x.shape)} for {t}")
                 env[name] = x
 
+    def signalled(self) -> None:
+        """An atomic that other devices see is about to happen."""
+
     def mixed(self, x: np.ndarray) -> np.ndarray:
         """The same elements in another order: for ops that may reorder."""
         return self.random.permutation(x.reshape(-1)).reshape(x.shape)

@@ -45,6 +45,15 @@ class Memory:
     def base(self, k: int) -> int:
         return ((k + 1) << GAP) + SKEW
 
+    def owners(self, at: np.ndarray) -> np.ndarray:
+        """The buffers that addresses may belong to."""
+        return (at >> GAP) - 1
+
+    def place(self, address: int) -> tuple[int, int]:
+        """The buffer of an address, and the byte in it."""
+        k = int(self.owners(np.asarray(address)))
+        return k, address - self.base(k)
+
     def barrier(self) -> None:
         """Every access so far is ordered before those that come."""
         self.epoch += 1
@@ -55,7 +64,7 @@ class Memory:
         """(buffer, which of the addresses lie in it, their byte offsets); an error where one lies in none."""
         if not at.size:
             return []
-        owner, out = (at >> GAP) - 1, []
+        owner, out = self.owners(at), []
         for k in np.unique(owner):
             here = np.nonzero(owner == k)[0]
             offset = at[here] - self.base(int(k))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import scipy.special as sp
@@ -167,16 +168,27 @@ PTX = {
 }  # fmt: skip
 
 
+# PTX that does more than to compute a number: the elements of its operands, and `(machine, *operands) -> i32`. Other
+# files put it here.
+ACTS: dict[str, tuple[tuple[str, ...], Callable[..., int]]] = {}
+
+
 def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
-    demand(stmt, stmt.words[0][1:-1] in PTX, "the evaluator does not know this PTX")
+    text = stmt.words[0][1:-1]
+    demand(stmt, text in PTX or text in ACTS, "the evaluator does not know this PTX")
     demand(stmt, stmt.attrs.get("packed_element") == 1, "one element at a time")
+    if text in ACTS:
+        demand(stmt, [str(a) for a in args] == [*ACTS[text][0]], f"operands of {ACTS[text][0]}")
+        demand(stmt, stmt.outs == [Type((), "i32")] and "pure = false" in stmt.text, "an i32, and effects")
+        return stmt.outs
     demand(stmt, args == stmt.outs and args[0].elem == "f32", "an operand and a result of f32")
     return stmt.outs
 
 
 @op("tt.elementwise_inline_asm", rule=_asm_rule, form=arrow)
-def _asm(m, s: Stmt, x):
-    return PTX[s.words[0][1:-1]](x)
+def _asm(m, s: Stmt, *args):
+    text = s.words[0][1:-1]
+    return np.asarray(ACTS[text][1](m, *args), np.int32) if text in ACTS else PTX[text](*args)
 
 
 # -- floats of 8 bits --------------------------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ def _rmw_rule(stmt: Stmt, args: list[Type]) -> Types:
 @op("tt.atomic_rmw", rule=_rmw_rule, form=arrow)
 def _rmw(m, s: Stmt, p, x, mask=None):
     update, values = _UPDATES[s.words[0]], x.reshape(-1)
+    if s.words[2] == "sys":
+        m.signalled()
     # Half a byte changed alone: who reads the other half of it need not wait.
     changed = {"and": lambda: ~values, "or": lambda: values}.get(s.words[0])
     alone = changed is not None and bool((np.bitwise_count(unsigned(changed())) <= 4).all())

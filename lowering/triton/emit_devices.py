@@ -1,0 +1,386 @@
+"""Other devices, on NVIDIA's GPUs: symmetric memory and signals at addresses of this device and of its peers.
+
+A call site has one block of memory on each device, which peers reach; the kernel gets the address of its own. All of
+it stays where it is from call to call, so that a command buffer can hold the launch. Bytes of the block, and who writes
+them (`ffi/csrc/gpu_devices.cc` makes the block, and writes what is the host's):
+
+    0    i32 fault     not zero: a call has failed. Every device sets it on all, and programs that find it end
+    4    i32 epoch     calls that have ended on this device; its parity chooses a set of signals and memory
+    8    i32 arrived   programs of this call that have ended; the last one clears the signals of the set
+    12   i32 claimed   not zero: a program of this device has reported a fault
+    16   i64 timeout   nanoseconds that a program waits                                          (the host's)
+    24   i64 report    address of host memory for the report of a fault: seven i32               (the host's)
+    32   i32 place     of this device along each axis                                            (the host's)
+    ..   i64 table     for each device of the group its block's address / 256                    (the host's)
+    ..   i32 barriers  for each axis with barriers and each program: arrivals, and rounds begun here; never cleared
+    ..   i32 signals   two sets
+    ..   memory        two sets
+
+A report says: what went wrong (one of `FAULTS`, written last), the site, the program's place in the grid, and three
+numbers. Stores of all threads come before a signal: a barrier, then one thread's atomic of system scope, which releases
+them. One thread polls where a program waits, with an acquire of system scope, and passes on by a barrier what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jtile import ir
+from jtile.passes.intervals import Interval, Intervals, walk
+
+from .emit_debug import _program
+from .emitter import Buffer, Emitter, emits, memory_elem
+from .ttir import Val
+
+ALIGN = 256  # of the block, of the table's unit, and of each Ref
+FAULT, EPOCH, ARRIVED, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 8, 12, 16, 24, 32
+FAULTS = ("", "wait", "barrier", "device", "signal", "value")  # what a report begins with is a place in this list
+CLEARED = 1024  # signals that the last program of a call clears at once
+
+# One thread polls. $0 is 0 where the counter at $1 has come to $2, 1 where $4 ns have passed, 2 where the flag at $3
+# says that a device has failed before; the same in all threads. Differences, since counters of barriers wrap around.
+_POLL = """
+{ .reg .pred %jp, %jq; .reg .b32 %js, %jx, %jf; .reg .b64 %jb, %jn;
+mov.b32 %js, 0; mov.b64 %jb, 0; mov.u32 %jx, %tid.x; setp.ne.u32 %jq, %jx, 0; @%jq bra JT_JOIN;
+JT_POLL: ld.relaxed.sys.global.b32 %jf, [$3]; ld.acquire.sys.global.b32 %jx, [$1];
+sub.s32 %jx, %jx, $2; setp.ge.s32 %jp, %jx, 0; @%jp bra JT_JOIN;
+setp.ne.u32 %jp, %jf, 0; @%jp mov.b32 %js, 2; @%jp bra JT_JOIN;
+mov.u64 %jn, %globaltimer; setp.eq.u64 %jp, %jb, 0; @%jp mov.b64 %jb, %jn;
+sub.u64 %jn, %jn, %jb; setp.lt.u64 %jp, %jn, $4; @%jp bra JT_POLL; mov.b32 %js, 1;
+JT_JOIN: setp.ne.u32 %jq, %js, 0; bar.red.or.pred %jp, 0, %jq; @!%jp bra JT_DONE;
+setp.eq.u32 %jq, %js, 1; bar.red.or.pred %jp, 0, %jq; selp.b32 %js, 1, 2, %jp;
+JT_DONE: mov.b32 $0, %js; }
+"""
+WAIT = " ".join(_POLL.splitlines()).strip()
+FENCE = "fence.acq_rel.sys; mov.b32 $0, 0;"
+EXIT = "mov.b32 $0, 0; exit;"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the block of a device, in bytes.
+
+    Attributes:
+      table, barriers, signals, memory: where these begin; ends: all of it.
+      axes: of the kernel's barriers, in their order.
+      first: of each Ref that every device has, in a set.
+      signal_set, memory_set: bytes of a set.
+    """
+
+    table: int
+    barriers: int
+    signals: int
+    memory: int
+    end: int
+    axes: tuple[str, ...]
+    first: dict[ir.Value, int]
+    signal_set: int
+    memory_set: int
+
+
+def layout(kernel: ir.Kernel) -> Layout:
+    first: dict[ir.Value, int] = {}
+    table = _up(PLACE + 4 * len(kernel.devices), 8)
+    barriers = table + 8 * math.prod(n for _, n in kernel.devices)
+    axes = tuple(sorted({op.axis for op in kernel.body.walk() if isinstance(op, ir.AxisBarrier)}))
+    signals = barriers + 8 * len(axes) * math.prod(kernel.grid)
+    count = memory = 0
+    for v in kernel.refs("signal"):
+        first[v] = 4 * count
+        count += math.prod(v.shape)
+    for v in kernel.refs("symmetric"):
+        first[v] = memory
+        memory += _up(-(-math.prod(v.shape) * ir.DTYPES[v.dtype].bits // 8), ALIGN)
+    start = _up(signals + 8 * count, ALIGN)
+    return Layout(table, barriers, signals, start, start + 2 * memory, axes, first, 4 * count, memory)
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+Place = tuple[Val, ...]
+
+
+class Devices:
+    """Where this device is, and where Refs of other devices are."""
+
+    def __init__(self, em: Emitter):
+        self.em, self.kernel, self.layout = em, em.kernel, layout(em.kernel)
+        self.axes = [axis for axis, _ in em.kernel.devices]
+        self.sizes = [n for _, n in em.kernel.devices]
+        self.strides = [math.prod(self.sizes[k + 1 :]) for k in range(len(self.sizes))]
+        self.sites: list[dict[str, Any]] = []
+        self.places: dict[ir.Value, Place] = {}
+        self.far: dict[ir.Value, Val] = {}  # the address of the block of another device, i64
+        self.base = em.param({"kind": "devices"}, "!tt.ptr<i8>", " {tt.divisibility = 16 : i32}")
+        self.near = _intervals(em.kernel)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What each program does first: it ends where a call has failed, and reads which set is whose turn."""
+        em, code, at = self.em, self.em.code, self.layout
+        with self.branch(code.cmp("ne", self.number(FAULT), code.i32(0))):
+            self.instruction(EXIT)
+        self.here: Place = tuple(self.number(PLACE + 4 * k) for k in range(len(self.axes)))
+        self.waits = code.let(f"tt.load {self.own(TIMEOUT, 'i64').name} : !tt.ptr<i64>", (), "i64")
+        self.epoch = self.number(EPOCH)
+        turn = code.to_int(code.op("arith.andi", self.epoch, code.i32(1)), "i64")
+        self.signals = code.shift(code.scale(turn, at.signal_set), at.signals)
+        self.memory = code.shift(code.scale(turn, at.memory_set), at.memory)
+        for v in em.kernel.shared:
+            self.put(v, v, self.here, None)
+
+    def end(self) -> None:
+        """What each program does last. All signals of the call have come; the last program clears them."""
+        em, code = self.em, self.em.code
+        blocks = code.let("tt.get_num_programs x : i32", (), "i32")
+        em.barrier()
+        before = self.rmw("add", self.own(ARRIVED, "i32"), code.i32(1), "acq_rel", "gpu")
+        with self.branch(code.cmp("eq", code.shift(before, 1), blocks)):
+            em.barrier()
+            count = self.layout.signal_set // 4
+            for first in range(0, count, CLEARED):
+                self._clear(first, min(CLEARED, count - first))
+            code.do(f"tt.store {self.own(ARRIVED, 'i32').name}, {code.i32(0).name} : !tt.ptr<i32>")
+            epoch = code.shift(self.epoch, 1)
+            code.do(f"tt.store {self.own(EPOCH, 'i32').name}, {epoch.name} : !tt.ptr<i32>")
+
+    def _clear(self, first: int, n: int) -> None:
+        code = self.em.code
+        lanes = 1 << (n - 1).bit_length()
+        start = self.at(self.base, code.shift(self.signals, 4 * first), "i32")
+        many = code.splat(start, (lanes,))
+        number = code.arange(lanes)
+        where = code.let(f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}", (lanes,), many.elem)
+        names = [where, code.const(0, "i32", (lanes,))]
+        names += [code.cmp("slt", number, code.const(n, "i32", (lanes,)))] if n < lanes else []
+        code.do(f"tt.store {', '.join(v.name for v in names)} : {where.type}")
+
+    # -- addresses ----------------------------------------------------------------------------------------------------
+
+    def own(self, offset: int, elem: str) -> Val:
+        """A pointer into this device's block."""
+        return self.at(self.base, self.em.code.const(offset, "i64"), elem)
+
+    def at(self, base: Val, offset: Val, elem: str) -> Val:
+        """A pointer behind the start of a block: of one's own by its pointer, of another by its address."""
+        code = self.em.code
+        if base.elem == "i64":
+            return code.cast("tt.int_to_ptr", code.add(base, offset), f"!tt.ptr<{elem}>")
+        moved = code.let(f"tt.addptr {base.name}, {offset.name} : {base.elem}, i64", (), base.elem)
+        return code.bitcast(moved, f"!tt.ptr<{elem}>")
+
+    def number(self, offset: int) -> Val:
+        return self.em.code.let(f"tt.load {self.own(offset, 'i32').name} : !tt.ptr<i32>", (), "i32")
+
+    def block_of(self, rank: Val) -> Val:
+        """The address of a device's block, i64; that it is a multiple of 256 can be seen."""
+        code = self.em.code
+        table = self.own(self.layout.table, "i64")
+        entry = code.let(f"tt.addptr {table.name}, {rank.name} : {table.elem}, i32", (), table.elem)
+        return code.scale(code.let(f"tt.load {entry.name} : {entry.elem}", (), "i64"), ALIGN)
+
+    def rank(self, place: Place) -> Val:
+        """The number of a device: row by row over the axes."""
+        code = self.em.code
+        return functools.reduce(
+            code.add, [code.scale(at, s) for at, s in zip(place, self.strides, strict=True)], code.i32(0)
+        )
+
+    def put(self, v: ir.Value, param: ir.Value, place: Place, block: Val | None) -> None:
+        """Let `v` be a parameter on the device at a place, whose block is at an address; None: this one."""
+        self.places[v] = place
+        if block is not None:
+            self.far[v] = block
+        signal = param.type.role == "signal"  # type: ignore[union-attr]
+        offset = self.em.code.shift(self.signals if signal else self.memory, self.layout.first[param])
+        pointer = self.at(self.base if block is None else block, offset, memory_elem(param.dtype))
+        strides = tuple(math.prod(param.shape[k + 1 :]) for k in range(len(param.shape)))
+        self.em.refs[v] = Buffer(pointer, param.shape, strides, param.dtype, scope="sys")
+
+    def counter(self, op: ir.Signal | ir.WaitSignal) -> tuple[Val, Val]:
+        """The pointer to a signal, and its number among those of a device; a fault where there is no such signal."""
+        em, code, param = self.em, self.em.code, ir.root(op.ref)
+        buf, at, inside = em.refs[op.ref], code.i32(0), None
+        known = self.near[op][: len(op.index)]
+        for d, n, stride, near in zip(op.index, param.shape, buf.strides, known, strict=True):
+            k = em.integer(ir.dim_value(d))
+            at = code.add(at, code.scale(k, stride))  # type: ignore[arg-type]
+            if near is None or near.lo < 0 or near.hi >= n:
+                inside = code.both(inside, code.cmp("ult", k, code.i32(n)))
+        if inside is not None:
+            self.fail_unless(inside, op, "signal", at)
+        where = code.let(f"tt.addptr {buf.pointer.name}, {at.name} : {buf.pointer.elem}, i32", (), buf.pointer.elem)
+        return where, code.shift(at, self.layout.first[param] // 4)
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def rmw(self, fn: str, pointer: Val, value: Val, order: str, scope: str = "sys") -> Val:
+        """One atomic, of one thread; gives the old number."""
+        true = self.em.code.const(True, "i1")
+        names = ", ".join(v.name for v in (pointer, value, true))
+        kinds = f"({pointer.elem}, i32, i1) -> i32"
+        return self.em.code.let(f"tt.atomic_rmw {fn}, {order}, {scope}, {names} : {kinds}", (), "i32")
+
+    def instruction(self, text: str, constraints: str = "=r", args: Sequence[Val] = ()) -> Val:
+        attributes = f'constraints = "{constraints}", packed_element = 1 : i32, pure = false'
+        kinds = f" {', '.join(a.name for a in args)} : {', '.join(a.elem for a in args)}" if args else ""
+        return self.em.code.let(f'tt.elementwise_inline_asm "{text}" {{{attributes}}}{kinds} -> i32', (), "i32")
+
+    def wait(self, op: ir.Op, counter: Val, at_least: Val, fault: str, number: Val, wanted: Val, base: Val) -> None:
+        """Wait until a counter of this device has come to a number; `wanted` is it above `base`, for the report."""
+        code = self.em.code
+        flag = self.address(self.own(FAULT, "i32"))
+        args = (self.address(counter), at_least, flag, self.waits)
+        status = self.instruction(WAIT, "=r,l,r,l,l,~{memory}", args)
+        with self.branch(code.cmp("ne", status, code.i32(0))):
+            with self.branch(code.cmp("eq", status, code.i32(1))):
+                stands = code.sub(self.rmw("add", counter, code.i32(0), "relaxed"), base)
+                self.report(op, fault, number, wanted, stands)
+            self.instruction(EXIT)
+
+    def address(self, pointer: Val) -> Val:
+        return self.em.code.cast("tt.ptr_to_int", pointer, "i64")
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def branch(self, cond: Val) -> Iterator[None]:
+        self.em.code.do(f"scf.if {cond.name} {{")
+        with self.em.code.region():
+            yield
+        self.em.code.do("}")
+
+    def fail_unless(self, cond: Val, op: ir.Op, fault: str, *numbers: Val) -> None:
+        code = self.em.code
+        with self.branch(code.op("arith.xori", cond, code.const(True, "i1"))):
+            self.report(op, fault, *numbers)
+            self.instruction(EXIT)
+
+    def report(self, op: ir.Op, fault: str, *numbers: Val) -> None:
+        """Say what went wrong, unless another program of this device has, and let all devices end."""
+        em, code = self.em, self.em.code
+        lanes = em.kernel.lanes
+        self.sites.append({"kind": "assert", "message": op.mnemonic, "where": str(op.loc), "args": [],
+                           "axes": max(3, len(em.kernel.grid) - lanes), "lanes": lanes})  # fmt: skip
+        em.barrier()
+        claimed = self.rmw("exch", self.own(CLAIMED, "i32"), code.i32(1), "relaxed", "gpu")
+        with self.branch(code.cmp("eq", claimed, code.i32(0))):
+            at = code.let(f"tt.load {self.own(REPORT, 'i64').name} : !tt.ptr<i64>", (), "i64")
+            words = [code.i32(len(self.sites) - 1), code.to_int(_program(em), "i32"), *numbers]
+            for k, word in enumerate(words):
+                self._tell(at, k + 1, word)
+            self.instruction(FENCE)
+            self._tell(at, 0, code.i32(FAULTS.index(fault)))
+        with self.each(math.prod(self.sizes)) as rank:
+            flag = self.at(self.block_of(rank), code.const(FAULT, "i64"), "i32")
+            self.rmw("or", flag, code.i32(1), "relaxed")
+
+    def _tell(self, report: Val, k: int, word: Val) -> None:
+        where = self.at(report, self.em.code.const(4 * k, "i64"), "i32")
+        self.em.code.do(f"tt.store {where.name}, {word.name} : !tt.ptr<i32>")
+
+    @contextlib.contextmanager
+    def each(self, n: int) -> Iterator[Val]:
+        """A loop over n devices."""
+        code = self.em.code
+        k = Val(code.name(), (), "i32")
+        bounds = [code.i32(x).name for x in (0, n, 1)]
+        code.do(f"scf.for {k.name} = {bounds[0]} to {bounds[1]} step {bounds[2]} : i32 {{")
+        with code.region():
+            yield k
+        code.do("} {tt.num_stages = 1 : i32}")
+
+    def facts(self) -> dict[str, Any]:
+        """What the launcher must know: see `record.py`."""
+        at, kernel = self.layout, self.kernel
+        names = [[v.name, list(v.shape)] for v in kernel.refs("signal")]
+        return {
+            "axes": [list(pair) for pair in kernel.devices], "signals": names, "table": at.table,
+            "barriers": at.barriers, "memory": at.memory, "bytes": at.end, "waits": ir.waits(kernel),
+            "grid": list(kernel.grid), "list": self.sites,
+        }  # fmt: skip
+
+
+def _intervals(kernel: ir.Kernel) -> dict[ir.Op, list[Interval | None]]:
+    """What the numbers that name devices and signals lie between."""
+    found: dict[ir.Op, list[Interval | None]] = {}
+
+    def look(op: ir.Op, known: Intervals) -> None:
+        if isinstance(op, ir.On):
+            found[op] = [known(op.index)]
+        elif isinstance(op, ir.Signal | ir.WaitSignal):
+            found[op] = [known(ir.dim_value(d)) for d in op.index]
+        if isinstance(op, ir.Signal):
+            found[op].append(known(op.value))
+
+    walk(kernel, look)
+    return found
+
+
+def devices(em: Emitter) -> Devices:
+    return em.memo["devices"]
+
+
+# -- the cards --------------------------------------------------------------------------------------------------------
+
+
+@emits(ir.AxisIndex)
+def _axis_index(em: Emitter, op: ir.AxisIndex) -> Val:
+    d = devices(em)
+    return d.here[d.axes.index(op.axis)]
+
+
+@emits(ir.On)
+def _on(em: Emitter, op: ir.On) -> None:
+    d, code = devices(em), em.code
+    axis = d.axes.index(op.axis)
+    at, (near,) = em.integer(op.index), d.near[op]
+    if near is None or near.lo < 0 or near.hi >= d.sizes[axis]:
+        inside = code.cmp("ult", at, code.i32(d.sizes[axis]))
+        d.fail_unless(inside, op, "device", code.i32(axis), at)
+    place = d.places[op.ref]
+    place = (*place[:axis], at, *place[axis + 1 :])
+    d.put(op.result, ir.root(op.ref), place, d.block_of(d.rank(place)))
+
+
+@emits(ir.Signal)
+def _signal(em: Emitter, op: ir.Signal) -> None:
+    d, code = devices(em), em.code
+    where, number = d.counter(op)
+    value, near = em.integer(op.value), d.near[op][-1]
+    if near is None or near.lo < 1:
+        d.fail_unless(code.cmp("sge", value, code.i32(1)), op, "value", number, value)
+    em.barrier()
+    d.rmw("add" if op.fn == "add" else "max", where, value, "release")
+
+
+@emits(ir.WaitSignal)
+def _wait_signal(em: Emitter, op: ir.WaitSignal) -> None:
+    d = devices(em)
+    where, number = d.counter(op)
+    wanted = em.integer(op.at_least)
+    d.wait(op, where, wanted, "wait", number, wanted, em.code.i32(0))
+
+
+@emits(ir.AxisBarrier)
+def _axis_barrier(em: Emitter, op: ir.AxisBarrier) -> None:
+    d, code = devices(em), em.code
+    axis, n = d.axes.index(op.axis), dict(em.kernel.devices)[op.axis]
+    program = code.let("tt.get_program_id x : i32", (), "i32")
+    line = code.shift(code.scale(program, 8), 8 * d.layout.axes.index(op.axis) * math.prod(em.kernel.grid))
+    offset = code.shift(code.to_int(line, "i64"), d.layout.barriers)
+    em.barrier()
+    rounds = d.rmw("add", d.at(d.base, code.shift(offset, 4), "i32"), code.i32(1), "relaxed", "gpu")
+    with d.each(n) as k:
+        rank = d.rank((*d.here[:axis], k, *d.here[axis + 1 :]))
+        d.rmw("add", d.at(d.block_of(rank), offset, "i32"), code.i32(1), "release")
+    begun = code.scale(rounds, n)
+    counter = d.at(d.base, offset, "i32")
+    d.wait(op, counter, code.shift(begun, n), "barrier", code.i32(axis), code.i32(n), begun)

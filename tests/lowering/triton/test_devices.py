@@ -1,0 +1,212 @@
+"""Kernels that talk to other devices, on GPUs: the text of all devices' programs evaluated together, beside the
+interpreter; what is reported where something goes wrong; and the instructions that a compiled kernel has."""
+
+import device_programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from device_kernels import corner, cycle, gather, numbers, own_programs, shift
+from ttir import Site, run_on_mesh
+
+import jtile as jt
+from jtile import ir
+from jtile.errors import UnsupportedError
+from jtile.lowering import targets
+from jtile.lowering.triton import heuristics, stages
+from jtile.lowering.triton.compile import emit_kernel
+from jtile.lowering.triton.features import features
+from jtile.ops import collective_parts as parts
+
+FLAT = dict(axis="x", bn=32, programs=2)
+
+
+def lowered(kernel, x, mesh, **meta):
+    """The kernel in Tile IR, after the passes."""
+    return kernel.lower(jax.ShapeDtypeStruct(x.shape[len(mesh) :], x.dtype), mesh=mesh, **meta).kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "mesh", "meta"),
+    [
+        (shift, (4, 3, 5), {"x": 4}, dict(axis="x")),
+        (gather, (3, 2, 5), {"x": 3}, dict(axis="x")),
+        (corner, (2, 3, 4, 6), {"x": 2, "y": 3}, dict(rows="x", columns="y")),
+        (own_programs, (2, 4, 6), {"x": 2}, dict(axis="x")),
+        (parts.gather_parts, (4, 70), {"x": 4}, FLAT),
+        (parts.exchange_parts, (2, 2, 70), {"x": 2}, FLAT),
+        (parts.sum_parts, (4, 4, 70), {"x": 4}, FLAT),
+        (parts.sum_all, (4, 70), {"x": 4}, FLAT),
+        (parts.sum_all_in_two, (3, 3, 70), {"x": 3}, FLAT),
+    ],
+    ids=lambda v: getattr(v, "name", None),
+)
+def test_the_meaning(kernel, shape, mesh, meta):
+    """Three calls of one site, so that both sets of memory and signals are used again."""
+    x = numbers(*shape)
+    want = kernel.interpret(x, mesh=mesh, **meta)
+    (got,) = run_on_mesh(lowered(kernel, x, mesh, **meta), [x])
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "bool", "float8_e4m3fn", "int4"])
+def test_dtypes(dtype):
+    x = (numbers(2, 3, 5) % 2).astype(jnp.dtype(dtype))
+    (got,) = run_on_mesh(lowered(shift, x, {"x": 2}, axis="x"), [x], calls=2)
+    np.testing.assert_array_equal(got, x[::-1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs(seed):
+    devices, programs = ((2, 1), (3, 2), (4, 1))[seed % 3]
+    steps, x = device_programs.script(seed), device_programs.inputs(devices, programs, seed)
+    kernel = lowered(device_programs.follow, x, {"x": devices}, axis="x", steps=steps)
+    (got,) = run_on_mesh(kernel, [x], seed=seed)
+    np.testing.assert_array_equal(got, device_programs.expected(x, steps), err_msg=str(steps))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(4, 204, 50))
+def test_two_hundred_random_programs(start):
+    for seed in range(start, start + 50):
+        test_random_programs(seed)
+
+
+@pytest.mark.parametrize("fault", ["no signal", "a wait for one more", "a cycle"])
+def test_planted_faults(fault):
+    """All programs end, and one says which signal did not come; the next calls end at once."""
+    steps, x = device_programs.with_fault(0, fault), device_programs.inputs(3, 1, 0)
+    site = Site(lowered(device_programs.follow, x, {"x": 3}, axis="x", steps=steps))
+    for _ in range(2):
+        site.call([[part] for part in x])
+    found = site.faults()
+    assert {f.kind for f in found.values()} == {"wait"}
+    assert all("device_programs.py:" in f.where for f in found.values())
+    assert all(site.numbers(k)["fault"] == 1 for k in range(3))
+
+
+def test_reports():
+    x = numbers(2, 3, 5)
+    site = Site(lowered(shift, x, {"x": 2}, axis="x", at_least=3))
+    site.call([[part] for part in x])
+    assert {f.numbers for f in site.faults().values()} <= {(0, 3, 1), (0, 3, 0)}  # signal, wanted, stands at
+    site = Site(lowered(cycle, x, {"x": 2}, axis="x"))
+    site.call([[part] for part in x])
+    assert site.facts["signals"] == [["came", [2]]]
+    assert all(f.numbers == (0, 1, 0) for f in site.faults().values())
+    site = Site(lowered(alone, x, {"x": 2}, axis="x"))
+    site.call([[part] for part in x])
+    assert [f.kind for f in site.faults().values()] == ["barrier"]
+    assert site.faults()[0].numbers == (0, 2, 1)  # axis, devices, how many have come
+
+
+@pytest.mark.parametrize(
+    ("k", "value", "kind", "want"),
+    [(7, 1, "signal", None), (2, 0, "value", (2, 0)), (-1, 1, "signal", None)],
+)
+def test_numbers_that_are_computed(k, value, kind, want):
+    x, of = numbers(2, 4), np.array([k, value], np.int32)
+    kernel = raises.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x[0], of)), mesh={"x": 2}).kernel
+    site = Site(kernel)
+    site.call([[part, of] for part in x])
+    assert {f.kind for f in site.faults().values()} == {kind}
+    assert want is None or all(f.numbers[:2] == want for f in site.faults().values())
+
+
+def test_devices_that_there_are_not():
+    x = numbers(2, 4)
+    site = Site(lowered(astray, x, {"x": 2}))
+    site.call([[part + 9] for part in x])
+    assert {f.kind for f in site.faults().values()} == {"device"}
+    assert all(f.numbers[0] == 0 and f.numbers[1] >= 9 for f in site.faults().values())
+
+
+def compiled(kernel):
+    f = features("sm_90")
+    text, record = emit_kernel(kernel, f)
+    return record, stages.build(text, f, heuristics.choose(kernel, f, {}), where=kernel, texts=("ptx",))
+
+
+def test_instructions():
+    """System scope for what other devices see; whole vectors into the memory of others; one block for each program."""
+    x = numbers(2, 1 << 14)
+    kernel = lowered(parts.sum_all, x, {"x": 2}, axis="x", bn=1024, programs=4)
+    record, built = compiled(kernel)
+    ptx = built.texts["ptx"]
+    assert "ld.acquire.sys.global.b32" in ptx and "red.global.sys.release.add.u32" in ptx
+    assert "st.global.v4" in ptx and "%globaltimer" in ptx and "exit;" in ptx
+    assert "atom.global.gpu.acq_rel.add.u32" in ptx  # the last program ends the call
+    assert record.grid == 4 and record.devices["waits"] and record.devices["memory"] % 256 == 0
+    assert record.devices["bytes"] == record.devices["memory"] + 2 * 2 * x[0].nbytes
+
+
+def test_loads_stay_behind_waits():
+    x = numbers(2, 70)
+    text, _ = emit_kernel(lowered(parts.gather_parts, x, {"x": 2}, **FLAT), features("sm_90"))
+    loops = text.split("scf.for")
+    (waiting,) = [k for k, part in enumerate(loops) if "ld.acquire" in part]
+    assert "tt.num_stages = 1" in "".join(loops[waiting:])
+
+
+def test_atomics_of_other_devices():
+    x = numbers(2, 3, 2, 6)
+    text, _ = emit_kernel(lowered(corner, x, {"x": 2, "y": 3}, rows="x", columns="y"), features("sm_90"))
+    assert "tt.atomic_rmw max, release, sys" in text  # a signal that is set to higher numbers
+    assert text.count("tt.atomic_rmw add, relaxed, sys") > text.count("tt.atomic_rmw add, relaxed, gpu")
+
+
+def test_the_option():
+    """Nobody gets code that has not run on GPUs without asking for it; other platforms have none."""
+    x = numbers(2, 4)
+    lower = lambda target: shift.lower(jax.ShapeDtypeStruct((4,), x.dtype), mesh={"x": 2}, axis="x", target=target)
+    with pytest.raises(UnsupportedError, match=r"its code has not run on such GPUs yet; the option gpu_peers=True"):
+        lower("cuda:sm_90").texts
+    with jt.config(gpu_peers=True):
+        kernel = lower("cuda:sm_90").kernel
+        targets.check_capabilities(kernel, targets.resolve("cuda:sm_90"))
+        for other in ("rocm:gfx942", "ascend:910b1"):
+            with pytest.raises(UnsupportedError, match=r"cannot run op 'axis_index'; run it in the interpreter"):
+                targets.check_capabilities(kernel, targets.resolve(other))
+        many = lowered(gather, numbers(2, 200, 4), {"x": 2}, axis="x")
+        with pytest.raises(UnsupportedError, match="200 programs that wait for each other; at most 132 run at once"):
+            targets.check_capabilities(many, targets.resolve("cuda:sm_90"))
+
+
+def test_grids_that_do_not_wait():
+    x = numbers(2, 3000)
+    kernel = lowered(own_memory, x, {"x": 2}, axis="x")
+    assert not ir.waits(kernel)
+    (got,) = run_on_mesh(lowered(own_memory, x[:, :9], {"x": 2}, axis="x"), [x[:, :9]], calls=2)
+    np.testing.assert_array_equal(got, x[:, :9] + np.arange(2)[:, None])
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x))
+def alone(x, o, *, axis):
+    @jt.when(jt.axis_index(axis) == 0)
+    def _():
+        jt.axis_barrier(axis)
+
+    o[...] = x[...]
+
+
+@jt.kernel(out_type=lambda x, of: jt.like(x), scratch=lambda x, of: [jt.signals(3)])
+def raises(x, of, o, came):
+    jt.signal(came.on("x", jt.axis_index("x"))[of[0]], of[1])
+    o[...] = x[...]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), scratch=lambda x: [jt.symmetric((1,), x.dtype)])
+def astray(x, o, box):
+    box.on("x", x[0].astype(np.int32))[0] = x[0]
+    o[...] = x[...]
+
+
+@jt.kernel(
+    out_type=lambda x, **_: jt.like(x),
+    grid=lambda x, **_: x.shape,
+    scratch=lambda x, **_: [jt.symmetric(x.shape, x.dtype)],
+)
+def own_memory(x, o, box, *, axis):
+    i = jt.program_id(0)
+    box[i] = x[i] + jt.axis_index(axis).astype(x.dtype)
+    o[i] = box[i]

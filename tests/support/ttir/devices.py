@@ -1,0 +1,251 @@
+"""Kernels that talk to other devices: the programs of all devices of a mesh, each in a thread, over memory that all of
+them reach. One runs at a time; a seed decides who goes on where a program polls or signals, so that nothing depends on
+time: the timer of a wait has run out when nobody has done anything for many turns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import random
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from jtile.ir import Kernel
+from jtile.lowering.triton.compile import emit_kernel
+from jtile.lowering.triton.emit_devices import EXIT, FAULTS, FENCE, PLACE, REPORT, TIMEOUT, WAIT
+from jtile.lowering.triton.features import features
+
+from .launch import Buffers, _argument, _check_params, buffers, read, value_of
+from .machine import Machine
+from .memory import SKEW, Memory
+from .ops_math import ACTS
+from .types import TtirError
+
+UNIT = 256  # of the table, and what the address of a block is a multiple of
+PATIENCE = 40  # turns of every program without anything done
+
+
+class EndedError(TtirError):
+    """A program has ended on its own."""
+
+
+@dataclasses.dataclass
+class Fault:
+    """What a device reported: the kind, the line of the site, the program, three numbers."""
+
+    kind: str
+    where: str
+    program: int
+    numbers: tuple[int, ...]
+
+
+class Turns:
+    """Which thread goes on."""
+
+    def __init__(self, count: int, seed: int):
+        self.changed, self.random = threading.Condition(), random.Random(seed)
+        self.alive, self.now, self.idle = set(range(count)), 0, 0
+        self.error: BaseException | None = None
+
+    def begin(self, me: int) -> None:
+        with self.changed:
+            self._await(me)
+
+    def give(self, me: int) -> None:
+        """Let any program go on, and come back."""
+        with self.changed:
+            self._next()
+            self._await(me)
+
+    def end(self, me: int) -> None:
+        with self.changed:
+            self.alive.discard(me)
+            self.idle = 0
+            if self.alive:
+                self._next()
+
+    def _next(self) -> None:
+        self.now = self.random.choice(sorted(self.alive))
+        self.changed.notify_all()
+
+    def _await(self, me: int) -> None:
+        while self.now != me:
+            self.changed.wait()
+        if self.error is not None:
+            raise EndedError("another program has failed")
+
+
+class Program(Machine):
+    """The machine of one program of one device."""
+
+    def __init__(self, turns: Turns, me: int, *args):
+        super().__init__(*args)
+        self.turns, self.me = turns, me
+
+    def signalled(self) -> None:
+        self.turns.idle = 0
+        self.turns.give(self.me)
+
+    def word(self, address: int) -> np.ndarray:
+        k, offset = self.memory.place(address)
+        return self.memory.bytes[k][offset : offset + 4].view(np.int32)
+
+
+def _wait(m: Program, counter, wanted, fault, timeout) -> int:
+    """As `WAIT` does it; `timeout` is in nanoseconds, and here any number but 0."""
+    m.memory.barrier()
+    behind = lambda: np.subtract(m.word(int(counter)), wanted, dtype=np.int32)[0] < 0
+    while behind():
+        if m.word(int(fault))[0]:
+            return 2
+        m.turns.idle += 1
+        if int(timeout) <= 0 or m.turns.idle > PATIENCE * len(m.turns.alive):
+            return 1
+        m.turns.give(m.me)
+    m.turns.idle = 0
+    return 0
+
+
+def _fence(m: Program) -> int:
+    m.turns.idle = 0
+    m.turns.give(m.me)
+    return 0
+
+
+def _exit(m: Program) -> int:
+    raise EndedError("exit")
+
+
+ACTS |= {WAIT: (("i64", "i32", "i64", "i64"), _wait), FENCE: ((), _fence), EXIT: ((), _exit)}
+
+
+class Site:
+    """A call site on the devices of one group: blocks of memory that stay from call to call."""
+
+    def __init__(self, kernel: Kernel, arch: str = "sm_90"):
+        self.kernel = kernel
+        self.text, self.record = emit_kernel(kernel, features(arch))
+        (self.function,) = read(self.text).values()
+        assert self.record.devices is not None
+        self.facts = self.record.devices
+        self.sizes = tuple(n for _, n in kernel.devices)
+        self.blocks = [np.zeros(self.facts["bytes"] + UNIT, np.uint8) for _ in range(math.prod(self.sizes))]
+        for block in self.blocks:  # symmetric memory is undefined when a call begins
+            block[UNIT - SKEW + self.facts["memory"] :] = 0xFF
+        self.reports = [np.zeros(8, np.int32) for _ in self.blocks]
+
+    def call(self, inputs: np.ndarray | Sequence[Sequence[np.ndarray]], seed: int = 0) -> list[list[np.ndarray]]:
+        """One call on every device: the outputs of each. `inputs`: those of each device."""
+        parts = [buffers(self.kernel, self.record, [np.asarray(x) for x in one]) for one in inputs]
+        arrays = [x for b in parts for x in b.all] + [x for pair in zip(self.blocks, self.reports) for x in pair]
+        memory = Memory(arrays)
+        base = [memory.base(k) for k in range(len(arrays))]
+        first = len(arrays) - 2 * len(self.blocks)
+        for rank, place in enumerate(np.ndindex(*self.sizes)):
+            self._write(memory.bytes[first + 2 * rank], base[first:], place, rank)
+        return self.run(memory, parts, base, [base[first + 2 * rank] + UNIT - SKEW for rank in range(len(parts))], seed)
+
+    def run(
+        self, memory: Memory, parts: Sequence[Buffers], base: Sequence[int], blocks: Sequence[int], seed: int
+    ) -> list[list[np.ndarray]]:
+        """The programs of all devices over a memory, in which arrays begin at `base`, and each device's block at one of
+        `blocks`."""
+        grid = value_of(self.record.grid)
+        turns = Turns(len(parts) * grid, seed)
+        threads, each = [], len(parts[0].all)
+        for rank, part in enumerate(parts):
+            at = [*base[each * rank : each * (rank + 1)], blocks[rank]]
+            for block in range(grid):
+                me = len(threads)
+                own = copy.copy(memory)
+                own._stores, own._loads, own._stored, own.loops = {}, {}, {}, []
+                machine = Program(turns, me, read(self.text), own, grid, [], seed + me)
+                machine.block = block
+                args = [at[-1] if p["kind"] == "devices" else _argument(p, at, part.symbols, []) for p in
+                        self.record.params]  # fmt: skip
+                threads.append(threading.Thread(target=self._run, args=(machine, args), daemon=True))
+        _check_params(self.function, self.record)
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        memory.finish()
+        if turns.error is not None:
+            raise turns.error
+        return [part.outputs() for part in parts]
+
+    def _run(self, machine: Program, args: Sequence[int]) -> None:
+        try:
+            machine.turns.begin(machine.me)
+            values = [np.asarray(a, t.numpy) for a, (_, t) in zip(args, self.function.params, strict=True)]
+            with np.errstate(all="ignore"):
+                machine.call(self.function, values)
+        except EndedError:
+            pass
+        except BaseException as e:
+            machine.turns.error = machine.turns.error or e
+        finally:
+            machine.turns.end(machine.me)
+
+    def _write(self, block: np.ndarray, base: Sequence[int], place: Sequence[int], rank: int) -> None:
+        """What the host writes."""
+        block = block[UNIT - SKEW :]
+        block[TIMEOUT : TIMEOUT + 8].view(np.int64)[0] = 1
+        block[REPORT : REPORT + 8].view(np.int64)[0] = base[2 * rank + 1]
+        block[PLACE : PLACE + 4 * len(place)].view(np.int32)[:] = place
+        table = block[self.facts["table"] : self.facts["table"] + 8 * len(self.blocks)].view(np.int64)
+        table[:] = [(base[2 * k] + UNIT - SKEW) // UNIT for k in range(len(self.blocks))]
+
+    def faults(self) -> dict[int, Fault]:
+        """The reports of devices that have one."""
+        out = {}
+        for rank, report in enumerate(self.reports):
+            if report[0]:
+                where = self.facts["list"][report[1]]["where"]
+                out[rank] = Fault(FAULTS[report[0]], where, int(report[2]), tuple(map(int, report[3:6])))
+        return out
+
+    def numbers(self, rank: int) -> dict[str, np.ndarray | int]:
+        """What a block holds in front of its memory."""
+        block, f = self.blocks[rank][UNIT - SKEW :], self.facts
+        words = block[: f["memory"] // 4 * 4].view(np.int32)
+        signals = sum(math.prod(shape) for _, shape in f["signals"])
+        first = (f["barriers"] + 8 * len({op.axis for op in _barriers(self.kernel)}) * math.prod(f["grid"])) // 4
+        return {"fault": int(words[0]), "epoch": int(words[1]), "arrived": int(words[2]),
+                "signals": words[first : first + 2 * signals]}  # fmt: skip
+
+
+def _barriers(kernel: Kernel):
+    from jtile.ir import AxisBarrier
+
+    return [op for op in kernel.body.walk() if isinstance(op, AxisBarrier)]
+
+
+def run_on_mesh(kernel: Kernel, inputs: Sequence[np.ndarray], calls: int = 3, seed: int = 0) -> list[np.ndarray]:
+    """Emit a kernel and evaluate a few calls of one site on all devices; gives the outputs of the last.
+
+    Args:
+      inputs: with one leading axis for each axis of the kernel's mesh; outputs likewise.
+    Raises:
+      TtirError: as `evaluate`; a fault was reported; or a call leaves signals, or programs that did not arrive.
+    """
+    site = Site(kernel)
+    sizes = site.sizes
+    parts = [[x[place] for x in inputs] for place in np.ndindex(*sizes)]
+    outputs: list[list[np.ndarray]] = []
+    for call in range(calls):
+        outputs = site.call(parts, seed + 1000 * call)
+        if site.faults():
+            raise TtirError(f"call {call}: {site.faults()}")
+        for rank in range(len(parts)):
+            found = site.numbers(rank)
+            if (found["fault"], found["epoch"], found["arrived"]) != (0, call + 1, 0) or np.any(found["signals"]):
+                raise TtirError(f"device {rank} after call {call}: {found}")
+    stack = lambda k: np.stack([o[k] for o in outputs]).reshape(*sizes, *outputs[0][k].shape)
+    return [stack(k) for k in range(len(outputs[0]))]
+
+
+__all__ = ["Fault", "Site", "run_on_mesh"]
