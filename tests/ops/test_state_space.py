@@ -36,6 +36,15 @@ def test_rwkv7():
     agree(RWKV, RWKV_REFERENCE, *rwkv(t=3))
 
 
+def test_rwkv7_by_positions(monkeypatch):
+    """On a CPU where nobody asks for chunks; the gradient has them."""
+    monkeypatch.setattr("jtile.ops.rwkv.CHUNK", 2)  # kernels of few levels
+    positions = with_state(ops.rwkv7)
+    assert ops.choices(ops.rwkv7, *rwkv()[:6])[0].implementation == "positions"
+    agree(positions, RWKV_REFERENCE, *rwkv(), interpret=True)
+    gradients_agree(positions, RWKV_REFERENCE, *rwkv(5))
+
+
 def test_rwkv7_with_strong_decays_and_tiles_of_a_gpu():
     with jt.config(arch="sm_90"):
         agree(RWKV, RWKV_REFERENCE, *rwkv(strength=np.float32(60)), tolerance=2e-5)
