@@ -57,10 +57,12 @@ const shown = (place, path) => {
 };
 
 const TOKENS = /(\/\/.*|;.*|#(?![\w"]).*)|("(?:[^"\\]|\\.)*")|([%$!#@][\w.$-]+)|\b(\d[\w.+]*)\b|\b(for|if|else|while|do|yield|return|kernel|roles?|def|in|lambda|let|import|from|with|as|and|or|not|is|None|True|False|class)\b/g;
-function coloured(line, comments) {
+// Of Python, where // divides and ; ends a statement.
+const PYTHON = new RegExp(TOKENS.source.replace(/^\(.*?\)\|(?=\(")/, "(#.*)|"), "g");
+function coloured(line, comments, python) {
   const out = [];
   let at = 0;
-  for (const found of line.matchAll(TOKENS)) {
+  for (const found of line.matchAll(python ? PYTHON : TOKENS)) {
     const kind = found[1] ? comments && "c" : found[2] ? "n" : found[3] ? "v" : found[4] ? "n" : "w";
     if (found[1] && !comments) break;
     if (found.index > at) out.push(line.slice(at, found.index));
@@ -124,7 +126,7 @@ class Lines {
   }
 
   row(k) {
-    const { text, place, no, kind, comments = true } = this.rows[k];
+    const { text, place, no, kind, python, comments = true } = this.rows[k];
     const linked = place > 0 && record.places[place][0] >= 0;
     const names = ["row", kind || "", linked ? "linked" : ""];
     if (linked && this.on.has(place)) names.push("on");
@@ -139,7 +141,7 @@ class Lines {
     made.append(element("span", { class: "no" }, no == null ? "" : String(no)));
     if (kind === "add" || kind === "del") made.append(element("span", { class: "sign" }, kind === "add" ? "+" : "−"));
     else if (linked) made.append(element("span", { class: "mark" }));
-    made.append(...coloured(text, comments));
+    made.append(...coloured(text, comments, python));
     return made;
   }
 

@@ -6,7 +6,7 @@ function sourceRows() {
   return record.sources.flatMap((source, k) => {
     const head = record.sources.length > 1 ? [{ text: source.path, kind: "gap" }] : [];
     const lines = source.lines.map((text, j) =>
-      ({ text, no: source.first + j, place: places.get(`${k}:${source.first + j}`) || 0 }));
+      ({ text, python: true, no: source.first + j, place: places.get(`${k}:${source.first + j}`) || 0 }));
     return [...head, ...lines];
   });
 }

@@ -25,6 +25,8 @@ function roofline(speed) {
   const at = (v, low, high) => (Math.log10(v) - Math.log10(low)) / (Math.log10(high) - Math.log10(low));
   const px = v => l + at(v, x0, x1) * (w - l - r), py = v => h - b - at(v, y0, y1) * (h - t - b);
   const svg = drawn("svg", { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": "Roofline" });
+  // The rate of memory stands along its line, where the kernel's own point does not.
+  const beside = x0 * (ridge / x0) ** (at(x, x0, ridge) > 0.5 ? 0.25 : 0.75);
   for (let v = x0; v <= x1 * 1.001; v *= 10) svg.append(
     drawn("line", { x1: px(v), x2: px(v), y1: t, y2: h - b, stroke: "var(--line)" }),
     drawn("text", { x: px(v), y: h - b + 15, "text-anchor": "middle" }, String(Number(v.toPrecision(1)))));
@@ -38,7 +40,7 @@ function roofline(speed) {
     drawn("polyline", { fill: "none", stroke: "var(--ink)", "stroke-width": 1.6,
       points: [[x0, Math.max(speed.memory * x0, y0)], [ridge, peak], [x1, peak]].map(([a, c]) => `${px(a)},${py(Math.min(c, peak))}`).join(" ") }),
     drawn("text", { x: px(x1) - 4, y: py(peak) - 8, "text-anchor": "end" }, `${flops ? dtype : "elements"}: ${units(peak)} a second`),
-    drawn("text", { x: px(Math.sqrt(x0 * ridge)) + 8, y: py(speed.memory * Math.sqrt(x0 * ridge)) + 16 }, `memory: ${units(speed.memory)}B a second`));
+    drawn("text", { x: px(beside) + 8, y: py(speed.memory * beside) + 16 }, `memory: ${units(speed.memory)}B a second`));
   let below = 0;
   for (const [, y, colour, label] of points) {
     below = Math.max(py(y) + 19, below + 15);
