@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_kernels import numbers, shift
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -107,3 +108,26 @@ def test_inside_of_shard_map(put):
     args = [put(x, "x") for x in (q, k, v, n)]
     shards = jax.shard_map(ops.decode_attention, mesh=args[0].sharding.mesh, in_specs=(P("x"),) * 4, out_specs=P("x"))
     assert relative_error(jax.jit(shards)(*args), decode_attention_reference(q, k, v, n)) < 4e-3
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_kernels_that_talk(gpus, order):
+    """Calls in a row, in a loop, and after one that failed: what `gpu_peers` lets run."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=[gpus[k] for k in order])
+    on = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    x = numbers(4, 2)
+    with jt.config(gpu_peers=True):
+        for _ in range(20):
+            np.testing.assert_array_equal(on(lambda x: shift(x, axis="x"))(x), np.roll(x, 2, 0))
+        rounds = on(lambda x: jax.lax.fori_loop(0, 1001, lambda _, x: shift(x, axis="x", barrier=False), x))
+        np.testing.assert_array_equal(rounds(x), np.roll(x, 2, 0))
+        with jt.config(debug=True, timeout=0.5):
+            late = on(lambda x: shift(x, axis="x", at_least=2))
+            for _ in range(2):
+                with pytest.raises(
+                    jax.errors.JaxRuntimeError, match="waited 0.5 s for came to reach 2: it stands at 1"
+                ):
+                    jax.block_until_ready(late(x))
+        np.testing.assert_array_equal(on(lambda x: shift(x, axis="x"))(x), np.roll(x, 2, 0))
+        total = on(lambda x: ops.collectives.all_reduce(x, "x"))
+        np.testing.assert_array_equal(total(x), np.tile(x[:2] + x[2:], (2, 1)))
