@@ -124,9 +124,7 @@ def test_kernels_that_talk(gpus, order):
         with jt.config(debug=True, timeout=0.5):
             late = on(lambda x: shift(x, axis="x", at_least=2))
             for _ in range(2):
-                with pytest.raises(
-                    jax.errors.JaxRuntimeError, match="waited 0.5 s for came to reach 2: it stands at 1"
-                ):
+                with pytest.raises(jax.errors.JaxRuntimeError, match=r"waited 0.5 s for came to reach 2"):
                     jax.block_until_ready(late(x))
         np.testing.assert_array_equal(on(lambda x: shift(x, axis="x"))(x), np.roll(x, 2, 0))
         total = on(lambda x: ops.collectives.all_reduce(x, "x"))
