@@ -10,7 +10,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from jtile.lowering.triton import attributes, banks
+from jtile.lowering.triton import attributes, banks, versions
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -51,6 +51,9 @@ TILES = [
     (RDNA3, _WMMA1, (64, 64)), (RDNA3, _operand(0, _WMMA1, 16), (32, 64)), (RDNA3, _operand(1, _WMMA1, 16), (64, 32)),
     (RDNA4, _WMMA2, (64, 64)), (RDNA4, _operand(1, _WMMA2, 8), (64, 32)),
 ]  # fmt: skip
+OLD = versions.version() < (3, 7)
+if OLD:  # it takes this text of WMMA's layouts for one of no axes, and ends the process
+    TILES = [tile for tile in TILES if "amd_wmma" not in tile[1]]
 
 
 def _swizzled(vec, per_phase, max_phase, order="[1, 0]"):
@@ -77,7 +80,8 @@ SCRIPT = Path(__file__).resolve().parent.parent.parent / "support" / "triton_lay
 def triton(tmp_path_factory):
     """What triton says of all these layouts, from a process of its own: it ends a process whose layouts it refuses."""
     asked = [[*target, _tensor(shape, text), shape] for target, text, shape in TILES]
-    asked += [[*CUDA, _memdesc(shape, text, dtype), shape] for text, shape, dtype in BUFFERS]
+    if not OLD:
+        asked += [[*CUDA, _memdesc(shape, text, dtype), shape] for text, shape, dtype in BUFFERS]
     path = tmp_path_factory.mktemp("layouts") / "asked.json"
     path.write_text(json.dumps(asked))
     done = forked.run([sys.executable, SCRIPT, path])
@@ -102,6 +106,7 @@ def test_registers_are_those_of_triton(triton):
         assert lists == wanted, text
 
 
+@pytest.mark.skipif(OLD, reason="this triton tells the layouts of tiles only")
 def test_memory_is_that_of_triton(triton):
     for (text, shape, _), wanted in zip(BUFFERS, triton[len(TILES) :], strict=True):
         memory = attributes.memory(attributes.fields(text), shape)
