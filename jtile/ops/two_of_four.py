@@ -182,7 +182,7 @@ def sparse24_dx(g, values, codes, x, *, bm: int, bn: int, bp: int):
     out_type=lambda g, x, codes, **_: jt.like(g, shape=(codes.shape[0], HALVES * KEPT, codes.shape[1])),
     grid=lambda g, x, codes, *, bn, bp, **_: (jt.cdiv(codes.shape[0], bn), jt.cdiv(codes.shape[1], bp), HALVES),
 )
-def sparse24_slopes(g, x, codes, values, *, bm: int, bn: int, bp: int):
+def sparse24_dvalues(g, x, codes, values, *, bm: int, bn: int, bp: int):
     """The cotangent of the values: of the dense one, which is in no memory, the numbers that are kept."""
     # S_c = G^T X_(h, c)     values_(h, e) = S_c where place_(h, e) = c
     j, p, h = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -223,28 +223,28 @@ def _dx(g, values, codes):
     return sparse24_dx(g, values, codes, **_sides(g.shape[0], *codes.shape, g.dtype))
 
 
-def _slopes(g, x, codes):
-    return sparse24_slopes(g.astype(x.dtype), x, codes, **_sides(g.shape[0], *codes.shape, x.dtype, 256))
+def _dvalues(g, x, codes):
+    return sparse24_dvalues(g.astype(x.dtype), x, codes, **_sides(g.shape[0], *codes.shape, x.dtype, 256))
 
 
 def _of_y(residuals, ct, **_):
     x, values, codes = residuals
     g = ct[0].astype(x.dtype)  # the parts are added up at once, so that they all have one cotangent
-    return _dx(g, values, codes), _slopes(g, x, codes).astype(values.dtype), None
+    return _dx(g, values, codes), _dvalues(g, x, codes).astype(values.dtype), None
 
 
 def _of_dx(residuals, ct, **_):
     g, values, codes = residuals
-    return _y(ct, values, codes).astype(g.dtype), _slopes(g, ct, codes).astype(values.dtype), None
+    return _y(ct, values, codes).astype(g.dtype), _dvalues(g, ct, codes).astype(values.dtype), None
 
 
-def _of_slopes(residuals, ct, **_):
+def _of_dvalues(residuals, ct, **_):
     g, x, codes = residuals
     return _y(x, ct, codes).astype(g.dtype), _dx(g, ct, codes).astype(x.dtype), None
 
 
 for _kernel, _rule in (
-    (sparse24_tiles, _of_y), (sparse24_rows, _of_y), (sparse24_dx, _of_dx), (sparse24_slopes, _of_slopes),
+    (sparse24_tiles, _of_y), (sparse24_rows, _of_y), (sparse24_dx, _of_dx), (sparse24_dvalues, _of_dvalues),
 ):  # fmt: skip
     _kernel.defvjp(functools.partial(lambda kernel, *args, **meta: (kernel(*args, **meta), args), _kernel), _rule)
 
