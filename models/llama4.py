@@ -68,9 +68,9 @@ class Llama4Config(DecoderConfig):
         which change no length."""
 
         def read(name: str, shape: tuple[int, ...]):
-            return jnp.ones(shape, jnp.float32) if name.endswith(("q_norm.weight", "k_norm.weight")) else (
-                weight(name, shape)
-            )  # fmt: skip
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                return jnp.ones(shape, jnp.float32)
+            return weight(name, shape)
 
         return read
 

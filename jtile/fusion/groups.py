@@ -96,9 +96,8 @@ class _Cutter:
         self.above = self._ancestors()
         self.group_of: dict[int, int] = {}  # of a node its group's first node
         self.members: dict[int, list[int]] = {}
-        self.settled: dict[
-            int, Layout
-        ] = {}  # of groups whose layout elementwise steps on values of theirs leave as it is
+        # of groups whose layout elementwise steps on values of theirs leave as it is
+        self.settled: dict[int, Layout] = {}
 
     def _ancestors(self) -> list[int]:
         """Of each node the set of those that it depends on, as bits."""
