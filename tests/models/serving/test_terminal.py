@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from jtile._errors import PromptError
 from jtile.models import batch, chat
 from jtile.models.chat import Chat
 from jtile.models.console import run_serve
-from jtile.models.serving.engine import Stream
 from jtile.tools import cli
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
@@ -35,31 +33,20 @@ def talk(engine, *lines, monkeypatch=None, stop_after=None, **options) -> Chat:
 
     if stop_after is not None:
         write, count = chat.write, iter(range(10**9))
-        step, ahead, stopped = engine._core.step, threading.Semaphore(20), threading.Event()
-        cancel = Stream.cancel
 
         def interrupted(text):
             write(text)
-            ahead.release()
             if next(count) == stop_after:
                 signal.raise_signal(signal.SIGINT)
 
-        def cancelled(stream):
-            cancel(stream)
-            stopped.set()  # not before: the rest of the answer would come meanwhile
-            ahead.release(100)
-
-        def near(*of):
-            """Few tokens before those that are written: on a busy machine the last ones come in one piece otherwise."""
-            if not stopped.is_set():
-                ahead.acquire(timeout=600)
-            return step(*of)
-
         monkeypatch.setattr(chat, "write", interrupted)
-        monkeypatch.setattr(engine._core, "step", near)
-        monkeypatch.setattr(Stream, "cancel", cancelled)
     talked = Chat(engine, options=dict(temperature=0.0, max_tokens=8) | options, read=read)
-    talked.run()
+    # a shell starts what runs in its background with Ctrl-C ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        talked.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return talked
 
 
