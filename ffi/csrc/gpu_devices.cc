@@ -29,7 +29,7 @@ Peers::Peers(const Record& record, std::vector<int> ordinals, int64_t timeout_ms
   std::sort(sorted.begin(), sorted.end());
   if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
     fail(Code::kInvalidArgument, "its call names a device twice");
-  if (facts_.table < kPlace + 4 * shape_.axes.size() || facts_.barriers < facts_.table + 8 * devices)
+  if (facts_.table < kPlace + 4 * shape_.axes.size() || facts_.counters < facts_.table + 8 * devices)
     fail(Code::kInvalidArgument, "its block has no room for its table");
   for (size_t k = 0; k < ordinals.size(); ++k) parts_[k].ordinal = ordinals[k];
 }
@@ -123,7 +123,7 @@ void Peers::meet(std::unique_lock<std::mutex>& lock, Part& part) {
 
 // What is the host's in front of a block. What is not may have been written already, by a peer that is faster.
 void Peers::write_head(Part& part) {
-  std::vector<char> head(facts_.barriers);
+  std::vector<char> head(facts_.counters);
   auto put = [&](size_t at, auto value) { std::memcpy(head.data() + at, &value, sizeof value); };
   put(kTimeout, static_cast<int64_t>(shape_.timeout.count()) * 1000000);
   put(kReport, reinterpret_cast<int64_t>(part.report));
@@ -133,8 +133,8 @@ void Peers::write_head(Part& part) {
   for (size_t k = shape_.axes.size(); k-- > 0; rest /= shape_.axes[k].second)
     put(kPlace + 4 * k, static_cast<int32_t>(rest % shape_.axes[k].second));
   for (size_t k = 0; k < devices; ++k) {
-    auto address = reinterpret_cast<uintptr_t>(parts_[number / devices * devices + k].block);
-    put(facts_.table + 8 * k, static_cast<int64_t>(address / kAlign));
+    auto address = reinterpret_cast<intptr_t>(parts_[number / devices * devices + k].block);
+    put(facts_.table + 8 * k, (address - reinterpret_cast<intptr_t>(part.block)) / static_cast<int64_t>(kAlign));
   }
   part.driver->write(part.ordinal, static_cast<char*>(part.block) + kHost, head.data() + kHost, head.size() - kHost);
 }
@@ -197,14 +197,14 @@ void Peers::heal() {
     if (part.ready.load()) part.driver->idle(part.ordinal);
   const std::string text = concat("in a call before this one, ", reported());
   const bool all_told = std::all_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.told; });
-  const std::vector<char> zeros(std::max(kHost, facts_.memory - facts_.barriers));
+  const std::vector<char> zeros(std::max(kHost, facts_.memory - facts_.counters));
   for (Part& part : parts_) {
     part.told = false;
     if (!part.ready.load()) continue;
     part.driver->write(part.ordinal, part.block, zeros.data(), kHost);
-    if (facts_.memory > facts_.barriers)
-      part.driver->write(part.ordinal, static_cast<char*>(part.block) + facts_.barriers, zeros.data(),
-                         facts_.memory - facts_.barriers);
+    if (facts_.memory > facts_.counters)
+      part.driver->write(part.ordinal, static_cast<char*>(part.block) + facts_.counters, zeros.data(),
+                         facts_.memory - facts_.counters);
     for (size_t k = 0; k < kWords; ++k) __atomic_store_n(part.report + k, 0, __ATOMIC_RELEASE);
   }
   if (!all_told) owe(nullptr, text);

@@ -158,8 +158,8 @@ class Reader {
       return static_cast<size_t>(number(json.at(what), what, low, kMaxWorkspace));
     };
     Talking talking{json, size("table", kBlockHead), 0, 0, 0, false, {0, 0, {}, {}}};
-    talking.barriers = size("barriers", static_cast<int64_t>(talking.table));
-    talking.memory = size("memory", static_cast<int64_t>(talking.barriers));
+    talking.counters = size("counters", static_cast<int64_t>(talking.table));
+    talking.memory = size("memory", static_cast<int64_t>(talking.counters));
     talking.bytes = size("bytes", static_cast<int64_t>(talking.memory));
     talking.waits = json.at("waits").boolean("waits");
     for (const Json& side : json.at("grid").list("grid"))

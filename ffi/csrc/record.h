@@ -55,7 +55,7 @@ struct Npu {
 // lowering/triton/emit_devices.py.
 struct Talking {
   Json facts;  // the axes and the signals
-  size_t table, barriers, memory, bytes;
+  size_t table, counters, memory, bytes;
   bool waits;    // programs wait for each other
   SitesLog log;  // no log: the sites that reports name, and the grid of the programs
 };

@@ -5,16 +5,19 @@ it stays where it is from call to call, so that a command buffer can hold the la
 them (`ffi/csrc/gpu_devices.cc` makes the block, and writes what is the host's):
 
     0    i32 fault     not zero: a call has failed. Every device sets it on all, and programs that find it end
-    4    i32 epoch     calls that have ended on this device; its parity chooses a set of signals and memory
-    8    i32 arrived   programs of this call that have ended; the last one clears the signals of the set
-    12   i32 claimed   not zero: a program of this device has reported a fault
+    4    i32 claimed   not zero: a program of this device has reported a fault
     16   i64 timeout   nanoseconds that a program waits                                          (the host's)
     24   i64 report    address of host memory for the report of a fault: seven i32               (the host's)
     32   i32 place     of this device along each axis                                            (the host's)
-    ..   i64 table     for each device of the group its block's address / 256                    (the host's)
+    ..   i64 table     for each device of the group how far its block is from this one, / 256    (the host's)
+    ..   i32 epochs    for each program the calls in which it has ended: the number of the call at hand
     ..   i32 barriers  for each axis with barriers and each program: arrivals, and rounds begun here; never cleared
-    ..   i32 signals   two sets
+    ..   i32 signals   four sets
     ..   memory        two sets
+
+Call c has memory of set c % 2 and signals of set c % 4, and clears the signals of set (c + 2) % 4. No peer sends any of
+these: it would be in call c + 2, and nobody is two calls ahead of another. So no program has to know which of them ends
+last, and a call ends without atomics.
 
 A report says: what went wrong (one of `FAULTS`, written last), the site, the program's place in the grid, and three
 numbers. Stores of all threads come before a signal: a barrier, then one thread's atomic of system scope, which releases
@@ -38,18 +41,21 @@ from .emitter import Buffer, Emitter, emits, memory_elem
 from .ttir import Val
 
 ALIGN = 256  # of the block, of the table's unit, and of each Ref
-FAULT, EPOCH, ARRIVED, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 8, 12, 16, 24, 32
+FAULT, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 16, 24, 32
 FAULTS = ("", "wait", "barrier", "device", "signal", "value")  # what a report begins with is a place in this list
-CLEARED = 1024  # signals that the last program of a call clears at once
+CLEARED = 1024  # signals that a program clears at once
+SETS = 4  # of signals
+KEPT = 4  # devices up to which a program has the whole table in registers from its beginning
 
 # One thread polls. $0 is 0 where the counter at $1 has come to $2, 1 where $4 ns have passed, 2 where the flag at $3
-# says that a device has failed before; the same in all threads. Differences, since counters of barriers wrap around.
+# says that a device has failed before; the same in all threads. Differences, since counters of barriers wrap around. The
+# flag and the clock are looked at once in 64 turns: each look would make the signal's own come later.
 _POLL = """
-{ .reg .pred %jp, %jq; .reg .b32 %js, %jx, %jf; .reg .b64 %jb, %jn;
-mov.b32 %js, 0; mov.b64 %jb, 0; mov.u32 %jx, %tid.x; setp.ne.u32 %jq, %jx, 0; @%jq bra JT_JOIN;
-JT_POLL: ld.relaxed.sys.global.b32 %jf, [$3]; ld.acquire.sys.global.b32 %jx, [$1];
-sub.s32 %jx, %jx, $2; setp.ge.s32 %jp, %jx, 0; @%jp bra JT_JOIN;
-setp.ne.u32 %jp, %jf, 0; @%jp mov.b32 %js, 2; @%jp bra JT_JOIN;
+{ .reg .pred %jp, %jq; .reg .b32 %js, %jx, %jf, %jk; .reg .b64 %jb, %jn;
+mov.b32 %js, 0; mov.b32 %jk, 0; mov.b64 %jb, 0; mov.u32 %jx, %tid.x; setp.ne.u32 %jq, %jx, 0; @%jq bra JT_JOIN;
+JT_POLL: ld.acquire.sys.global.b32 %jx, [$1]; sub.s32 %jx, %jx, $2; setp.ge.s32 %jp, %jx, 0; @%jp bra JT_JOIN;
+add.u32 %jk, %jk, 1; and.b32 %jf, %jk, 63; setp.ne.u32 %jp, %jf, 0; @%jp bra JT_POLL;
+ld.relaxed.sys.global.b32 %jf, [$3]; setp.ne.u32 %jp, %jf, 0; @%jp mov.b32 %js, 2; @%jp bra JT_JOIN;
 mov.u64 %jn, %globaltimer; setp.eq.u64 %jp, %jb, 0; @%jp mov.b64 %jb, %jn;
 sub.u64 %jn, %jn, %jb; setp.lt.u64 %jp, %jn, $4; @%jp bra JT_POLL; mov.b32 %js, 1;
 JT_JOIN: setp.ne.u32 %jq, %js, 0; bar.red.or.pred %jp, 0, %jq; @!%jp bra JT_DONE;
@@ -66,13 +72,14 @@ class Layout:
     """Where everything lies in the block of a device, in bytes.
 
     Attributes:
-      table, barriers, signals, memory: where these begin; ends: all of it.
+      table, epochs, barriers, signals, memory: where these begin; end: all of it.
       axes: of the kernel's barriers, in their order.
       first: of each Ref that every device has, in a set.
       signal_set, memory_set: bytes of a set.
     """
 
     table: int
+    epochs: int
     barriers: int
     signals: int
     memory: int
@@ -86,7 +93,8 @@ class Layout:
 def layout(kernel: ir.Kernel) -> Layout:
     first: dict[ir.Value, int] = {}
     table = _up(PLACE + 4 * len(kernel.devices), 8)
-    barriers = table + 8 * math.prod(n for _, n in kernel.devices)
+    epochs = table + 8 * math.prod(n for _, n in kernel.devices)
+    barriers = epochs + 4 * math.prod(kernel.grid)
     axes = tuple(sorted({op.axis for op in kernel.body.walk() if isinstance(op, ir.AxisBarrier)}))
     signals = barriers + 8 * len(axes) * math.prod(kernel.grid)
     count = memory = 0
@@ -96,8 +104,8 @@ def layout(kernel: ir.Kernel) -> Layout:
     for v in kernel.refs("symmetric"):
         first[v] = memory
         memory += _up(-(-math.prod(v.shape) * ir.DTYPES[v.dtype].bits // 8), ALIGN)
-    start = _up(signals + 8 * count, ALIGN)
-    return Layout(table, barriers, signals, start, start + 2 * memory, axes, first, 4 * count, memory)
+    start = _up(signals + 4 * SETS * count, ALIGN)
+    return Layout(table, epochs, barriers, signals, start, start + 2 * memory, axes, first, 4 * count, memory)
 
 
 def _up(n: int, to: int) -> int:
@@ -117,50 +125,59 @@ class Devices:
         self.strides = [math.prod(self.sizes[k + 1 :]) for k in range(len(self.sizes))]
         self.sites: list[dict[str, Any]] = []
         self.places: dict[ir.Value, Place] = {}
-        self.far: dict[ir.Value, Val] = {}  # the address of the block of another device, i64
         self.base = em.param({"kind": "devices"}, "!tt.ptr<i8>", " {tt.divisibility = 16 : i32}")
         self.near = _intervals(em.kernel)
         self._begin()
 
     def _begin(self) -> None:
-        """What each program does first: it ends where a call has failed, and reads which set is whose turn."""
+        """What each program does first: it reads what the block has for it at once, and ends where a call has failed."""
         em, code, at = self.em, self.em.code, self.layout
-        with self.branch(code.cmp("ne", self.number(FAULT), code.i32(0))):
-            self.instruction(EXIT)
+        fault = self.number(FAULT)
         self.here: Place = tuple(self.number(PLACE + 4 * k) for k in range(len(self.axes)))
         self.waits = code.let(f"tt.load {self.own(TIMEOUT, 'i64').name} : !tt.ptr<i64>", (), "i64")
-        self.epoch = self.number(EPOCH)
-        turn = code.to_int(code.op("arith.andi", self.epoch, code.i32(1)), "i64")
-        self.signals = code.shift(code.scale(turn, at.signal_set), at.signals)
-        self.memory = code.shift(code.scale(turn, at.memory_set), at.memory)
+        self.program = code.let("tt.get_program_id x : i32", (), "i32")
+        self.epoch_at = code.let(
+            f"tt.addptr {self.own(at.epochs, 'i32').name}, {self.program.name} : !tt.ptr<i32>, i32", (), "!tt.ptr<i32>"
+        )
+        self.epoch = code.let(f"tt.load {self.epoch_at.name} : !tt.ptr<i32>", (), "i32")
+        count = math.prod(self.sizes)
+        self.table = [self.entry(code.i32(k)) for k in range(count)] if count <= KEPT else []
+        with self.branch(code.cmp("ne", fault, code.i32(0))):
+            self.instruction(EXIT)
+        self.signals = self.set_of(self.epoch, SETS, at.signals, at.signal_set)
+        self.memory = self.set_of(self.epoch, 2, at.memory, at.memory_set)
         for v in em.kernel.shared:
             self.put(v, v, self.here, None)
 
-    def end(self) -> None:
-        """What each program does last. All signals of the call have come; the last program clears them."""
-        em, code = self.em, self.em.code
-        blocks = code.let("tt.get_num_programs x : i32", (), "i32")
-        em.barrier()
-        before = self.rmw("add", self.own(ARRIVED, "i32"), code.i32(1), "acq_rel", "gpu")
-        with self.branch(code.cmp("eq", code.shift(before, 1), blocks)):
-            em.barrier()
-            count = self.layout.signal_set // 4
-            for first in range(0, count, CLEARED):
-                self._clear(first, min(CLEARED, count - first))
-            code.do(f"tt.store {self.own(ARRIVED, 'i32').name}, {code.i32(0).name} : !tt.ptr<i32>")
-            epoch = code.shift(self.epoch, 1)
-            code.do(f"tt.store {self.own(EPOCH, 'i32').name}, {epoch.name} : !tt.ptr<i32>")
-
-    def _clear(self, first: int, n: int) -> None:
+    def set_of(self, epoch: Val, count: int, start: int, size: int) -> Val:
+        """Where the set of a call begins, in bytes."""
         code = self.em.code
-        lanes = 1 << (n - 1).bit_length()
-        start = self.at(self.base, code.shift(self.signals, 4 * first), "i32")
-        many = code.splat(start, (lanes,))
-        number = code.arange(lanes)
-        where = code.let(f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}", (lanes,), many.elem)
-        names = [where, code.const(0, "i32", (lanes,))]
-        names += [code.cmp("slt", number, code.const(n, "i32", (lanes,)))] if n < lanes else []
-        code.do(f"tt.store {', '.join(v.name for v in names)} : {where.type}")
+        turn = code.to_int(code.op("arith.andi", epoch, code.i32(count - 1)), "i64")
+        return code.shift(code.scale(turn, size), start)
+
+    def end(self) -> None:
+        """What each program does last: it clears its part of the signals of the next call but one, and counts."""
+        code = self.em.code
+        self.em.barrier()  # the number of the call has been read
+        if self.layout.signal_set:
+            self._clear()
+        epoch = code.shift(self.epoch, 1)
+        code.do(f"tt.store {self.epoch_at.name}, {epoch.name} : !tt.ptr<i32>")
+
+    def _clear(self) -> None:
+        code, at = self.em.code, self.layout
+        count = at.signal_set // 4
+        lanes = min(1 << (count - 1).bit_length(), CLEARED)
+        later = self.set_of(code.shift(self.epoch, 2), SETS, at.signals, at.signal_set)
+        start = self.at(self.base, later, "i32")
+        blocks = code.let("tt.get_num_programs x : i32", (), "i32")
+        with self.loop(self.program, code.i32(-(-count // lanes)), blocks) as chunk:
+            number = code.add(code.splat(code.scale(chunk, lanes), (lanes,)), code.arange(lanes))
+            many = code.splat(start, (lanes,))
+            where = code.let(f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}", (lanes,), many.elem)
+            names = [where, code.const(0, "i32", (lanes,))]
+            names += [code.cmp("slt", number, code.const(count, "i32", (lanes,)))] if count % lanes else []
+            code.do(f"tt.store {', '.join(v.name for v in names)} : {where.type}")
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 
@@ -169,18 +186,27 @@ class Devices:
         return self.at(self.base, self.em.code.const(offset, "i64"), elem)
 
     def at(self, base: Val, offset: Val, elem: str) -> Val:
-        """A pointer behind the start of a block: of one's own by its pointer, of another by its address."""
+        """A pointer behind the start of a block: of one's own by its pointer, of another by how far it is from that."""
         code = self.em.code
-        if base.elem == "i64":
-            return code.cast("tt.int_to_ptr", code.add(base, offset), f"!tt.ptr<{elem}>")
-        moved = code.let(f"tt.addptr {base.name}, {offset.name} : {base.elem}, i64", (), base.elem)
+        offset = offset if base is self.base else code.add(base, offset)
+        moved = code.let(f"tt.addptr {self.base.name}, {offset.name} : {self.base.elem}, i64", (), self.base.elem)
         return code.bitcast(moved, f"!tt.ptr<{elem}>")
 
     def number(self, offset: int) -> Val:
         return self.em.code.let(f"tt.load {self.own(offset, 'i32').name} : !tt.ptr<i32>", (), "i32")
 
     def block_of(self, rank: Val) -> Val:
-        """The address of a device's block, i64; that it is a multiple of 256 can be seen."""
+        """How far a device's block is from this one, i64; that it is a multiple of 256 can be seen."""
+        code = self.em.code
+        if not self.table:
+            return self.entry(rank)
+        found = self.table[0]
+        for k, entry in enumerate(self.table[1:], 1):
+            found = code.select(code.cmp("eq", rank, code.i32(k)), entry, found)
+        return found
+
+    def entry(self, rank: Val) -> Val:
+        """One of the table, in bytes."""
         code = self.em.code
         table = self.own(self.layout.table, "i64")
         entry = code.let(f"tt.addptr {table.name}, {rank.name} : {table.elem}, i32", (), table.elem)
@@ -194,10 +220,8 @@ class Devices:
         )
 
     def put(self, v: ir.Value, param: ir.Value, place: Place, block: Val | None) -> None:
-        """Let `v` be a parameter on the device at a place, whose block is at an address; None: this one."""
+        """Let `v` be a parameter on the device at a place, whose block is so far from this one; None: this one."""
         self.places[v] = place
-        if block is not None:
-            self.far[v] = block
         signal = param.type.role == "signal"  # type: ignore[union-attr]
         offset = self.em.code.shift(self.signals if signal else self.memory, self.layout.first[param])
         pointer = self.at(self.base if block is None else block, offset, memory_elem(param.dtype))
@@ -283,19 +307,23 @@ class Devices:
             self.rmw("or", flag, code.i32(1), "relaxed")
 
     def _tell(self, report: Val, k: int, word: Val) -> None:
-        where = self.at(report, self.em.code.const(4 * k, "i64"), "i32")
-        self.em.code.do(f"tt.store {where.name}, {word.name} : !tt.ptr<i32>")
+        code = self.em.code
+        where = code.cast("tt.int_to_ptr", code.shift(report, 4 * k), "!tt.ptr<i32>")
+        code.do(f"tt.store {where.name}, {word.name} : !tt.ptr<i32>")
 
     @contextlib.contextmanager
-    def each(self, n: int) -> Iterator[Val]:
-        """A loop over n devices."""
+    def loop(self, first: Val, end: Val, step: Val) -> Iterator[Val]:
         code = self.em.code
         k = Val(code.name(), (), "i32")
-        bounds = [code.i32(x).name for x in (0, n, 1)]
-        code.do(f"scf.for {k.name} = {bounds[0]} to {bounds[1]} step {bounds[2]} : i32 {{")
+        code.do(f"scf.for {k.name} = {first.name} to {end.name} step {step.name} : i32 {{")
         with code.region():
             yield k
         code.do("} {tt.num_stages = 1 : i32}")
+
+    def each(self, n: int) -> contextlib.AbstractContextManager[Val]:
+        """A loop over n devices."""
+        code = self.em.code
+        return self.loop(code.i32(0), code.i32(n), code.i32(1))
 
     def facts(self) -> dict[str, Any]:
         """What the launcher must know: see `record.py`."""
@@ -303,7 +331,7 @@ class Devices:
         names = [[v.name, list(v.shape)] for v in kernel.refs("signal")]
         return {
             "axes": [list(pair) for pair in kernel.devices], "signals": names, "table": at.table,
-            "barriers": at.barriers, "memory": at.memory, "bytes": at.end, "waits": ir.waits(kernel),
+            "counters": at.epochs, "memory": at.memory, "bytes": at.end, "waits": ir.waits(kernel),
             "grid": list(kernel.grid), "list": self.sites,
         }  # fmt: skip
 
@@ -373,8 +401,7 @@ def _wait_signal(em: Emitter, op: ir.WaitSignal) -> None:
 def _axis_barrier(em: Emitter, op: ir.AxisBarrier) -> None:
     d, code = devices(em), em.code
     axis, n = d.axes.index(op.axis), dict(em.kernel.devices)[op.axis]
-    program = code.let("tt.get_program_id x : i32", (), "i32")
-    line = code.shift(code.scale(program, 8), 8 * d.layout.axes.index(op.axis) * math.prod(em.kernel.grid))
+    line = code.shift(code.scale(d.program, 8), 8 * d.layout.axes.index(op.axis) * math.prod(em.kernel.grid))
     offset = code.shift(code.to_int(line, "i64"), d.layout.barriers)
     em.barrier()
     rounds = d.rmw("add", d.at(d.base, code.shift(offset, 4), "i32"), code.i32(1), "relaxed", "gpu")

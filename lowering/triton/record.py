@@ -21,7 +21,7 @@ A record is an object with
   zeroed    arrays whose bytes the launcher sets to zero before the launch: [k, ...]
   sites     null, or {"buffer": k, "bytes": n, "grid": [expressions], "list": [...]}: see `emit_debug.py`
   devices   where the kernel talks to other devices: {"axes": [[name, size], ...], "signals": [[name, shape], ...],
-            "table": bytes in front of it in the block, "barriers": likewise, "memory": likewise, "bytes": of the block,
+            "table": bytes in front of it in the block, "counters": likewise, "memory": likewise, "bytes": of the block,
             "waits": whether programs wait for each other, "grid": [sides], "list": [sites that reports name]}
   dims      four numbers for each dynamic dimension of an operand: operand, axis, symbol, multiple
   attributes  of the launch: {"programmatic": true, "cooperative": true, ...}

@@ -1,6 +1,8 @@
 """Kernels that talk to other devices, on GPUs: the text of all devices' programs evaluated together, beside the
 interpreter; what is reported where something goes wrong; and the instructions that a compiled kernel has."""
 
+import re
+
 import device_programs
 import jax
 import jax.numpy as jnp
@@ -134,8 +136,9 @@ def test_instructions():
     record, built = compiled(kernel)
     ptx = built.texts["ptx"]
     assert "ld.acquire.sys.global.b32" in ptx and "red.global.sys.release.add.u32" in ptx
-    assert "st.global.v4" in ptx and "%globaltimer" in ptx and "exit;" in ptx
-    assert "atom.global.gpu.acq_rel.add.u32" in ptx  # the last program ends the call
+    assert ptx.count("st.global.v4") >= 2 and "%globaltimer" in ptx and "exit;" in ptx
+    assert not re.search(r"st(matrix|\.shared\.v)", ptx)  # a tile goes from memory to memory through registers only
+    assert "acq_rel.add" not in ptx  # a call begins and ends without atomics
     assert record.grid == 4 and record.devices["waits"] and record.devices["memory"] % 256 == 0
     assert record.devices["bytes"] == record.devices["memory"] + 2 * 2 * x[0].nbytes
 

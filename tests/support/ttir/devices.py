@@ -15,7 +15,7 @@ import numpy as np
 
 from jtile.ir import Kernel
 from jtile.lowering.triton.compile import emit_kernel
-from jtile.lowering.triton.emit_devices import EXIT, FAULTS, FENCE, PLACE, REPORT, TIMEOUT, WAIT
+from jtile.lowering.triton.emit_devices import EXIT, FAULTS, FENCE, PLACE, REPORT, SETS, TIMEOUT, WAIT
 from jtile.lowering.triton.features import features
 
 from .launch import Buffers, _argument, _check_params, buffers, read, value_of
@@ -197,7 +197,7 @@ class Site:
         block[REPORT : REPORT + 8].view(np.int64)[0] = base[2 * rank + 1]
         block[PLACE : PLACE + 4 * len(place)].view(np.int32)[:] = place
         table = block[self.facts["table"] : self.facts["table"] + 8 * len(self.blocks)].view(np.int64)
-        table[:] = [(base[2 * k] + UNIT - SKEW) // UNIT for k in range(len(self.blocks))]
+        table[:] = [(base[2 * k] - base[2 * rank]) // UNIT for k in range(len(self.blocks))]
 
     def faults(self) -> dict[int, Fault]:
         """The reports of devices that have one."""
@@ -213,9 +213,11 @@ class Site:
         block, f = self.blocks[rank][UNIT - SKEW :], self.facts
         words = block[: f["memory"] // 4 * 4].view(np.int32)
         signals = sum(math.prod(shape) for _, shape in f["signals"])
-        first = (f["barriers"] + 8 * len({op.axis for op in _barriers(self.kernel)}) * math.prod(f["grid"])) // 4
-        return {"fault": int(words[0]), "epoch": int(words[1]), "arrived": int(words[2]),
-                "signals": words[first : first + 2 * signals]}  # fmt: skip
+        programs, first = math.prod(f["grid"]), f["counters"] // 4
+        epochs = words[first : first + programs]
+        first += programs * (1 + 2 * len({op.axis for op in _barriers(self.kernel)}))
+        return {"fault": int(words[0]), "epochs": epochs,
+                "signals": words[first : first + SETS * signals].reshape(SETS, signals)}  # fmt: skip
 
 
 def _barriers(kernel: Kernel):
@@ -224,13 +226,14 @@ def _barriers(kernel: Kernel):
     return [op for op in kernel.body.walk() if isinstance(op, AxisBarrier)]
 
 
-def run_on_mesh(kernel: Kernel, inputs: Sequence[np.ndarray], calls: int = 3, seed: int = 0) -> list[np.ndarray]:
+def run_on_mesh(kernel: Kernel, inputs: Sequence[np.ndarray], calls: int = 5, seed: int = 0) -> list[np.ndarray]:
     """Emit a kernel and evaluate a few calls of one site on all devices; gives the outputs of the last.
 
     Args:
       inputs: with one leading axis for each axis of the kernel's mesh; outputs likewise.
     Raises:
-      TtirError: as `evaluate`; a fault was reported; or a call leaves signals, or programs that did not arrive.
+      TtirError: as `evaluate`; a fault was reported; or signals of the calls to come are not zero, or a program
+        has not counted the call.
     """
     site = Site(kernel)
     sizes = site.sizes
@@ -242,7 +245,8 @@ def run_on_mesh(kernel: Kernel, inputs: Sequence[np.ndarray], calls: int = 3, se
             raise TtirError(f"call {call}: {site.faults()}")
         for rank in range(len(parts)):
             found = site.numbers(rank)
-            if (found["fault"], found["epoch"], found["arrived"]) != (0, call + 1, 0) or np.any(found["signals"]):
+            later = found["signals"][[(call + 1) % SETS, (call + 2) % SETS]]  # of the next two calls
+            if found["fault"] or np.any(found["epochs"] != call + 1) or np.any(later):
                 raise TtirError(f"device {rank} after call {call}: {found}")
     stack = lambda k: np.stack([o[k] for o in outputs]).reshape(*sizes, *outputs[0][k].shape)
     return [stack(k) for k in range(len(outputs[0]))]
