@@ -16,6 +16,7 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 from jtile import _mesh
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError
+from jtile._frames import leave_out, shows_users_frames
 from jtile._memo import Recent
 from jtile._parts import is_complex
 from jtile.calls.arguments import as_operand, as_type, key_of
@@ -184,7 +185,11 @@ class Kernel:
         return vars(self)["__qualname__"]  # set by functools.update_wrapper
 
     def __call__(self, *args: Any, **meta: Any) -> Any:
-        return self._call(args, meta, {})
+        try:
+            return self._call(args, meta, {})
+        except Exception as error:
+            leave_out(error)
+            raise
 
     def _call(self, args: tuple[Any, ...], meta: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
         leaves, tree = tree_flatten(args)
@@ -225,6 +230,7 @@ class Kernel:
             self._variants[key] = out
         return self._variants[key]
 
+    @shows_users_frames
     def lower(self, *args: Any, target: Any = None, mesh: Any = None, **meta: Any) -> Lowered:
         """Compile for arguments of these types (arrays or `jax.ShapeDtypeStruct`), without running.
 
@@ -242,6 +248,7 @@ class Kernel:
         leaves, tree = tree_flatten(types)
         return Lowered(self._resolve(tree, leaves, meta).program, target)
 
+    @shows_users_frames
     def interpret(self, *args: Any, seed: int = 0, mesh: Any = None, **meta: Any) -> Any:
         """Run in the reference interpreter, with every check on; results are NumPy arrays.
 
