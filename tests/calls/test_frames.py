@@ -21,7 +21,7 @@ def kernel_of(body):
 
 def frames(call) -> list[str]:
     """The functions of the traceback of the error that a call raises, behind that of this one."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         call()
     return [f.name for f in traceback.extract_tb(caught.value.__traceback__)][1:]
 
