@@ -90,7 +90,7 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise jt.errors.KernelValueError(
             f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; "
-            "its last axis must be in"
+            f"its last axis must have {weight.shape[1]} elements"
         )
     check_activation("quantized_matmul", activation)
 
