@@ -162,7 +162,7 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
         "--limit", type=_seconds, default=530, metavar="SECONDS", help="start no load after this (default 530)"
     )
     sub.add_argument(
-        "--chunk", type=_count, default=1024, metavar="TOKENS", help="with --gpu: of a step at most (default 1024)"
+        "--chunk", type=_count, metavar="TOKENS", help="with --gpu: of a step at most (default: as the engine's)"
     )
     sub.add_argument(
         "--cache-dtype", metavar="DTYPE", help="with --gpu: of the cache, as float8_e4m3fn (default: bfloat16)"

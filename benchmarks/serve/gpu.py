@@ -15,6 +15,7 @@ from benchmarks.gpu import models
 from benchmarks.serve.load import Goal, Lengths, Load, all_decode, run, summary
 from benchmarks.serve.targets import of_batches, of_engine
 from jtile.models import Engine, LanguageModel
+from jtile.models.serving.settings import budget_of
 from jtile.models.serving.worker import responsive
 
 GOAL = Goal(first_ms=10_000, between_ms=100)
@@ -52,7 +53,8 @@ def records(options: argparse.Namespace, deadline: float, say: Callable[[str], N
         lm.cache_dtype = options.cache_dtype
         jax.block_until_ready(lm._weights)
         say(f"{name} {stored}: weights made in {time.monotonic() - began:.0f} s")
-        shapes = (24, 64) if options.tiny else (loads["all"].requests, options.chunk)
+        rows = loads["all"].requests
+        shapes = (24, 64) if options.tiny else (rows, options.chunk or budget_of(rows))
         with responsive():  # as in a server
             for kind, runs in _measured(lm, loads, stored, shapes, deadline, say):
                 cache = f", cache {options.cache_dtype}" if options.cache_dtype else ""

@@ -51,16 +51,37 @@ def misfit(x, weight: Weight, *, activations: str, **_) -> str | None:
     )
 
 
+def _rounded(x, weight: Weight, groups: int) -> tuple[jax.Array, jax.Array]:
+    """(codes [m, in] of x [m, in], in the order of the weight's, their scales [m, groups])."""
+    (m, inner), packed = x.shape, weight.codes.dtype == jnp.uint32
+    codes, scale = rounded_rows(x.reshape(m, inner // BLOCKS, BLOCKS), groups=groups, packed=packed)
+    return codes.reshape(m, inner), scale
+
+
+def _codes(weight: Weight, inner: int) -> jax.Array:
+    """The codes of a weight, [out, in]."""
+    packed, out = weight.codes.dtype == jnp.uint32, weight.scale.shape[0]
+    return jax.lax.bitcast_convert_type(weight.codes, FLOAT8).reshape(out, inner) if packed else weight.codes
+
+
 def product(x, weight: Weight, *, activations: str, out_dtype, **_) -> jax.Array:
     """[m, out] of x [m, in] and an fp8 weight."""
-    (m, inner), out, packed = x.shape, weight.scale.shape[0], weight.codes.dtype == jnp.uint32
+    inner = x.shape[1]
     groups = 1 if activations == "rows" else inner // BLOCKS
-    codes, scale = rounded_rows(x.reshape(m, inner // BLOCKS, BLOCKS), groups=groups, packed=packed)
-    b = jax.lax.bitcast_convert_type(weight.codes, FLOAT8).reshape(out, inner) if packed else weight.codes
-    codes = codes.reshape(m, inner)
+    codes, scale = _rounded(x, weight, groups)
+    b = _codes(weight, inner)
     if activations == "blocks":
         squares = weight.scale[::BLOCKS, :: weight.scale.shape[1] // groups]
         return scaled_matmul.scaled_matmul(
             codes, b, scale, squares, block=BLOCKS, transpose_b=True, out_dtype=out_dtype
         )
     return scaled_matmul.row_products(codes, b, scale[:, 0], weight.scale[:, 0], out_dtype=out_dtype)
+
+
+def gated(x, gate: Weight, up: Weight, *, activation: str, out_dtype) -> jax.Array:
+    """`activation(g) * u` [m, out], of the products g and u of x [m, in] with two fp8 weights that have a scale a row:
+    the sums of both stay in registers, where two products would write and read 8 bytes for each."""
+    codes, scale = _rounded(x, gate, 1)
+    weights = (_codes(w, x.shape[1]) for w in (gate, up))
+    scales = scale[:, 0], gate.scale[:, 0], up.scale[:, 0]
+    return scaled_matmul.gated_row_products(codes, *weights, *scales, activation=activation, out_dtype=out_dtype)

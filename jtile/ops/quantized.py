@@ -418,6 +418,8 @@ def _as_it_is(x, weights, epilogue, *, activations, **options):
 
 
 def _in_8_bits(x, weights, epilogue, *, kind, activation, activations, out_dtype):
+    if len(weights) == 2 and activations == "rows":
+        return float8_rows.gated(x, *weights, activation=activation, out_dtype=out_dtype)
     product = functools.partial(float8_rows.product, activations=activations)
     return _one_by_one(product, x, weights, epilogue, activation=activation, out_dtype=out_dtype)
 

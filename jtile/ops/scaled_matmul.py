@@ -10,6 +10,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_rank, known, machine, tuned
+from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.matmul import tiles
 
 
@@ -70,6 +71,25 @@ def products_of_rows(a, b, rows, columns, y, *, tb: bool, out_dtype, bm: int, bn
         acc = jt.dot(A[i, p], B[j, p].T, acc, precision="fast")
     acc = acc * rows.tiles(bm)[i][:, None] * columns.tiles(bn)[j][None, :]
     y.tiles(bm, bn)[i, j] = acc.astype(out_dtype)
+
+
+@jt.kernel(out_type=_out_type, grid=_grid)
+def gated_products_of_rows(
+    a, gate, rows, columns, up, up_columns, y,
+    *, activation: str, tb: bool, out_dtype, bm: int, bn: int, bk: int, stages: int = 4,
+):  # fmt: skip
+    """a [m, k], gate and up [n, k], rows f32 [m], columns and up_columns f32 [n] -> y [m, n]."""
+    # Y = act(G) * U     g_ij = rows_i columns_j sum_t a_it gate_jt, and U likewise
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B, C = a.tiles(bm, bk), gate.tiles(bn, bk), up.tiles(bn, bk)
+    G = U = jt.zeros((bm, bn), jnp.float32)
+    for p in jt.range(A.shape[1], stages=stages):
+        A_p = A[i, p]
+        G = jt.dot(A_p, B[j, p].T, G, precision="fast")
+        U = jt.dot(A_p, C[j, p].T, U, precision="fast")
+    R = rows.tiles(bm)[i][:, None]
+    G, U = G * R * columns.tiles(bn)[j][None, :], U * R * up_columns.tiles(bn)[j][None, :]
+    y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(out_dtype)
 
 
 def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None, **of) -> dict[str, int]:
@@ -147,8 +167,17 @@ def row_products(a, b, rows, columns, *, out_dtype) -> jax.Array:
     return _run(products_of_rows, a, b, rows, columns, **options, **sides)
 
 
-def _run(kernel, a, *args, bm: int, bn: int, **meta):
-    return tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))(a, *args, bm=bm, bn=bn, **meta)
+def gated_row_products(a, gate, up, rows, columns, up_columns, *, activation: str, out_dtype) -> jax.Array:
+    """`activation(g) * u`, in float32, of the `row_products` g and u of a with gate and up, both [n, k]."""
+    of = dict(gates=2, transposed=True, fast=True)
+    sides = _tiles(a.shape[0], gate.shape[0], a.shape[1], a.dtype.itemsize, None, **of)
+    options = dict(activation=activation, tb=True, out_dtype=jnp.dtype(out_dtype).name)
+    return _run(gated_products_of_rows, a, gate, rows, columns, up, up_columns, gates=2, **options, **sides)
+
+
+def _run(kernel, a, *args, bm: int, bn: int, gates: int = 1, **meta):
+    options = gpu_tiles.product_options(bm, bn, a.dtype.itemsize, gates)
+    return tuned(kernel, **options)(a, *args, bm=bm, bn=bn, **meta)
 
 
 def _check_scale(name: str, x, shape: tuple[int, int]) -> None:

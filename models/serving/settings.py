@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -24,6 +25,7 @@ from .scheduler import tiled
 
 PAGE = 64
 QUERIES = 64  # of a tile
+CHUNK, TILE_ROWS, PROCESSORS = 4096, 128, 132  # of prompts in the largest step at least; of products; of a common GPU
 CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # of the cache: on CPUs bytes, on GPUs a share of the memory that is free
 
 
@@ -169,7 +171,7 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
     if not cpu and not (invariant and _has_experts(lm)):
         alone = -(-rows // 64) * 64  # what decodes; chunks of prompts come behind it
         small = (64,) if invariant else (1, 8, 32, 64, 128, 256)
-        return tuple(sorted({*(n for n in small if n < alone), alone, alone + 512, alone + 2048}))
+        return tuple(sorted({*(n for n in small if n < alone), alone, alone + 512, alone + 2048, budget_of(alone)}))
     if not cpu:
         chunk, small = max(1024, 4 * rows), ()
     else:
@@ -180,6 +182,15 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
     if invariant and _has_experts(lm):
         return (max(64, -(-2 * rows // 64) * 64),)
     return tuple(sorted({*(n for n in small if n < chunk), chunk}))
+
+
+def budget_of(alone: int) -> int:
+    """Tokens of the largest step on a GPU, beside so many that stand alone: what prompts are computed with while many
+    wait. Its products have whole rounds of tiles: results of models have multiples of 4096 features, which are 16 tiles
+    of 256, so that with few tokens a good part of the processors waits for the last round."""
+    units = jt.target().units("device") or PROCESSORS
+    whole = TILE_ROWS * (units // math.gcd(units, 4096 // 256))
+    return -(-(alone + CHUNK) // whole) * whole
 
 
 def tile_of(lm: LanguageModel, cpu: bool) -> int:

@@ -233,3 +233,21 @@ def test_rows_that_are_rounded_too(activations, packed):
     assert both.activations == activations and both.shape == (512, 256)
     apart = QuantizedTensor.concatenate([w.rows(np.arange(40)), w])
     assert apart.activations == (None if activations == "blocks" else activations)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gated_rows_that_are_rounded_too(packed):
+    """Both products in one kernel, as the activation of one times the other."""
+    codes = [np.asarray(normal(seed, 192, 256, dtype="float8_e4m3fn")) for seed in (1, 2)]
+    scales = [np.exp2(np.asarray(normal(seed, 192, 1))) * np.float32(0.1) for seed in (3, 4)]
+    x = np.asarray(normal(5, 130, 256, dtype="bfloat16"))
+    weights = [QuantizedTensor.from_float8(*map(jnp.asarray, of)) for of in zip(codes, scales, strict=True)]
+    weights = [dataclasses.replace(w, activations="rows") for w in weights]
+    forms = [w.packed() if packed else w for w in weights]
+    g, u = (rounded_to_8_bits(x, 1) @ (c.astype(np.float32) * s).T for c, s in zip(codes, scales, strict=True))
+    with jt.config(arch="sm_90"):
+        chosen = ops.choices(ops.gated_mlp, x, *forms)
+        assert [c.implementation for c in chosen] == ["rows in 8 bits"]
+        both = functools.partial(float8_rows.gated, activation="silu", out_dtype="float32")
+        y = evaluated(lambda x: both(x, *(Weight(w.codes, w.scale) for w in forms)))(x)
+    assert relative_error(y, g / (1 + np.exp(-g)) * u) < (5e-4 if jax.default_backend() == "gpu" else 3e-6)

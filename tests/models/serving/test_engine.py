@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from serving_checks import until
 
+import jtile as jt
 from jtile._errors import EngineError, ModelError, PromptError, QueueFullError
 from jtile.models import Engine
 from jtile.models.sampling import Sampling
@@ -463,6 +464,9 @@ def test_shapes_by_model(model, lm):
     """On CPUs: dense products of up to 16 rows sum in another order; experts have tiles for every number of rows."""
     assert default_shapes(lm, 16, True, True) == (24, 64, 256)
     assert default_shapes(lm, 16, True, False) == (1, 4, 16, 24, 64, 256)
+    with jt.config(arch="sm_90"):  # 33 tiles of 128 tokens: with multiples of 16 beside them whole rounds of 132
+        assert default_shapes(lm, 128, False, True) == (64, 128, 640, 2176, 33 * 128)
+        assert default_shapes(lm, 256, False, True) == (64, 256, 768, 2304, 66 * 128)
     assert default_shapes(model("qwen3_moe"), 16, True, True) == (64,)
     assert default_shapes(model("gpt_oss"), 16, True, True) == (64,)
 
