@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, gpu_tiles, hopper_gemv, quantized, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, quantized, spaces
 from jtile.ops._shapes import sums_in, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_derivative
@@ -118,18 +118,32 @@ def _streamed(x, gate, up, *, activation: str, tb: bool):
     return hopper_gemv.product(x, (Weight(gate), Weight(up)), **options)
 
 
-def _not_streamed(x, gate, up, *, activation: str, tb: bool) -> str | None:
-    why = first_unmet(
+def _not_alike(gate, up, tb: bool) -> str | None:
+    return first_unmet(
         (tb, "the matrices do not lie in memory as [n, k]"),
         (gate.dtype == up.dtype, f"the matrices are {gate.dtype.name} and {up.dtype.name}"),
     )
-    return why or hopper_gemv.misfit(x, Weight(gate), x.dtype.name, gated=True)
+
+
+def _not_streamed(x, gate, up, *, activation: str, tb: bool) -> str | None:
+    return _not_alike(gate, up, tb) or hopper_gemv.misfit(x, Weight(gate), x.dtype.name, gated=True)
+
+
+def _few_rows(x, gate, up, *, activation: str, tb: bool):
+    """Some rows; both matrices are read once."""
+    del tb
+    return hopper_rows.product(x, (gate, up), activation=activation, out_dtype=x.dtype)
+
+
+def _not_few_rows(x, gate, up, *, activation: str, tb: bool) -> str | None:
+    return _not_alike(gate, up, tb) or hopper_rows.misfit(x, (gate, up))
 
 
 # act(x gate) * (x up) of x [m, k] and two matrices
 _gated_product = Op(
     "gated_mlp",
     Implementation("rows against a stream of the matrices", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("few rows against it, by tensor cores", _few_rows, _not_few_rows, BLOCK_LEVEL, portable=False),
     Implementation("tiles", _in_tiles),
 )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, gpu_tiles, hopper_gemv, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, spaces
 from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
 from jtile.ops.epilogues import ACTIVATIONS, activation_derivative, check_activation
@@ -243,10 +243,15 @@ def _streamed(a, b, bias, *, activation, ta: bool, tb: bool, out_dtype: str):
     ]
 
 
-def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
-    layout = first_unmet(
+def _one_product(a, b, ta: bool, tb: bool) -> str | None:
+    return first_unmet(
         (tb and not ta, "the right operand does not lie in memory as [n, k], or the left one as [k, m]"),
         (a.shape[0] == b.shape[0] == 1, "there are several products"),
+    )
+
+
+def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
+    layout = _one_product(a, b, ta, tb) or first_unmet(
         (
             a.shape[1] != 1 or known(a.shape[2]) < products.LONG or gpu_tiles.overlaps(),
             f"one row of {a.shape[2]} is quicker in tiles of few rows",
@@ -256,10 +261,22 @@ def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
     return layout or hopper_gemv.misfit(row, Weight(matrix), a.dtype.name)
 
 
+def _few_rows(a, b, bias, *, activation, ta: bool, tb: bool, out_dtype: str):
+    """Some rows a [1, m, k] times b [1, n, k], which is read once."""
+    del ta, tb
+    return hopper_rows.product(a[0], (b[0],), bias, activation=activation, out_dtype=out_dtype)[None]
+
+
+def _not_few_rows(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
+    rows, matrix = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (a, b))
+    return _one_product(a, b, ta, tb) or hopper_rows.misfit(rows, (matrix,))
+
+
 # What `matmul` computes of a [e, m, k], b [e, k, n], bias [1, n] or None.
 _matmul = Op(
     "matmul",
     Implementation("rows against a stream of the matrix", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("few rows against it, by tensor cores", _few_rows, _not_few_rows, BLOCK_LEVEL, portable=False),
     Implementation("tiles", _extended),
 )
 

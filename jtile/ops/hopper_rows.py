@@ -1,0 +1,259 @@
+"""Three to 64 rows of x times a matrix in memory, on Hopper at the block level: yᵀ = W xᵀ, W read once.
+
+Such a product is as fast as W comes from memory, as one of one row is (`hopper_gemv`), but so many rows take the tensor
+cores. Rows of W are the rows of the product, of which an instruction has 64, and the rows of x are its columns. A block
+stays on each multiprocessor with a deep ring of W. All blocks get an equal share of the rounds (stream-K), whichever
+rows of W these belong to, and the last block that has some of a row's rounds puts together what they gave.
+
+Where `jt.config(overlap=True)` promises that the kernel in front does not make W, the ring is filled while that kernel
+still ends: its role is an early one. x comes by a role of its own, so that W does not wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import gpu_tiles
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.epilogues import ACTIVATIONS
+
+ROWS = 64  # of W, of a consumer
+MOST = 64  # rows of x
+_SLOT = 32 << 10  # bytes of W in a round
+_SLOTS, _X_SLOTS = 6, 3  # rounds of W on their way at most, and of x at least
+_RINGS = 222 << 10  # bytes of shared memory for both rings: a norm's block, which has few, finds room beside them
+_REGISTERS, _MORE = 152, 216  # of a thread that multiplies; of the former two consumers leave a quarter of all
+_SUMS = 64  # columns of sums that a consumer holds with the former
+_HELD = 4096  # numbers of a tile's parts that a consumer puts together at a time, of each weight
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """Which rounds a program has, of those of all tiles one behind the other.
+
+    It begins with the tile that it shares with the program behind it, so that it ends with a tile of its own where it
+    has one: putting a shared one together takes time, in which W goes on coming.
+
+    Attributes:
+      rounds: of a tile; size: rounds of a program.
+      begin, end: the program's. turn: where the tile begins that comes first.
+    """
+
+    rounds: int
+    size: int
+    begin: jax.Array
+    end: jax.Array
+    turn: jax.Array
+
+    @property
+    def count(self):
+        return self.end - self.begin
+
+    def at(self, k):
+        """The k-th round of the program."""
+        u = self.turn + k
+        return jnp.where(u < self.end, u, u - self.count)
+
+    def left(self, u):
+        """How many rounds from u on are of the same tile and come one after the other."""
+        stop = jnp.where(u >= self.turn, self.end, self.turn)
+        return jnp.minimum(self.rounds - jax.lax.rem(u, jnp.int32(self.rounds)), stop - u)
+
+    def programs(self, tile):
+        """The first and the last program that have rounds of a tile."""
+        size = jnp.int32(self.size)
+        return jax.lax.div(tile * self.rounds, size), jax.lax.div(tile * self.rounds + self.rounds - 1, size)
+
+
+def _share(rounds: int, tiles: int, programs: int) -> _Share:
+    size = jt.cdiv(rounds * tiles, programs)
+    begin = jnp.minimum(jt.program_id(0) * size, rounds * tiles)
+    end = jnp.minimum(begin + size, rounds * tiles)
+    turn = jax.lax.div(end, jnp.int32(rounds)) * rounds
+    return _Share(rounds, size, begin, end, jnp.maximum(turn, begin))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Buffers and barriers of a program.
+
+    Attributes:
+      rings: of each consumer and weight a ring of 64 rows of W. x: the ring of x.
+      full, empty: a round of W has come; has been read. x_full, x_empty: likewise of x.
+    """
+
+    rings: list[list[jt.Shared]]
+    x: jt.Shared
+    full: jt.Barrier
+    empty: jt.Barrier
+    x_full: jt.Barrier
+    x_empty: jt.Barrier
+
+
+def _place(program, begins):
+    """Where a program leaves the sums of a tile that it shares; `begins`: the tile begins in it."""
+    return 2 * program + begins.astype(jnp.int32)
+
+
+@jt.function
+def _sums(mem: _Memory, i: int, first, count):
+    """Consumer i's sums [64, columns] of each weight, over `count` rounds."""
+    sums = tuple(jt.zeros((ROWS, mem.x.shape[0]), jnp.float32) for _ in mem.rings[i])
+    for k in jt.range(first, first + count):
+        mem.full.at(k).wait()
+        mem.x_full.at(k).wait()
+        sums = tuple(jt.dot_async(ring.at(k), mem.x.at(k).T, acc) for ring, acc in zip(mem.rings[i], sums))
+        sums = jt.dot_wait(*sums, pending=0)
+        sums = sums if isinstance(sums, tuple) else (sums,)
+        mem.empty.at(k).arrive()
+        mem.x_empty.at(k).arrive()
+    return sums
+
+
+@jt.function
+def _together(parts, share: _Share, tile, row: int, like):
+    """The sums of a tile that several programs have: of the consumer's rows from `row` on, as `like`."""
+    first, last = share.programs(tile)
+    total = tuple(jnp.zeros(one.shape, jnp.float32) for one in like)
+    side = min(max(_HELD // (len(like) * like[0].size), 1), 4)
+    for c in jt.range(jt.cdiv(last + 1 - first, side)):
+        found = []
+        for p in (first + c * side + k for k in range(side)):  # all on their way at once
+            begins = p * share.size <= tile * share.rounds
+            at, there = _place(p, begins), p <= last
+            rows = jt.ds(row, ROWS)
+            found.append([jt.load(parts, (at, w, rows, slice(None)), mask=there) for w in range(len(like))])
+        for part in found:
+            total = tuple(a + b for a, b in zip(total, part))
+    return total
+
+
+@jt.function
+def _consume(mem: _Memory, share: _Share, i: int, bias, y, parts, activation):
+    """Role i: all of its tiles."""
+    high = len(mem.rings)
+    done = jt.counters("tiles", (jt.cdiv(y.shape[1], ROWS * high), high))
+    k = jnp.int32(0)
+    while k < share.count:
+        u = share.at(k)
+        tile, count = jax.lax.div(u, jnp.int32(share.rounds)), share.left(u)
+        sums = _sums(mem, i, k, count)
+        if count == share.rounds:
+            _write(sums, bias, y, tile * high + i, activation)
+        else:
+            at = _place(jt.program_id(0), u == tile * share.rounds)
+            for w, one in enumerate(sums):
+                parts[at, w, jt.ds(i * ROWS, ROWS), :] = one
+            first, last = share.programs(tile)
+            if jt.arrive(done, (tile, i), last - first + 1):
+                _write(_together(parts, share, tile, i * ROWS, sums), bias, y, tile * high + i, activation)
+        k = k + count
+
+
+def _write(sums, bias, y, place, activation) -> None:
+    """y of 64 rows of W from the sums of each weight."""
+    one, *other = sums
+    if bias is not None:
+        one = one + bias.tiles(None, ROWS)[0, place].astype(jnp.float32)[:, None]
+    out = ACTIVATIONS[activation](one)
+    out = out * other[0] if other else out
+    y.tiles(one.shape[1], ROWS)[0, place] = out.T.astype(y.dtype)
+
+
+@jt.function
+def _produce(mem: _Memory, share: _Share, weights):
+    """The role that fills the rings of W."""
+    high, depth = len(mem.rings), mem.x.shape[1]
+    for k in jt.range(share.count):
+        u = share.at(k)
+        tile, r = jax.lax.div(u, jnp.int32(share.rounds)), jax.lax.rem(u, jnp.int32(share.rounds))
+        mem.empty.at(k).wait(before=True)
+        mem.full.at(k).expect(sum(ring.nbytes for rings in mem.rings for ring in rings))
+        for i, rings in enumerate(mem.rings):
+            for w, ring in zip(weights, rings):
+                jt.async_copy(w.tiles(ROWS, depth).at[tile * high + i, r], ring.at(k), mem.full.at(k))
+
+
+@jt.function
+def _feed(mem: _Memory, share: _Share, x):
+    """The role that fills the ring of x."""
+    for k in jt.range(share.count):
+        r = jax.lax.rem(share.at(k), jnp.int32(share.rounds))
+        mem.x_empty.at(k).wait(before=True)
+        mem.x_full.at(k).expect(mem.x.nbytes)
+        jt.async_copy(x.tiles(*mem.x.shape).at[0, r], mem.x.at(k), mem.x_full.at(k))
+
+
+def _types(x, weights, *_, columns: int, high: int, parts: int, out_dtype: str, **__):
+    y = jax.ShapeDtypeStruct((x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
+    return y, jax.ShapeDtypeStruct((2 * parts, len(weights), ROWS * high, columns), jnp.float32)
+
+
+@jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)
+def hopper_rows(
+    x, weights: tuple, bias, y, sums,
+    *, columns: int, high: int, depth: int, slots: int, x_slots: int, parts: int, activation, out_dtype: str,
+    early: bool = False,
+):  # fmt: skip
+    """y [m, out] of x [m, in], weights [out, in], one or two (y = act(x Gᵀ) * (x Uᵀ)), and bias [1, out] or None; sums:
+    what programs share.
+
+    A program has `high * 64` rows of W, or of each of two, and `depth` terms in a round; `parts` programs."""
+    # Yᵀ = W Xᵀ, a sum over rounds of `depth` terms
+    ring = lambda shape, n: jt.alloc(shape, x.dtype, slots=n)
+    mem = _Memory(
+        rings=[[ring((ROWS, depth), slots) for _ in weights] for _ in range(high)],
+        x=ring((columns, depth), x_slots),
+        full=jt.barrier(slots),
+        empty=jt.barrier(slots, arrivals=high),
+        x_full=jt.barrier(x_slots),
+        x_empty=jt.barrier(x_slots, arrivals=high),
+    )
+    share = _share(jt.cdiv(x.shape[1], depth), jt.cdiv(y.shape[1], ROWS * high), parts)
+    for i in range(high):
+        with jt.role(f"consumer{i}", warps=4, registers=_MORE if columns * len(weights) > _SUMS else _REGISTERS):
+            _consume(mem, share, i, bias, y, sums, activation)
+    with jt.role("producer", warps=1, registers=24, early=early):
+        _produce(mem, share, weights)
+    with jt.role("feeder", warps=1, registers=24):
+        _feed(mem, share, x)
+
+
+def choice(m: int, weights: int, itemsize: int = 2) -> dict[str, int]:
+    """Meta-parameters for m rows of x and so many weights: for more rows more of W in a round, which these are multiplied
+    with, since x comes from the cache for each of them."""
+    columns = max(jt.next_power_of_2(m), 8)
+    high = 1 if columns <= 16 else 2
+    depth = _SLOT // (itemsize * ROWS * high * weights)
+    of_x = columns * depth * itemsize
+    slots = min(_SLOTS, (_RINGS - _X_SLOTS * of_x) // _SLOT)
+    x_slots = min((_RINGS - slots * _SLOT) // of_x, slots)
+    return dict(columns=columns, high=high, depth=depth, slots=slots, x_slots=x_slots)
+
+
+def misfit(x, weights: tuple) -> str | None:
+    """Why the kernel does not compute x [m, in] times these [out, in], None where it does."""
+    m, inner = x.shape
+    sizes = m, inner, *weights[0].shape
+    if not all(isinstance(n, int) and n > 0 for n in sizes):
+        return "sizes are 0, or not known"
+    sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
+    return first_unmet(
+        (gpu_tiles.overlaps(), "kernels do not overlap"),
+        (jax.device_count() == 1, "rows may be shared out among several devices"),
+        (2 < m <= MOST, f"there are {m} rows, not 3 to {MOST}"),
+        (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
+        (inner % 8 == 0, f"rows of {inner} are no lines of copies"),
+    )
+
+
+def product(x, weights: tuple, bias=None, *, activation=None, out_dtype=jnp.float32) -> jax.Array:
+    """[m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out]."""
+    meta = choice(x.shape[0], len(weights), x.dtype.itemsize)
+    meta |= dict(parts=gpu_tiles.processors(), activation=activation, out_dtype=jnp.dtype(out_dtype).name)
+    return hopper_rows(x, weights, bias, early=gpu_tiles.overlaps(), **meta)[0]
