@@ -12,7 +12,6 @@ still ends: its role is an early one. x comes by a role of its own, so that W do
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +224,8 @@ def hopper_rows(
 
 
 def choice(m: int, weights: int, itemsize: int = 2) -> dict[str, int]:
-    """Meta-parameters for m rows of x and so many weights: for more rows more of W in a round, which these are multiplied
-    with, since x comes from the cache for each of them."""
+    """Meta-parameters for m rows of x and so many weights: for many rows of x a round has more rows of W, since x comes
+    from the cache again for each round."""
     columns = max(jt.next_power_of_2(m), 8)
     high = 1 if columns <= 16 else 2
     depth = _SLOT // (itemsize * ROWS * high * weights)
