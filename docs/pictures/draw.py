@@ -118,7 +118,7 @@ def attention():
     parts.append(text(380, 128, "o, m, l", GREEN, 14, "start", mono=True, bold=True))
     parts.append(text(380, 147, "carried from block to block", size=12, anchor="start"))
     parts.append(text(380, 196, "orange: the diagonal, masked", ORANGE, 12, "start"))
-    parts.append(text(380, 60, "dashed: after the query,", size=12, anchor="start"))
+    parts.append(text(380, 60, "grey: after the query,", size=12, anchor="start"))
     parts.append(text(380, 76, "never computed", size=12, anchor="start"))
     parts.append(text(230, 256, "j = 0, 1, ...: one round of the loop for each block of keys", size=12))
     write("attention", 580, 268, "One program takes a block of queries through the blocks of keys before them", parts)
