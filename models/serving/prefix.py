@@ -153,5 +153,6 @@ def _common(a: bytes, b: bytes) -> int:
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """How many equal numbers two vectors begin with."""
     size = min(len(a), len(b))
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if len(differs) else size
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

@@ -14,6 +14,7 @@ from flax import nnx
 import jtile as jt
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
+from jtile.ops.float8_rows import MANY
 
 from ..decoder import Attention
 from ..experts import Mixture
@@ -167,10 +168,13 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
     What a token's numbers are depends on the kernels that a shape takes, and on how its rows are cut into tiles. On
     CPUs products of few rows sum in another order than those of many, dense ones up to 16 rows and quantised ones up to
     8, and so do the last rows where tiles hang over; grouped products of experts have tiles for every number of rows.
-    `invariant` leaves out what differs from the larger shapes; `adapters` are dense whatever the weights are."""
+    Rows that are rounded to 8 bits for fp8 weights are so where they are many. `invariant` leaves out what differs from
+    the larger shapes; `adapters` are dense whatever the weights are."""
     if not cpu and not (invariant and _has_experts(lm)):
         alone = -(-rows // 64) * 64  # what decodes; chunks of prompts come behind it
         small = (64,) if invariant else (1, 8, 32, 64, 128, 256)
+        if invariant and _rounded(lm):
+            alone, small = max(alone, MANY), ()
         return tuple(sorted({*(n for n in small if n < alone), alone, alone + 512, alone + 2048, budget_of(alone)}))
     if not cpu:
         chunk, small = max(1024, 4 * rows), ()
@@ -205,11 +209,21 @@ def tile_of(lm: LanguageModel, cpu: bool) -> int:
     return max(QUERIES // jt.next_power_of_2(max(groups)), 1)
 
 
-def _quantised(lm: LanguageModel) -> bool:
-    """Whether all matrices of the model are quantised."""
+def _matrices(lm: LanguageModel) -> list:
+    """The dense and quantised matrices of the model."""
     is_weight = lambda x: isinstance(x, QuantizedTensor)
     leaves = jax.tree.leaves(jax.tree.unflatten(lm._structure[1], lm._weights), is_leaf=is_weight)
-    return all(is_weight(x) or x.ndim < 2 for x in leaves)
+    return [x for x in leaves if is_weight(x) or x.ndim > 1]
+
+
+def _quantised(lm: LanguageModel) -> bool:
+    """Whether all matrices of the model are quantised."""
+    return all(isinstance(x, QuantizedTensor) for x in _matrices(lm))
+
+
+def _rounded(lm: LanguageModel) -> bool:
+    """Whether products of the model with many rows round these to 8 bits."""
+    return any(isinstance(x, QuantizedTensor) and x.activations is not None for x in _matrices(lm))
 
 
 def _has_experts(lm: LanguageModel) -> bool:

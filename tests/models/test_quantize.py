@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import jtile as jt
 import jtile.models
 from jtile._errors import ModelError
 from jtile.models import quantize_folder
 from jtile.models.folder import INDEX, stored_tensors
+from jtile.models.serving.settings import default_shapes
 from jtile.models.whole import MARK
 from jtile.ops import QuantizedTensor
 
@@ -79,8 +81,11 @@ def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path):
     assert stored[f"{NAME}.weight"].dtype == jnp.float8_e4m3fn and stored[f"{NAME}.weight_scale"].shape == (64, 1)
     index = json.loads((out / INDEX).read_text())
     assert set(index["weight_map"]) == set(stored)
-    net = jtile.models.load(out).model
-    assert net.blocks[0].mlp.down.get_value().activations == "rows"
+    lm = jtile.models.load(out)
+    assert lm.model.blocks[0].mlp.down.get_value().activations == "rows"
+    with jt.config(arch="sm_90"):  # a server's steps all have as many rows as are rounded
+        assert default_shapes(lm, 16, False, True) == (128, 640, 2176, 33 * 128)
+        assert default_shapes(lm, 16, False, False)[0] == 1
     with pytest.raises(ModelError, match="quantised already"):
         quantize_folder(out, "int8")
 
