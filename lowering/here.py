@@ -14,10 +14,13 @@ from .targets import Target
 
 
 def platform() -> str:
-    """`"cpu"`, `"cuda"`, `"rocm"` or `"ascend"`: where a kernel that is called here will most likely run.
+    """The platform on which a kernel called here will most likely run.
 
     Library kernels choose their tiles by it; a wrong guess costs speed only. The option `arch` says it, or else JAX's
     default device.
+
+    Returns:
+      `"cpu"`, `"cuda"`, `"rocm"`, `"ascend"`, or the name of a platform of another package.
     """
     asked = current().arch
     if asked:
@@ -26,8 +29,11 @@ def platform() -> str:
 
 
 def architecture() -> str | None:
-    """The architecture, `"sm_90"` or `"gfx942"`, that a kernel called here will most likely be compiled for; None on a
-    CPU."""
+    """The architecture that a kernel called here will most likely be compiled for.
+
+    Returns:
+      Its name, such as `"sm_90"` or `"gfx942"`; None on a CPU.
+    """
     found = target()
     return found.arch if platforms.named(found.platform).claims(found.arch) else None
 
@@ -36,6 +42,9 @@ def target() -> Target:
     """The `Target` that a kernel called here will most likely be compiled for.
 
     Implementations and tiles are chosen by what it has: `"warpgroup products" in jt.target().features`.
+
+    Returns:
+      A `Target`; on a GPU with the numbers that the device tells.
     """
     return platforms.named(platform()).here()
 

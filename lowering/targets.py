@@ -105,14 +105,33 @@ class Target:
             )
 
     def limit(self, name: str) -> int | None:
+        """A limit of the target, such as `"programs"`.
+
+        Args:
+          name: that of the limit, one of those in `limits`.
+        Returns:
+          The number, or None where the target states none.
+        """
         return dict(self.limits).get(name)
 
     def units(self, scale: str) -> int | None:
-        """How many units of the level below make one of a level; None where the target does not have the level."""
+        """How many units of the level below make one unit of a level.
+
+        Args:
+          scale: the name of the level, such as `"device"`.
+        Returns:
+          The number, or None where the target does not have the level.
+        """
         return next((s.units for s in self.scales if s.name == scale), None)
 
     def memory(self, scale: str) -> Memory | None:
-        """The memory that the units of a level share."""
+        """The memory that the units of a level share.
+
+        Args:
+          scale: the name of the level, such as `"block"`.
+        Returns:
+          A `Memory`, or None where the level has none.
+        """
         names = {s.name: s.memory for s in self.scales}
         return next((m for m in self.memories if m.name == names.get(scale)), None)
 
@@ -257,7 +276,11 @@ def _refuse(kernel: ir.Kernel, target: Target, what: str, instead: str, loc: ir.
 
 
 def host_target() -> Target:
-    """The CPU of this machine."""
+    """The CPU of this machine.
+
+    Returns:
+      Its `Target`.
+    """
     return resolve("cpu")
 
 

@@ -63,9 +63,14 @@ class Adapter:
 
 
 def read_adapter(path: str | os.PathLike, model: Decoder, share: Share | None = None) -> Adapter:
-    """Reads the adapter in a folder, as `peft` or `save_adapter` wrote it, for a model; with a share, what the device
-    has of it whose module the model is.
+    """Reads the adapter in a folder, as `peft` or `save_adapter` wrote it, for a model.
 
+    Args:
+      path: the folder.
+      model: whose weights the adapter changes.
+      share: of a model that is cut over devices, what the device has of it; `model` is then the part of that device.
+    Returns:
+      An `Adapter`.
     Raises:
       ModelError: a file is missing or damaged; the adapter is none of LoRA, or changes more than low-rank updates do
         (DoRA, biases, whole modules); or it is of another model: of other blocks, shapes or weights.

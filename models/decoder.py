@@ -248,13 +248,24 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def head(self, hidden):
-        """Logits float32 [..., vocab] of hidden states [..., hidden]."""
+        """The logits behind hidden states.
+
+        Args:
+          hidden: [..., hidden], before the final norm.
+        Returns:
+          float32 [..., vocab].
+        """
         return self._logits(self._norm(hidden))
 
     def prefill(self, ids, lengths=None):
-        """Runs whole prompts: ids int32 [batch, length], of whose rows the first `lengths` [batch] are tokens.
+        """Runs whole prompts.
 
-        Returns (hidden [batch, length, hidden_size] before the final norm, each layer's entry of the cache)."""
+        Args:
+          ids: int32 [batch, length].
+          lengths: int32 [batch], how many ids of each row are tokens; None: all.
+        Returns:
+          Hidden states [batch, length, hidden] before the final norm, and the entry of each layer for the cache.
+        """
         x, angles = self._enter(ids, _positions(ids))
         delta, entries = None, []
         for block in self.blocks:
@@ -271,8 +282,16 @@ class Decoder(nnx.Module):
         return self._logits(self.hidden_states(ids, remat=remat)[-1])
 
     def hidden_states(self, ids, *, remat: bool = False) -> list[jax.Array]:
-        """Of ids int32 [batch, length] the embeddings, then what each block but the last gives, then the last block's
-        output behind the final norm: num_layers + 1 arrays [batch, length, hidden]. `remat`: see `__call__`."""
+        """The hidden states between all blocks.
+
+        Args:
+          ids: int32 [batch, length].
+          remat: see `__call__`.
+        Returns:
+          num_layers + 1 arrays [batch, length, hidden]: the embeddings, then what each block but the last gives, then
+            the last
+          block's output behind the final norm.
+        """
         x, angles = self._enter(ids, _positions(ids))
         states = [x]
         for block in self.blocks:
@@ -315,9 +334,15 @@ class Decoder(nnx.Module):
         return tuple(block.attention.window for block in self.blocks)
 
     def step(self, tokens, cache: kv.KVCache, of=None):
-        """The next tokens of each row, int32 [batch] or [batch, t] -> (logits float32 [batch, (t,) vocab] behind each,
-        the longer cache). Several are more than a ring takes: see `cache.Layout`. `of`, int32 [n]: logits [n, vocab]
-        behind these of the batch * t tokens only."""
+        """The logits behind the next tokens of each row, which the cache takes in.
+
+        Args:
+          tokens: int32 [batch] or [batch, t]. Several are more than a ring takes: see `cache.Layout`.
+          cache: of the tokens before.
+          of: int32 [n], numbers of some of the batch * t tokens; logits behind these only are computed.
+        Returns:
+          Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
+        """
         t = 1 if tokens.ndim == 1 else tokens.shape[1]
         positions = cache.lengths
         if tokens.ndim > 1:

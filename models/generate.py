@@ -120,8 +120,15 @@ class LanguageModel:
         cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None,
         devices: Devices | None = None, adapter: str | os.PathLike | None = None,
     ) -> LanguageModel:  # fmt: skip
-        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`, `adapter`: see `load`. devices:
-        those that share them."""
+        """Reads every weight of a checkpoint.
+
+        Args:
+          checkpoint: an open one.
+          dtype, cache_dtype, page_size, adapter: as in `load`.
+          devices: those that share the model.
+        Returns:
+          A `LanguageModel`.
+        """
         if page_size is not None and (not is_int(page_size) or not 1 <= page_size <= LONGEST):
             raise ModelError(
                 f"page_size is an int of at least 1 and at most {LONGEST}, or None for rows in one piece; "
@@ -228,11 +235,20 @@ class LanguageModel:
         logprobs: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> Generation:
-        """As `generate`, but an iterator: an int per token for one prompt [length], int32 [batch] for a batch.
+        """Generate as `generate` does, token by token.
 
-        Its `stats` hold the token counts and speeds so far, and with `logprobs=True` its `logprobs` the log-probability
-        of each token so far, a float or float32 [batch], under the model's own logits, before any option. Errors in
-        the arguments are raised here, not on iteration, and a `ModelError` there where logits are no numbers.
+        Errors in the arguments are raised by the call, not by the iteration, which raises a `ModelError` where logits
+        are no numbers.
+
+        Args:
+          ids, max_new_tokens, eos, attention_mask, draft, draft_tokens, options: as in `generate`.
+          logprobs: keep the log-probability of each token.
+        Returns:
+          An iterator: an int per token for one prompt [length], int32 [batch] for a batch. Its `stats` hold the token
+            counts
+          and speeds so far, and with `logprobs=True` its `logprobs` the log-probability of each token so far, a float
+            or
+          float32 [batch], under the model's own logits, before any option.
         """
         if not is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")

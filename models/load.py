@@ -61,7 +61,8 @@ def load(
         axis of "tensor" devices share heads, features of MLPs and the vocabulary; along that of "expert" the experts of
         mixtures, and the rows of a batch; along that of "context" the tokens in the cache. By default the only axis of
         a mesh is that of "tensor".
-
+    Returns:
+      A `LanguageModel`.
     Raises:
       ModelError: the file is missing, truncated, damaged, or holds another architecture, a dtype or page_size is none
         of these, the adapter is of another model, or the mesh does not fit the model; the sentence says which.

@@ -49,7 +49,15 @@ class NGram:
             raise PromptError(f"the n of an n-gram is an int of at least 1, got {self.n!r}")
 
     def propose(self, history, last, count: int):
-        """Drafts int32 [batch, count] of history int32 [batch, slots], whose newest token stands at last [batch]."""
+        """Draft the tokens that followed the same last tokens before.
+
+        Args:
+          history: int32 [batch, slots], the tokens of each row.
+          last: int32 [batch], where the newest token stands.
+          count: how many tokens to draft.
+        Returns:
+          int32 [batch, count].
+        """
         at = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
         before = at < last[:, None]
         run = jnp.zeros(history.shape, jnp.int32)  # how many of the newest tokens stand up to each place

@@ -86,6 +86,10 @@ class Tokenizer:
     def from_gguf(cls, meta: Mapping) -> Tokenizer:
         """From the `tokenizer.*` metadata of a GGUF file.
 
+        Args:
+          meta: the metadata by name.
+        Returns:
+          A `Tokenizer`.
         Raises:
           ModelError: a tokenizer model or a pre-tokenizer that jtile does not know.
         """
@@ -121,7 +125,13 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if they are there."""
+        """From `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if they are there.
+
+        Args:
+          folder: where the files are.
+        Returns:
+          A `Tokenizer`.
+        """
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             path = folder / "tokenizer_config.json"
@@ -141,7 +151,13 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
-        """Whether another tokenizer has the same tokens with the same ids."""
+        """Whether another tokenizer has the same tokens with the same ids.
+
+        Args:
+          other: the other one.
+        Returns:
+          True if each can read the ids of the other.
+        """
         return self is other or self._vocabulary == other._vocabulary
 
     @functools.cached_property
@@ -150,7 +166,11 @@ class Tokenizer:
         return hashlib.sha256(repr(sorted(self._backend.get_vocab().items())).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """All of it but the chat template, as a `tokenizer.json`."""
+        """All of it but the chat template.
+
+        Returns:
+          The text of a `tokenizer.json`.
+        """
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -188,7 +208,13 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for ids that arrive one by one."""
+        """A decoder for ids that arrive one by one.
+
+        Args:
+          skip_special_tokens: leave control tokens out of the text.
+        Returns:
+          A `TextStream`.
+        """
         return TextStream(self._backend, skip_special_tokens)
 
     @overload
@@ -229,7 +255,8 @@ class Tokenizer:
           tokenize: token ids if true, else the text.
           tools: functions that the model may call, {"type": "function", "function": {"name", "description",
             "parameters"}}, for a template that knows tools.
-
+        Returns:
+          The ids, or the text.
         Raises:
           PromptError: the model has no chat template, or one without tools, or it refuses the conversation.
         """

@@ -201,8 +201,11 @@ class Kernel:
         return tree_unflatten(bound.out_tree, bound.run(leaves))
 
     def with_options(self, **options: Any) -> Kernel:
-        """The same kernel with other options: `interpret=True`, `num_warps=8`, ... (see `Options`), or another
-        `dynamic`."""
+        """The same kernel with other options.
+
+        Args:
+          options: fields of `Options`, such as `interpret=True` or `num_warps=8`; or another `dynamic`.
+        """
         spec = dataclasses.replace(self._spec, dynamic=options.pop("dynamic", self._spec.dynamic))
         out = Kernel(
             self._fn, spec, self._signature.name, checked_options(self._options, options, self._signature.where)
@@ -238,6 +241,8 @@ class Kernel:
           target: a `Target` or the name of one; default: this machine's CPU.
           mesh: of a kernel that talks to other devices: the number of devices along each axis, or a
             `jax.sharding.Mesh`; not inside of `shard_map`. The arguments are those of one device.
+        Returns:
+          A `Lowered`: `texts` has every level, `image` the machine code.
         """
         if mesh is not None:
             from jtile.calls.meshes import axes_of
@@ -250,7 +255,7 @@ class Kernel:
 
     @shows_users_frames
     def interpret(self, *args: Any, seed: int = 0, mesh: Any = None, **meta: Any) -> Any:
-        """Run in the reference interpreter, with every check on; results are NumPy arrays.
+        """Run the kernel in the reference interpreter, with every check on.
 
         Args:
           seed: order in which the programs of the grid run, and in which roles, copies and products of a block-level
@@ -259,6 +264,8 @@ class Kernel:
             a `jax.sharding.Mesh`. Each array has one more leading axis for each axis of the mesh, in their order: the
             part of device (i, j) is `x[i, j]`. Results likewise. Three calls run one after another on each device,
             so that what one call does to the next is seen too.
+        Returns:
+          The results of a call, as NumPy arrays.
         Raises:
           InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
           DeadlockError, ProtocolError: of devices that wait for ever, and of signals for which nobody waits.

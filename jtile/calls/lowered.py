@@ -76,6 +76,8 @@ class Lowered:
 
         Args:
           wrt: the flat inputs that are differentiated; default: all of floats.
+        Returns:
+          A `Lowered` of that kernel for the same target.
         """
         from jtile.primitive import tangent
 
@@ -87,6 +89,8 @@ class Lowered:
 
         Args:
           wrt: the flat inputs that are differentiated; default: all of floats.
+        Returns:
+          A `Lowered` of that kernel for the same target.
         """
         from jtile.primitive import tangent
 

@@ -39,7 +39,8 @@ def partitioned(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
       rule: names of the dimensions of all arrays, `"b _ h, b -> b h"`: arrays are separated by commas, dimensions by
         spaces; `_` is never cut. `fn` of the slices along a name must be the slice of `fn`: nothing is summed over
         shards, so that a name of an input stands in an output.
-
+    Returns:
+      A function of the same arguments and results.
     Raises:
       KernelTypeError: `fn` is no function, or `rule` no text. KernelValueError: text that is no rule; at a call, one
         that does not fit the arrays, or `fn` prints or asserts.

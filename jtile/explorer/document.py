@@ -40,6 +40,8 @@ class View:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page, whole or not at all.
 
+        Args:
+          path: the file; one that is there is replaced.
         Raises:
           KernelValueError: the file cannot be written.
         """

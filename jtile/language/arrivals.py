@@ -37,6 +37,8 @@ def counters(name: str, shape: int | tuple[int, ...]) -> Counters:
     Args:
       name: an identifier. Counters of one name are one memory, wherever in the kernel they are named.
       shape: how many; Python ints, known when the kernel is traced.
+    Returns:
+      `Counters`, at which `jt.arrive` arrives.
     Raises:
       KernelTypeError, KernelValueError: a name or shape that is none, or too many counters.
     """

@@ -277,6 +277,7 @@ def dot_wait(*values: Any, pending: int = 0) -> Any:
 
     Args:
       values: what `jt.dot_async` gave.
+      pending: how many products, the last ones to start, may still run.
     Returns:
       The same values (one: the value itself); those whose products have ended are tiles now, others are still in
       flight.

@@ -56,6 +56,8 @@ def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
         int64 where a bound is.
       stages: ask for software pipelining with this many stages; never changes the meaning.
       unroll: ask for this many copies of the body.
+    Returns:
+      A `Range`, which stands in a `for` statement of a kernel.
     """
     if not 1 <= len(bounds) <= 3:
         raise KernelTypeError(f"jt.range takes n, or lo, hi, or lo, hi, step; got {len(bounds)} bounds", user_place())
@@ -153,6 +155,7 @@ def fori(bounds, body: Callable, init: Any = None, *, stages: int | None = None,
       bounds: n, (lo, hi) or (lo, hi, step), as in `jt.range`.
       body: `(k, carry) -> carry`; with `init=None` it may return None.
       init: a pytree of arrays and numbers.
+      stages, unroll: as in `jt.range`.
     Returns:
       The last carry.
     """

@@ -81,6 +81,8 @@ class Signals:
         Args:
           axis: the name of an axis of the mesh.
           index: the number of the device along it, an int or a traced int scalar.
+        Returns:
+          `Signals` of the same shape.
         """
         return Signals(elsewhere(self.tracer, self.name, axis, index), f"{self.name}.on({axis!r})", self.at, True)
 

@@ -68,7 +68,12 @@ class Ref:
     def on(self, axis: str, index: Any) -> Ref:
         """The same symmetric memory (`jt.symmetric`) on another device, as a Ref.
 
-        The device is the one at place `index` of `axis`, and at this device's place of all other axes of the mesh."""
+        Args:
+          axis: an axis of the mesh.
+          index: the place of the device along it; its places along all other axes are those of this device.
+        Returns:
+          A Ref of the same shape and dtype.
+        """
         if self.role != "symmetric":
             raise KernelTypeError(
                 f"{self.name}.on: other devices have no {self.name}, which is memory of this device alone; put what "
@@ -86,6 +91,8 @@ class Ref:
           sizes: tile length per axis; None for an axis drops it (an index along it is one row, one head).
           step: distance between tiles, one int or one per axis; default: the tile length.
           pad: what lanes outside the array read: a number (of a complex array, a complex one too), nan or an infinity.
+        Returns:
+          A `TileView`: `view[i, j]` loads a tile, `view[i, j] = x` stores one.
         """
         return _view(self, sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes, step, pad)
 

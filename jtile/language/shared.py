@@ -142,7 +142,13 @@ class Shared:
         return Shared(prims.transpose_shared_p.bind(self.handle), type)
 
     def at(self, it: Any) -> Shared:
-        """The buffer of round `it`, an int or integer scalar of at least 0."""
+        """The buffer of a round: the one with number `it % slots`.
+
+        Args:
+          it: the number of the round, an int or integer scalar of at least 0.
+        Returns:
+          One buffer of the ring.
+        """
         self._ring("at(round)")
         return self[round_of(it, self.slots or 1)[0]]
 
@@ -171,14 +177,24 @@ class Shared:
         return Shared(prims.slice_shared_p.bind(self.handle, starts=starts, sizes=sizes), type)
 
     def load(self) -> jax.Array:
-        """The tile that the buffer holds."""
+        """The tile that the buffer holds.
+
+        Returns:
+          An array of the buffer's shape and dtype, in registers.
+        """
         _level.in_role("X.load()")
         (type,) = checked("X.load()", ir.LoadShared(typed(self)))
         return prims.load_shared_p.bind(self.handle, type=type)
 
     def store(self, x: Any) -> None:
         """Write a tile to the buffer. Asynchronous copies and products see it after `jt.fence_shared()`, the other
-        warps of the role after `jt.role_barrier()`, other roles after a barrier."""
+        warps of the role after `jt.role_barrier()`, other roles after a barrier.
+
+        Args:
+          x: a tile of the buffer's shape and dtype, or a number.
+        Raises:
+          KernelTypeError: another dtype.
+        """
         _level.in_role("X.store(x)")
         x = jnp.asarray(x)
         if x.dtype != self.dtype and x.weak_type:
@@ -305,7 +321,13 @@ class Barrier:
         return BarrierSlot(self, slot_number(index, self.count, "these barriers"))
 
     def at(self, it: Any) -> BarrierRound:
-        """The barrier of round `it`, number `it % count`; `it` is an int or integer scalar of at least 0."""
+        """The barrier of round `it`: the one with number `it % count`.
+
+        Args:
+          it: the number of the round, an int or integer scalar of at least 0.
+        Returns:
+          A `BarrierRound`, which knows slot and parity of the round.
+        """
         return BarrierRound(self, *round_of(it, self.count))
 
     def __iter__(self):
@@ -347,8 +369,15 @@ class BarrierSlot(_OneBarrier):
     __slots__ = ()
 
     def wait(self, parity: Any, when: Any = None) -> None:
-        """Wait until the phase of parity `parity` (0 or 1) has ended; a barrier that has ended no phase counts as one
-        that has just ended a phase of parity 1."""
+        """Wait until a phase has ended.
+
+        Args:
+          parity: 0 or 1, that of the phase. A barrier that has ended no phase counts as one that has just ended a phase
+            of parity 1.
+          when: a bool scalar; if it is false, nothing happens.
+        Raises:
+          KernelValueError: another parity.
+        """
         if isinstance(parity, int) and parity not in (0, 1):
             raise KernelValueError(f"a parity is 0 or 1, got {parity}", user_place())
         self._wait(index_value(parity, "a parity"), when)
@@ -364,8 +393,12 @@ class BarrierRound(_OneBarrier):
         self.parity = parity
 
     def wait(self, when: Any = None, *, before: bool = False) -> None:
-        """Wait until this round's phase has ended; with `before`, that of the round of the same slot before it, which
-        passes at once in the first round."""
+        """Wait until the phase of this round has ended.
+
+        Args:
+          when: a bool scalar; if it is false, nothing happens.
+          before: wait for the round that had the same slot before this one; in the first round that passes at once.
+        """
         self._wait(self.parity ^ np.int32(1) if before else self.parity, when)
 
 

@@ -66,7 +66,9 @@ def decode_attention(
 def decode_attention_reference(
     q, k, v, lengths, axis, *, pages=None, scales=None, scale=None, softcap=None, splits=None, sinks=None
 ):
-    """`decode_attention` by XLA's collectives, with the whole matrix of scores."""
+    """`decode_attention` by XLA's collectives, with the whole matrix of scores. Arguments and result are those of
+    `decode_attention`.
+    """
     del splits
     q, k, v, lengths, pages, scales, sinks = varying_together(axis, q, k, v, lengths, pages, scales, sinks)
     if scales is not None:
@@ -120,7 +122,9 @@ def mla_decode(
 
 
 def mla_decode_reference(q, cache, lengths, axis, *, rank=512, pages=None, scales=None, scale=None, splits=None):
-    """`mla_decode` by XLA's collectives, with the whole matrix of scores."""
+    """`mla_decode` by XLA's collectives, with the whole matrix of scores. Arguments and result are those of
+    `mla_decode`.
+    """
     del splits
     q, cache, lengths, pages, scales = varying_together(axis, q, cache, lengths, pages, scales)
     if scales is not None:

@@ -93,7 +93,9 @@ def combine(y: jax.Array, routes: Routes, axis: str, *, weights: jax.Array | Non
 
 
 def dispatch_reference(x, experts, axis, *, count, capacity=None):
-    """`dispatch` by XLA: the tokens of all devices on each."""
+    """`dispatch` by XLA, which brings the tokens of all devices to each. Arguments and result are those of
+    `dispatch`.
+    """
     n = jt.axis_size(axis)
     e, bound = _sizes(x, experts, count, capacity, n)
     x, experts = varying_together(axis, x, experts)
@@ -111,7 +113,7 @@ def dispatch_reference(x, experts, axis, *, count, capacity=None):
 
 
 def combine_reference(y, routes, axis, *, weights=None):
-    """`combine` by XLA: the rows of all devices on each."""
+    """`combine` by XLA, which brings the rows of all devices to each. Arguments and result are those of `combine`."""
     y, routes, weights = varying_together(axis, y, routes, weights)
     everywhere = functools.partial(jax.lax.all_gather, axis_name=axis)
     rows, tables, me = everywhere(y), everywhere(routes.counts), jax.lax.axis_index(axis)

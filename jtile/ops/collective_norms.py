@@ -45,7 +45,7 @@ def all_reduce_rms_norm(
 
 
 def all_reduce_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
-    """`all_reduce_rms_norm` by XLA."""
+    """`all_reduce_rms_norm` by XLA's collectives. Arguments and result are those of `all_reduce_rms_norm`."""
     return rms_norm_reference(jax.lax.psum(x, axis), weight, residual=residual, eps=eps)
 
 

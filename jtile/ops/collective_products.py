@@ -43,7 +43,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 
 
 def all_gather_matmul_reference(x, w, axis):
-    """`all_gather_matmul` by XLA."""
+    """`all_gather_matmul` by XLA's collectives. Arguments and result are those of `all_gather_matmul`."""
     return _product(jax.lax.all_gather(x, axis, tiled=True), w)
 
 
@@ -73,7 +73,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 
 
 def matmul_reduce_scatter_reference(x, w, axis):
-    """`matmul_reduce_scatter` by XLA."""
+    """`matmul_reduce_scatter` by XLA's collectives. Arguments and result are those of `matmul_reduce_scatter`."""
     return jax.lax.psum_scatter(_product(x, w), axis, tiled=True)
 
 
@@ -98,7 +98,7 @@ def matmul_all_reduce(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 
 
 def matmul_all_reduce_reference(x, w, axis):
-    """`matmul_all_reduce` by XLA."""
+    """`matmul_all_reduce` by XLA's collectives. Arguments and result are those of `matmul_all_reduce`."""
     return jax.lax.psum(_product(x, w), axis)
 
 

@@ -72,7 +72,7 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
 
 
 def all_reduce_reference(x, axis, *, two_shot=None):
-    """`all_reduce` by XLA."""
+    """`all_reduce` by XLA's collectives. Arguments and result are those of `all_reduce`."""
     del two_shot
     return jax.lax.psum(x, axis)
 
@@ -103,6 +103,8 @@ def all_gather(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
       x: array of at least one dimension.
       axis: an axis of the mesh.
       dim: the dimension that grows, by as many times as there are devices.
+    Returns:
+      An array like `x`, whose dimension `dim` is as many times as long as there are devices; the same on all of them.
     Raises:
       KernelValueError: no such axis or dimension, or outside of `shard_map`.
     """
@@ -116,7 +118,7 @@ def all_gather(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
 
 
 def all_gather_reference(x, axis, *, dim=0):
-    """`all_gather` by XLA."""
+    """`all_gather` by XLA's collectives. Arguments and result are those of `all_gather`."""
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
@@ -128,6 +130,8 @@ def reduce_scatter(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
       x: real array of at least one dimension.
       axis: an axis of the mesh.
       dim: the dimension that is shared out; its size is a multiple of the number of devices.
+    Returns:
+      An array like `x`, whose dimension `dim` is shorter by the number of devices: this device's share of the sum.
     Raises:
       KernelValueError: no such axis or dimension, a size that is no multiple, or outside of `shard_map`.
       KernelTypeError: no real numbers.
@@ -144,7 +148,7 @@ def reduce_scatter(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
 
 
 def reduce_scatter_reference(x, axis, *, dim=0):
-    """`reduce_scatter` by XLA."""
+    """`reduce_scatter` by XLA's collectives. Arguments and result are those of `reduce_scatter`."""
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
@@ -158,6 +162,8 @@ def all_to_all(x: jax.Array, axis: str, *, split: int = 0, concat: int = 0) -> j
       axis: an axis of the mesh.
       split: the dimension that is shared out; its size is a multiple of the number of devices.
       concat: the dimension along which the received shares stand.
+    Returns:
+      An array of the dtype of `x`: dimension `split` is shorter by the number of devices, `concat` longer by it.
     Raises:
       KernelValueError: no such axis or dimension, a size that is no multiple, or outside of `shard_map`.
     """
@@ -177,7 +183,7 @@ def all_to_all(x: jax.Array, axis: str, *, split: int = 0, concat: int = 0) -> j
 
 
 def all_to_all_reference(x, axis, *, split=0, concat=0):
-    """`all_to_all` by XLA."""
+    """`all_to_all` by XLA's collectives. Arguments and result are those of `all_to_all`."""
     return jax.lax.all_to_all(x, axis, split, concat, tiled=True)
 
 

@@ -242,7 +242,18 @@ def dilate(x: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def erode(x: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """The minimum of a window around each point; arguments, result and errors as in `dilate`."""
+    """The minimum over a window around each point (grey erosion); points outside do not count.
+
+    Differentiable in x.
+
+    Args:
+      x: float array [..., m, n].
+      size: the sides of the window, odd.
+    Returns:
+      An array like `x`.
+    Raises:
+      KernelTypeError: wrong dtypes. KernelValueError: sides that do not fit.
+    """
     return _morphology("erode", x, size, "min")
 
 

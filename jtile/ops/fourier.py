@@ -182,7 +182,16 @@ def fft(x: jax.Array, axis: int = -1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("axis",), inline=True)
 def ifft(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`x_j = 1/n sum_k X_k e^(2 pi i j k / n)`, the inverse of `fft`; arguments and errors are the same."""
+    """`x_j = 1/n sum_k X_k e^(2 pi i j k / n)` along an axis, the inverse of `fft`. Differentiable.
+
+    Args:
+      x: complex64 array [..., n, ...], or one of floats of at most 32 bits.
+      axis: where to transform along.
+    Returns:
+      complex64, of x's shape.
+    Raises:
+      KernelTypeError: another dtype. KernelValueError: no such axis, or one of no elements.
+    """
     return _along("ifft", _complex("ifft", x), axis, 1, True)
 
 

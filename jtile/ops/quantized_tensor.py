@@ -121,7 +121,7 @@ class QuantizedTensor:
 
     @classmethod
     def quantize(cls, x, kind: str, group: int = BLOCK) -> QuantizedTensor:
-        """Quantises `x` (float [out, in]); blocks round as ggml's reference does. Works under `jax.jit`."""
+        """Quantise `x`, float [out, in]. Arguments, result and errors are those of `ops.quantize`."""
         return quantize(x, kind, group)
 
     @classmethod
@@ -132,7 +132,8 @@ class QuantizedTensor:
           codes: uint8 [out, in], from 0 to 15, in a multiple of 32.
           scale: float [out, groups]; a group is a multiple of 32 weights.
           zero: integers of the same shape; None: 8 everywhere.
-
+        Returns:
+          A `QuantizedTensor` of shape [out, in].
         Raises:
           KernelValueError: shapes that do not fit.
         """
@@ -145,7 +146,8 @@ class QuantizedTensor:
         Args:
           codes: int8 [out, in].
           scale: float [out, groups], or one for all, [1, 1]; groups are multiples of 32 weights.
-
+        Returns:
+          A `QuantizedTensor` of shape [out, in].
         Raises:
           KernelValueError: shapes that do not fit.
         """
@@ -158,7 +160,8 @@ class QuantizedTensor:
         Args:
           codes: float8_e4m3fn [out, in].
           scale: float [out, groups], or one for all, [1, 1]; several groups are multiples of 32 weights.
-
+        Returns:
+          A `QuantizedTensor` of shape [out, in].
         Raises:
           KernelValueError: shapes that do not fit.
         """
@@ -166,7 +169,15 @@ class QuantizedTensor:
 
     @classmethod
     def from_gguf_blocks(cls, raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
-        """Splits GGUF blocks (uint8, as many bytes as a file has) into codes, scales and minima."""
+        """Split the blocks of a GGUF file into codes, scales and minima.
+
+        Args:
+          raw: uint8, as many bytes as the file has for the matrix.
+          kind: such as `"q4_0"` or `"q6_k"`.
+          shape: (out, in).
+        Returns:
+          A `QuantizedTensor` of that shape.
+        """
         return from_gguf_blocks(raw, kind, shape)
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
@@ -181,6 +192,8 @@ class QuantizedTensor:
 
         K-quants become bytes of codes in words of four, as they stand.
 
+        Returns:
+          A `QuantizedTensor` of the same shape.
         Raises:
           KernelValueError: `in` is no multiple of 32.
         """
@@ -235,8 +248,12 @@ class QuantizedTensor:
 
     @staticmethod
     def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """Stacks tensors of one kind and one `in` along `out`.
+        """Put matrices below each other, along `out`.
 
+        Args:
+          parts: tensors of one kind and one `in`.
+        Returns:
+          A `QuantizedTensor` whose `out` is the sum of theirs.
         Raises:
           KernelTypeError: the kinds differ, or only some are packed.
         """
@@ -253,9 +270,14 @@ class QuantizedTensor:
 
     @staticmethod
     def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """Tensors of one shape and storage as one, [groups, out, in], for `grouped_matmul`. That does not round rows of
-        x to 8 bits, so that `activations` is None in the stack.
+        """Matrices of one shape as one stack, for `grouped_matmul`.
 
+        `grouped_matmul` does not round rows of x to 8 bits, so that `activations` is None in the stack.
+
+        Args:
+          parts: tensors of one shape and storage.
+        Returns:
+          A `QuantizedTensor` of shape [groups, out, in].
         Raises:
           KernelTypeError: they are no quantised tensors, or their shapes or their storage differ.
         """

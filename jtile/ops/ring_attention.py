@@ -337,7 +337,9 @@ def ring_backward(
 
 
 def ring_attention_reference(q, k, v, axis, *, causal=False, zigzag=False, window=None, scale=None, softcap=None):
-    """`ring_attention` by XLA: keys and values of all devices on each, and the whole matrix of scores."""
+    """`ring_attention` by XLA: each device gets the keys and values of all, and computes the whole matrix of scores.
+    Arguments and result are those of `ring_attention`.
+    """
     left, right = window_of("ring_attention", window, causal)
     (batch, t, heads, d), groups, n = q.shape, k.shape[2], jt.axis_size(axis)
     k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))

@@ -56,13 +56,14 @@ cumsum_blocks.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnames=("axis", "reverse"), inline=True)
 def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
-    """`y_j = x_0 + ... + x_j` along `axis`; `reverse`: from the end.
+    """`y_j = x_0 + ... + x_j` along an axis.
 
     Differentiable in x, if it is of floats.
 
     Args:
       x: array of any shape and a float or integer dtype; floats of less than 32 bits are added up in float32.
       axis: where to sum along.
+      reverse: sum from the end, so that `y_j` is the sum of `x_j` and all that come after it.
     Returns:
       An array like `x`.
     Raises:

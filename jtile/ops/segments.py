@@ -223,9 +223,19 @@ def segment_sum(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: b
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)
 def segment_mean(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
-    """The mean of the rows of each segment, 0 for a segment without rows; for float dtypes only.
+    """The mean of the rows of each segment, 0 for a segment without rows.
 
-    Arguments, derivative and errors are those of `segment_sum`.
+    Differentiable in data.
+
+    Args:
+      data: float array [n, ...].
+      ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
+      num_segments: how many there are.
+      sorted: whether ids ascend; where they then do not, the result is undefined.
+    Returns:
+      [num_segments, ...] of data's dtype.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes that do not fit, no number of segments.
     """
     check_float("segment_mean", data=data)
     total = _reduced("segment_mean", data, ids, num_segments, sorted, "sum")
@@ -238,7 +248,17 @@ def segment_mean(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: 
 def segment_max(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
     """The largest element of each segment and column, -inf (or the least integer) for a segment without rows.
 
-    Arguments and errors are those of `segment_sum`. Differentiable in data: equal maxima share a cotangent.
+    Differentiable in data: elements that are equally large share a cotangent.
+
+    Args:
+      data: float or integer array [n, ...].
+      ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
+      num_segments: how many there are.
+      sorted: whether ids ascend; where they then do not, the result is undefined.
+    Returns:
+      [num_segments, ...] of data's dtype.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes that do not fit, no number of segments.
     """
     return _reduced("segment_max", data, ids, num_segments, sorted, "max").astype(data.dtype)
 
@@ -247,7 +267,17 @@ def segment_max(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: b
 def segment_min(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
     """The smallest element of each segment and column, inf (or the largest integer) for a segment without rows.
 
-    Arguments, derivative and errors are those of `segment_max`.
+    Differentiable in data: elements that are equally small share a cotangent.
+
+    Args:
+      data: float or integer array [n, ...].
+      ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
+      num_segments: how many there are.
+      sorted: whether ids ascend; where they then do not, the result is undefined.
+    Returns:
+      [num_segments, ...] of data's dtype.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes that do not fit, no number of segments.
     """
     return _reduced("segment_min", data, ids, num_segments, sorted, "min").astype(data.dtype)
 

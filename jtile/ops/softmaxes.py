@@ -232,7 +232,18 @@ def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)
 def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`x - log(sum(exp(x)))` along `axis`. Arguments, result and errors are as in `softmax`; differentiable in x."""
+    """`x - log(sum(exp(x)))` along `axis`, computed in float32 (float64 for float64).
+
+    Differentiable in x.
+
+    Args:
+      x: float array of any shape and dtype.
+      axis: the axis along which the exponentials of the result sum to one.
+    Returns:
+      An array like `x`. A slice of nothing but -inf gives NaN.
+    Raises:
+      KernelTypeError: `x` is no float array. KernelValueError: no such axis.
+    """
     return _apply(x, axis, log=True)
 
 

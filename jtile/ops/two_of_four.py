@@ -61,7 +61,11 @@ class Sparse24Tensor:
         return self.values.nbytes + self.codes.nbytes
 
     def dense(self) -> jax.Array:
-        """The weight [n, k] with its zeros."""
+        """The weight with its zeros.
+
+        Returns:
+          An array [n, k].
+        """
         parts = [_dense(self.values[:, 2 * h : 2 * h + 2], self.codes, h) for h in range(HALVES)]
         return jnp.stack(parts, 1).reshape(self.shape)
 

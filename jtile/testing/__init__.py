@@ -26,15 +26,28 @@ class Timing:
 
 
 def widest(x: Any) -> np.ndarray:
-    """An array in float64, or in complex128."""
+    """An array in the widest dtype of its kind.
+
+    Args:
+      x: numbers.
+    Returns:
+      The same numbers in float64 or complex128.
+    """
     x = np.asarray(x)
     return np.asarray(x, np.complex128 if is_complex(x.dtype) else np.float64)
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """Norm of the difference over the norm of `expected`, in float64 or complex128, over all leaves of two pytrees.
+    """The norm of a difference over the norm of `expected`, in float64 or complex128, over all leaves of two pytrees.
 
     Equal infinities and NaN at the same places count as no difference; anywhere else they make the error infinite.
+
+    Args:
+      got, expected: pytrees of arrays, of one structure.
+    Returns:
+      The relative error.
+    Raises:
+      ValueError: another number of leaves, or other shapes.
     """
     leaves, reference = jax.tree.leaves(got), jax.tree.leaves(expected)
     if len(leaves) != len(reference):
@@ -92,6 +105,14 @@ def time_alternating(
 
     Every round takes one sample of each function, in an order that rotates, so that a change of the machine's speed
     meets all of them. A sample is as many calls as fill `sample_us` microseconds; each call waits for its result.
+
+    Args:
+      functions: by name.
+      repeats: how many samples are taken of each.
+      warmup: calls of each before the first sample.
+      sample_us: microseconds that the calls of a sample fill.
+    Returns:
+      A `Timing` for each name.
     """
     calls = {}
     for name, function in functions.items():

@@ -71,16 +71,30 @@ class Report:
         return "\n".join([f"check_kernel {self.kernel}", *[f"  {c}" for c in self.checks]])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """The report as plain data, for JSON.
+
+        Returns:
+          A dict that `from_dict` reads.
+        """
         return {"kernel": self.kernel, "checks": [dataclasses.asdict(c) for c in self.checks]}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:
+        """The report that `as_dict` made plain data of.
+
+        Args:
+          data: what `as_dict` gave.
+        Returns:
+          An equal report.
+        """
         return Report(data["kernel"], tuple(Check(**c) for c in data["checks"]))
 
     def row(self) -> dict[str, str]:
-        """Transform -> what can be said of it: `"yes"`, `"no: why"`, `"failed"`, or what passed and what did not, and
-        why. Transforms that no check was about are left out."""
+        """What can be said of each transform; those that no check was about are left out.
+
+        Returns:
+          By the name of a transform `"yes"`, `"no: why"`, `"failed"`, or what passed and what did not, and why.
+        """
         out = {}
         for transform in TRANSFORMS:
             mine = [c for c in self.checks if c.transform == transform]

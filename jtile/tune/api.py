@@ -37,7 +37,8 @@ def autotune(
         Default: floats of a normal distribution and integers from 0 to 7.
       override: an entry goes before what a call gives, too, which is then a default: for kernels that only a function
         with a heuristic calls.
-
+    Returns:
+      A decorator of kernels.
     Raises:
       KernelTypeError, KernelValueError: a space or key that does not fit the kernel.
     """

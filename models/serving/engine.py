@@ -111,7 +111,8 @@ class Engine:
           grammar: the form of the answer, `Grammar.json(schema)` for instance; `max_tokens` may cut the answer off.
           adapter: the name of the engine's adapter that answers; None for the model itself.
           sampling: `temperature`, `top_p`, `seed` and the other options of `LanguageModel.generate`, one value each.
-
+        Returns:
+          A `Stream` of `Token`s.
         Raises:
           PromptError: the prompt is empty, too long, or no prompt; an option is out of its range.
           QueueFullError: too many requests wait. EngineError: the engine is closed.
@@ -122,8 +123,12 @@ class Engine:
         )
 
     def adapter(self, name: str | None) -> int:
-        """The number of an adapter, for `request.read_request`; 0 for None.
+        """The number of an adapter, for `request.read_request`.
 
+        Args:
+          name: of the adapter; None for the model without one.
+        Returns:
+          Its number; 0 for None.
         Raises:
           PromptError: the engine has none of this name.
         """
@@ -133,7 +138,13 @@ class Engine:
         return 0 if name is None else 1 + known.index(name)
 
     def submit(self, request: Request) -> Stream:
-        """As `stream`, of a request that `request.read_request` has checked."""
+        """Take a request, as `stream` does.
+
+        Args:
+          request: as `request.read_request` has checked it.
+        Returns:
+          Its `Stream`.
+        """
         return Stream(self, self._worker.submit(request, self.settings.rows + self.settings.waiting))
 
     def generate(
@@ -203,7 +214,11 @@ class Engine:
         self._worker.finish(lambda: core.update_weights(leaves), "took the new weights")
 
     def stats(self) -> dict[str, int | float]:
-        """Numbers of this moment and totals since the start."""
+        """Numbers of this moment and totals since the start.
+
+        Returns:
+          Numbers by name; totals end in `_total`.
+        """
         core, scheduler = self._core, self._core.scheduler
         totals, counts, pool = core.totals, scheduler.counts, scheduler.pool
         return {

@@ -28,7 +28,15 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None) -> Grammar:
-        """JSON that a JSON schema describes, without white space that nobody needs; by default any object."""
+        """JSON that a JSON schema describes, without white space that nobody needs.
+
+        Args:
+          schema: as a mapping; None: any object.
+        Returns:
+          A `Grammar`.
+        Raises:
+          PromptError: this is no JSON schema.
+        """
         schema = {"type": "object"} if schema is None else schema
         try:
             return cls(
@@ -39,12 +47,24 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """All of a regular expression."""
+        """Texts that match a regular expression as a whole.
+
+        Args:
+          pattern: the expression, in the syntax of Rust's regex.
+        Returns:
+          A `Grammar`.
+        """
         return cls(_matcher().grammar_from_regex(pattern))
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """A context-free grammar in the form of Lark."""
+        """Texts of a context-free grammar.
+
+        Args:
+          grammar: its rules, in the form of Lark.
+        Returns:
+          A `Grammar`.
+        """
         return cls(_matcher().grammar_from_lark(grammar))
 
 
