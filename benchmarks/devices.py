@@ -1,5 +1,6 @@
-"""`python -m benchmarks devices`: collectives of `jtile.ops` beside those of XLA over all devices of one host; with
-`--paper`, what 8, 72 and 1024 cards would take by the rates of a `Target`."""
+"""`python -m benchmarks devices`: collectives of `jtile.ops` beside those of XLA over all devices of one host, and
+models cut over them beside one device; with `--paper`, what 8, 72 and 1024 cards would take by the rates of a
+`Target`."""
 
 from __future__ import annotations
 
@@ -19,21 +20,33 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
+from benchmarks import device_models
+from jtile import ops
 from jtile.ops import collectives
 
-ROUNDS = 20  # of a loop inside jit: one call of a program over several devices takes the host longer than a small sum
+CALLS = 8  # of a round of a loop inside jit, each after the other: the loop counts in a kernel of its own
+LONG, HOST = 0.1, 1e-3  # seconds: of the rounds of one program, at least; and what it takes to begin one
+MOST = 2000  # rounds
+# what a record calls the time of a peer -> the peer
+PEERS = {"xla_us": "XLA", "one_us": "one device, its time divided", "one_step_us": "one device"}
 HOSTS = 50e9  # bytes a second of one card to other hosts: a network adapter of 400 Gb/s for each
 COUNTS = (8, 72, 1024)
+MODELS = "models"  # of device_models.py, for `--only`
 
 
 class Work(NamedTuple):
-    """One line: `name` of `jtile.ops.collectives`, its arrays on each of n devices, and how one round becomes the
-    arguments of the next."""
+    """One line: `name` of `jtile.ops.collectives`, and its arrays on each of n devices."""
 
     name: str
     label: str
     shapes: Callable[[int], list[tuple[int, ...]]]
     dtype: str = "bfloat16"
+    backward: bool = False
+
+    @property
+    def key(self) -> str:
+        """What records call it."""
+        return f"{self.name}, backward" if self.backward else self.name
 
 
 WORKS = (
@@ -49,6 +62,8 @@ WORKS = (
     Work("all_to_all", "128x7168", lambda n: [(128 // n * n, 7168)]),
     Work("all_to_all", "4096x7168", lambda n: [(4096 // n * n, 7168)]),
     Work("ring_attention", "32768 tokens a device", lambda n: [(1, 32768, 32, 128), *[(1, 32768, 8, 128)] * 2]),
+    Work("ring_attention", "32768 tokens a device", lambda n: [(1, 32768, 32, 128), *[(1, 32768, 8, 128)] * 2],
+         backward=True),
 )  # fmt: skip
 
 
@@ -57,55 +72,120 @@ def small(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size if size <= 128 else max(8, size // 64) for size in shape)
 
 
-def call(work: Work, suffix: str, arrays: list[jax.Array]) -> jax.Array:
+def call(work: Work, suffix: str, arrays: list[jax.Array]) -> Any:
     """One call on a device."""
-    run = getattr(collectives, work.name + suffix)
+    run: Callable = getattr(collectives, work.name + suffix)
     if work.name == "all_reduce_rms_norm":
-        return run(*arrays[:2], "x", residual=arrays[2])[0]
-    return run(*arrays, "x", **({"causal": True} if work.name == "ring_attention" else {}))
+        y, total = run(*arrays[:2], "x", residual=arrays[2])
+        return y, arrays[1], total
+    if work.name == "ring_attention":
+        return attend(lambda q, k, v: run(q, k, v, "x", causal=True, zigzag=True), work, arrays)
+    return run(*arrays, "x")
 
 
-def timed(work: Work, suffix: str, mesh: Mesh, tiny: bool, repeats: int) -> list[float]:
-    """Microseconds of a call, in rounds of a loop on the devices; each round depends on the one before."""
-    n = mesh.size
+def attend(run: Callable, work: Work, arrays: list[jax.Array]) -> Any:
+    """Attention, or its gradients from the output as a cotangent, whose forward pass counts too."""
+    if not work.backward:
+        return run(*arrays)
+    out, pull = jax.vjp(run, *arrays)
+    return pull(out)
+
+
+def repeated(
+    run: Callable[[list[jax.Array]], Any], arrays: list[jax.Array], rounds: int, calls: int
+) -> list[jax.Array]:
+    """`rounds` times `calls` calls, each of what the one before it gave: its results are the next operands, or one
+    number of them is where shapes differ, which costs a tiny kernel."""
+
+    def step(_, arrays):
+        for _ in range(calls):
+            given = jax.tree.leaves(run(arrays))
+            fits = [y.shape == x.shape for x, y in zip(arrays, given, strict=False)]
+            arrays = [y if fit else x for x, y, fit in zip(arrays, given, fits, strict=False)] + arrays[len(given) :]
+            if not any(fits):
+                arrays[0] = arrays[0].at[(0,) * arrays[0].ndim].set(given[0][(0,) * given[0].ndim])
+        return arrays
+
+    return jax.lax.fori_loop(0, rounds, step, arrays)
+
+
+def drawn(work: Work, n: int, tiny: bool) -> list[jax.Array]:
+    """The arrays of one device; what is summed again and again is zero, and stays so."""
     shapes = [small(shape) if tiny else shape for shape in work.shapes(n)]
+    scale = 0.0 if work.name == "all_reduce" else 0.1
+    return [
+        scale * jax.random.normal(jax.random.key(k), shape, jnp.dtype(work.dtype)) for k, shape in enumerate(shapes)
+    ]
 
-    def rounds(index):
-        del index
-        dtype = jnp.dtype(work.dtype)
-        arrays = [0.1 * jax.random.normal(jax.random.key(k), shape, dtype) for k, shape in enumerate(shapes)]
 
-        def step(_, carry):
-            first, total = carry
-            y = call(work, suffix, [first, *arrays[1:]])
-            probe = y.reshape(-1)[0].astype(jnp.float32)
-            return first.at[(0,) * first.ndim].set((probe * 1e-3).astype(first.dtype)), total + probe
-
-        return jax.lax.fori_loop(0, ROUNDS, step, (arrays[0], jnp.float32(0)))[1][None]
-
-    program = jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
-    index = jnp.arange(n)
-    jax.block_until_ready(program(index))
+def timed(make: Callable[[int, int], Callable[[], Any]], tiny: bool, repeats: int) -> list[float]:
+    """Microseconds of a call. `make(rounds, calls)`: a program of so many, compiled."""
+    calls = 1 if tiny else CALLS
+    first = make(1, calls)
+    began = time.perf_counter()
+    first()
+    each = max(time.perf_counter() - began - HOST, 3e-6) / calls
+    calls = 1 if each > LONG / CALLS else calls  # long ones need no rounds of several
+    rounds = 2 if tiny else max(1, min(MOST, int(LONG / each / calls)))
+    program = make(rounds, calls)
     found = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(program(index))
-        found.append(1e6 * (time.perf_counter() - start) / ROUNDS)
+        program()
+        found.append(1e6 * (time.perf_counter() - start) / rounds / calls)
     return found
 
 
+def on_mesh(work: Work, suffix: str, mesh: Mesh, tiny: bool) -> Callable[[int, int], Callable[[], Any]]:
+    """Of a collective on all devices."""
+    arrays = jax.jit(jax.shard_map(
+        lambda: [x[None] for x in drawn(work, mesh.size, tiny)], mesh=mesh, in_specs=(), out_specs=P("x"),
+        check_vma=False,
+    ))()  # fmt: skip
+
+    def make(rounds: int, calls: int) -> Callable[[], Any]:
+        def run(parts):
+            return [y[None] for y in repeated(lambda a: call(work, suffix, a), [x[0] for x in parts], rounds, calls)]
+
+        each = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        return _ready(jax.jit(each), arrays)
+
+    return make
+
+
+def on_one(work: Work, n: int, tiny: bool) -> Callable[[int, int], Callable[[], Any]]:
+    """Of attention to the tokens of all devices, on one."""
+    arrays = [jnp.concatenate([x] * n, 1) for x in drawn(work, n, tiny)]
+    run = lambda a: attend(lambda q, k, v: ops.attention(q, k, v, causal=True), work, a)
+    return lambda rounds, calls: _ready(jax.jit(lambda a: repeated(run, a, rounds, calls)), arrays)
+
+
+def _ready(program: Callable, arrays: list[jax.Array]) -> Callable[[], Any]:
+    """The program, compiled and run once."""
+    go = lambda: jax.block_until_ready(program(arrays))
+    go()
+    return go
+
+
 def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int) -> list[dict[str, Any]]:
-    """A record of each line: medians in microseconds, and why jtile's kernel did not run where it did not."""
+    """A record of each line: medians in microseconds, and why jtile's kernel did not run where it did not. The peer of
+    attention is one device with all of the tokens, divided by the number of devices: XLA's own keeps all scores."""
     records = []
     for work in works:
-        record = {"work": work.name, "size": work.label, "devices": mesh.size, "tiny": tiny}
-        for name, suffix in (("xla", "_reference"), ("jtile", "")):
+        record: dict[str, Any] = {"work": work.key, "size": work.label, "devices": mesh.size, "tiny": tiny}
+        sides = {"xla": lambda work=work: on_mesh(work, "_reference", mesh, tiny)}
+        if work.name == "ring_attention":
+            sides = {"one": lambda work=work: on_one(work, mesh.size, tiny)}
+        sides["jtile"] = lambda work=work: on_mesh(work, "", mesh, tiny)
+        for name, side in sides.items():
             try:
-                record[f"{name}_us"] = round(statistics.median(timed(work, suffix, mesh, tiny, repeats)), 1)
+                us = statistics.median(timed(side(), tiny, repeats))
+                record[f"{name}_us"] = round(us / mesh.size if name == "one" else us, 1)
             except (jt.errors.JtileError, jax.errors.JaxRuntimeError) as error:
                 record[f"{name}_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        if "jtile_us" in record and "xla_us" in record:
-            record["ratio"] = round(record["xla_us"] / record["jtile_us"], 2)
+        peer = record.get("xla_us", record.get("one_us"))
+        if "jtile_us" in record and peer is not None:
+            record["ratio"] = round(peer / record["jtile_us"], 2)
         print(json.dumps(record), file=sys.stderr, flush=True)
         records.append(record)
     return records
@@ -113,10 +193,11 @@ def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int) -> li
 
 def table(records: list[dict[str, Any]]) -> str:
     """Of the records, in Markdown."""
-    rows = ["| work | size | XLA us | jtile us | ratio |", "|---|---|---|---|---|"]
+    rows = ["| work | size | peer | its us | jtile us | ratio |", "|---|---|---|---|---|---|"]
     for r in records:
-        ours = r.get("jtile_us", r.get("jtile_error", ""))
-        rows.append(f"| `{r['work']}` | {r['size']} | {r.get('xla_us', '-')} | {ours} | {r.get('ratio', '-')} |")
+        peer = next((name for name in PEERS if name in r), "xla_us")
+        ours, theirs = r.get("jtile_us", r.get("jtile_error", "")), r.get(peer, "-")
+        rows.append(f"| `{r['work']}` | {r['size']} | {PEERS[peer]} | {theirs} | {ours} | {r.get('ratio', '-')} |")
     return "\n".join(rows)
 
 
@@ -190,9 +271,11 @@ def main(options: argparse.Namespace) -> None:
         sys.exit(f"the benchmarks of devices take 2 or more of one host, and there are {len(found)} for {count}")
     works = tuple(w for w in WORKS if options.only is None or w.name in options.only)
     records = measure(works, Mesh(np.array(found[:count]), ("x",)), options.tiny, options.repeats)
+    if options.only is None or MODELS in options.only:
+        records += device_models.measure(count, options.tiny)
     print(table(records))
     if options.json:
         Path(options.json).write_text(json.dumps(records, indent=1) + "\n")
 
 
-NAMES = tuple(dict.fromkeys(work.name for work in WORKS))
+NAMES = (*dict.fromkeys(work.name for work in WORKS), MODELS)

@@ -13,6 +13,7 @@ from ._library import images_loaded as images_loaded
 from ._library import library_path as library_path
 from ._library import modules_alive as modules_alive
 from ._library import modules_loaded as modules_loaded
+from ._library import reach as reach
 from ._register import register as register
 from ._register import register_early as register_early
 from ._run import LoadedImage as LoadedImage

@@ -58,6 +58,7 @@ def library() -> ctypes.CDLL:
         "jtile_gpu_talk": (i32, pointer, pointer, i64, i64, text, i64),
         "jtile_gpu_finish": (i32, pointer, i32, pointer, pointer, out_i64, text, i64),
         "jtile_gpu_launch": (i32, pointer, i32, pointer, pointer, i64, out_i64, text, i64),
+        "jtile_gpu_reach": (i32, text, text, i32, i32, text, i64),
         "jtile_gpu_modules_alive": (i64,),
         "jtile_gpu_modules_loaded": (i64,),
     }
@@ -96,3 +97,19 @@ def modules_alive() -> int:
 def modules_loaded() -> int:
     """Number of times that this process loaded a GPU module."""
     return library().jtile_gpu_modules_loaded()
+
+
+def reach(platform: str, device: int, other: int, library_file: str | None = None) -> str:
+    """Let kernels on one device of this process access the memory of another, by their numbers.
+
+    Args:
+      library_file: of the driver; None: the usual one.
+    Returns:
+      "", or why they cannot.
+    """
+    file = None if library_file is None else library_file.encode()
+    try:
+        call("jtile_gpu_reach", platform.encode(), file, device, other)
+    except FfiError as error:
+        return str(error)
+    return ""

@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from jtile.lowering.here import target as target
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
+    from jtile.primitive.devices import can_talk as can_talk
     from jtile.primitive.export import export_checks as export_checks
     from jtile.primitive.same import same_along as same_along
     from jtile.trace import function as function
@@ -141,6 +142,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "architecture": "jtile.lowering.here",
     "autotune": "jtile.tune",
     "bench": "jtile.tune",
+    "can_talk": "jtile.primitive.devices",
     "cost": "jtile.tune.totals",
     "explain": "jtile.tune",
     "export_bundle": "jtile.calls.bundle",

@@ -58,8 +58,8 @@ class Config:
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
         Code for other platforms is always optimised.
       timeout: seconds for which a kernel waits for other devices before its call fails.
-      gpu_peers: kernels that talk to other devices run on NVIDIA's GPUs, too. Their code is compiled, evaluated and
-        called on a driver without GPUs by jtile's tests, and has not run on GPUs yet: hence the option.
+      gpu_peers: kernels that talk to other devices run on NVIDIA's GPUs, too; False makes them a typed error there, and
+        models keep to XLA's collectives.
     """
 
     cache_dir: str = dataclasses.field(default_factory=_default_cache_dir)
@@ -79,7 +79,7 @@ class Config:
     debug: bool = dataclasses.field(default=False, metadata=_CODE)
     optimize: bool = dataclasses.field(default=True, metadata=_CODE)
     timeout: float = dataclasses.field(default=10.0, metadata=_CODE)
-    gpu_peers: bool = dataclasses.field(default=False, metadata=_CODE)
+    gpu_peers: bool = dataclasses.field(default=True, metadata=_CODE)
 
     @property
     def code_options(self) -> dict[str, Any]:

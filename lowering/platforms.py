@@ -64,6 +64,7 @@ class Platform:
         `jt.view` cannot tell them by itself.
       peers: calls of kernels that talk to other devices have the attributes `groups` (`jtile.primitive.devices.groups`)
         and `timeout` (milliseconds); those of the option `debug` are waited for, as an `io_call`.
+      reach: why kernels on one device of JAX cannot access the memory of another one of this process; "" if they can.
       bundle: gives the module that says what the files of a bundle are, where kernels are handed over as bundles
         (`jt.export_bundle`).
       variables: names of the variables `JTILE_...` of the environment that its compilers read, beside those of options.
@@ -92,6 +93,7 @@ class Platform:
     fuses_slices: bool = False
     block_level: bool = False
     peers: bool = False
+    reach: Callable[[Any, Any], str] = lambda device, other: ""
     predicted_us: Callable[[ir.Kernel], float] | None = None
     located: Callable[[ir.Kernel, Target], tuple[Mapping[str, str], list[ir.Loc]]] | None = None
     bundle: Callable[[], Any] | None = None

@@ -80,7 +80,7 @@ class Target:
         memory of a core holds the tiles of a program, with such sides too. `"warpgroup products"`: the ops of the block
         level: roles, tensor maps and asynchronous products. `"measured warps"`: the numbers of warps and stages that
         the library and the model of time give kernels were measured on GPUs like it; elsewhere the compiler chooses.
-        `"untried peers"`: kernels that talk to other devices have not run on it, and want the option `gpu_peers`.
+        `"peers"`: kernels talk to other devices.
     """
 
     name: str
@@ -203,15 +203,19 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
 
 
 def _check_devices(kernel: ir.Kernel, target: Target) -> None:
-    if "untried peers" in target.features and not current().gpu_peers:
-        what = "a kernel that talks to other devices: its code has not run on such GPUs yet"
-        instead = "the option gpu_peers=True (JTILE_GPU_PEERS=1) compiles it all the same"
-        _refuse(kernel, target, what, f"{instead}; or {INSTEAD_OF_DEVICES}", kernel.loc)
+    if "peers" in target.features and not talks(target):
+        what = "a kernel that talks to other devices while the option gpu_peers (JTILE_GPU_PEERS) is off"
+        _refuse(kernel, target, what, f"switch it on; or {INSTEAD_OF_DEVICES}", kernel.loc)
     resident, programs = target.limit("resident"), math.prod(kernel.grid)
     if resident is not None and ir.waits(kernel) and programs > resident:
         what = f"a grid of {programs} programs that wait for each other"
         instead = f"at most {resident} run at once: make the grid smaller, and let each program do several tiles"
         _refuse(kernel, target, what, instead, kernel.loc)
+
+
+def talks(target: Target) -> bool:
+    """Whether kernels talk to other devices on a target: on GPUs the option `gpu_peers` may forbid it."""
+    return "peers" in target.features and (current().gpu_peers or "warps" not in target.features)
 
 
 def mnemonic(op: ir.Op) -> str:

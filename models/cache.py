@@ -189,7 +189,7 @@ class Slots:
         axis = self.context
         if axis is None:
             return alone
-        over = collective(name)
+        over = collective(name, jt.can_talk())
         return lambda q, *cache, **options: over(q, *cache[:-1], held(cache[-1], axis), axis, **options)
 
     def _attended(self, run, q):

@@ -86,7 +86,7 @@ class Devices:
         far = [d for d in mesh.devices.flat if d.process_index != jax.process_index()]
         if far:
             raise ModelError(f"the mesh has devices of other processes, as {far[0]}; a model runs on those of one")
-        found = cls(mesh, Axes(**parallel))
+        found = cls(mesh, Axes(**parallel, talk=jt.can_talk(mesh.devices.flat)))
         found._check(config)
         return found
 

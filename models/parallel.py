@@ -1,8 +1,8 @@
 """What a model does along the axes of a mesh that it is cut over, inside of `jax.shard_map`.
 
 Each device holds a model of its own: some of the heads, features, experts and tokens (`shards.py` cuts the weights).
-Where the whole is needed, the functions here call the kernels of `jtile.ops.collectives`, or, on targets whose kernels
-do not talk to other devices, the collectives of XLA.
+Where the whole is needed, the functions here call the kernels of `jtile.ops.collectives`, or, where kernels cannot talk
+to each other (`jtile.can_talk`), the collectives of XLA.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from jtile.ops import collectives
 FUSED = 256 << 10  # bytes of a sum up to which its norm is in one kernel with it: every device adds up everything
 
 
-def collective(name: str) -> Callable:
-    """A function of `jtile.ops.collectives`, or its reference by XLA where the target's kernels do not talk."""
-    return getattr(collectives, name if jt.platform() == "cpu" else f"{name}_reference")
+def collective(name: str, talk: bool) -> Callable:
+    """A function of `jtile.ops.collectives`, or its reference by XLA where kernels cannot talk."""
+    return getattr(collectives, name if talk else f"{name}_reference")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """This device's term `value` of a sum over the devices along an axis; steady: see `Axes`."""
+    """This device's term `value` of a sum over the devices along an axis; steady, talk: see `Axes`."""
 
     value: jax.Array
     axis: str = dataclasses.field(metadata=dict(static=True))
     steady: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    talk: bool = dataclasses.field(default=True, metadata=dict(static=True))
 
     def whole(self) -> jax.Array:
         """The sum."""
-        if self.steady and jt.platform() != "cpu":  # where XLA's collectives add depends on the place in the array
+        if self.steady and not self.talk:  # where XLA's collectives add depends on the place in the array
             terms = jax.lax.all_gather(self.value, self.axis).astype(jnp.float32)
             return terms.sum(0).astype(self.value.dtype)
-        return collective("all_reduce")(self.value, self.axis)
+        return collective("all_reduce", self.talk)(self.value, self.axis)
 
     def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
         """(x + the sum, the RMS norm of that with this weight)."""
         if not self.steady and self.value.size * self.value.dtype.itemsize <= FUSED:
-            normed, x = collective("all_reduce_rms_norm")(self.value, weight, self.axis, residual=x, eps=eps)
+            normed, x = collective("all_reduce_rms_norm", self.talk)(self.value, weight, self.axis, residual=x, eps=eps)
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
         return x, normed
@@ -57,12 +58,13 @@ class Axes:
 
     tensor: heads, features of MLPs and the vocabulary. expert: the experts of mixtures, and the rows of a batch.
     context: the slots of the cache; what a layer with a ring keeps is whole on each device. steady: the sums over the
-    devices of one row have the same bits whatever rows are beside it."""
+    devices of one row have the same bits whatever rows are beside it. talk: their kernels talk to each other."""
 
     tensor: str | None = None
     expert: str | None = None
     context: str | None = None
     steady: bool = False
+    talk: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +78,7 @@ class Axes:
 
     def term(self, y):
         """What a product over heads or features of this device gives."""
-        return y if self.tensor is None else Term(y, self.tensor, self.steady)
+        return y if self.tensor is None else Term(y, self.tensor, self.steady, self.talk)
 
     def embedding(self, table, ids, dtype):
         """Rows `ids` of the table [vocab, features], of which this device has its share."""
@@ -91,7 +93,7 @@ class Axes:
         """Logits [..., vocab] of those of this device's share of the vocabulary."""
         if self.tensor is None:
             return logits
-        return collective("all_gather")(logits, self.tensor, dim=-1)[..., :vocab]
+        return collective("all_gather", self.talk)(logits, self.tensor, dim=-1)[..., :vocab]
 
     def all(self, yes):
         """Whether a bool scalar is true of all rows, those of other devices too."""
@@ -102,8 +104,8 @@ class Axes:
 
         run: rows [n, hidden] sorted by the experts of this device, and the sizes of these groups -> [n, hidden]."""
         assert self.expert is not None
-        rows, sizes, routes = collective("dispatch")(x, chosen, self.expert, count=count)
-        return collective("combine")(run(rows, sizes), routes, self.expert, weights=weights)
+        rows, sizes, routes = collective("dispatch", self.talk)(x, chosen, self.expert, count=count)
+        return collective("combine", self.talk)(run(rows, sizes), routes, self.expert, weights=weights)
 
 
 ALONE = Axes()

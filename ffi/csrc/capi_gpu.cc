@@ -86,6 +86,12 @@ int32_t jtile_gpu_node(void* handle, int32_t device, void* stream, const Array* 
   });
 }
 
+// Lets kernels on one device access the memory of another, or says why they cannot.
+int32_t jtile_gpu_reach(const char* platform, const char* library, int32_t device, int32_t other, char* error,
+                        int64_t capacity) {
+  return to_status(error, capacity, [&] { source_of(platform)(library).reach(device, other); });
+}
+
 int64_t jtile_gpu_modules_alive() { return modules_alive(); }
 int64_t jtile_gpu_modules_loaded() { return modules_loaded(); }
 

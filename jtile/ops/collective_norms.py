@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import check_float, check_shape
-from jtile.ops.collective_parts import meta, summed_cotangent
+from jtile.ops.collective_parts import programs_at_most, summed_cotangent
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
 
@@ -51,7 +51,7 @@ def all_reduce_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(axis: str, eps: float, x, residual, weight):
-    programs = min(meta(x.size)["programs"], x.shape[0])
+    programs = min(programs_at_most(), x.shape[0])
     outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
     return tuple(jt.same_along(y, axis) for y in outs)
 
@@ -93,18 +93,22 @@ def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int
     """x, r [rows, n], w [n]: y, s [rows, n]. Program p of P has rows p, p + P, ..."""
     # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    for k in jt.range(n):
+    rows = lambda: jt.range(p, x.shape[0], programs)
+    for k in jt.range(n - 1):
         d = (me + 1 + k) % n
         there = box.on(axis, d)
-        for i in jt.range(p, x.shape[0], programs):
+        for i in rows():
             there[me, i] = x[i]
         jt.signal(came.on(axis, d)[p, me])
-    for d in jt.range(n):
-        jt.wait(came[p, d])
-    for i in jt.range(p, x.shape[0], programs):
+    for i in rows():
+        box[me, i] = x[i]
+    weight = w[...].astype(jnp.float32)
+    for k in jt.range(n - 1):
+        jt.wait(came[p, (me + 1 + k) % n])
+    for i in rows():
         total = r[i].astype(jnp.float32)
         for d in jt.range(n):
             total = total + box[d, i].astype(jnp.float32)
         s[i] = total.astype(s.dtype)
         scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
-        y[i] = (total * scale * w[...].astype(jnp.float32)).astype(y.dtype)
+        y[i] = (total * scale * weight).astype(y.dtype)

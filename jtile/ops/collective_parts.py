@@ -1,7 +1,8 @@
 """Kernels of collectives on flat parts: [size] of a device, or [devices, size], one part for each.
 
 Program p of P works on tiles p, p + P, ... of every part, with signals of its own: `came[p, d]` says that device d has
-sent all of its tiles of program p. Devices send to the next one first, so that nobody is sent to by all at once.
+sent all of its tiles of program p. Devices send to the next one first, so that nobody is sent to by all at once. What a
+device has for itself it does not send: a signal costs as much to one's own memory as to another's.
 """
 
 from __future__ import annotations
@@ -17,13 +18,25 @@ import jtile as jt
 from jtile.ops.dispatch import small_tiles
 
 TILE = 4096  # elements
+SMALL = 1024  # on targets with small tiles: 16 bytes of bfloat16 for each of 128 threads
 PROGRAMS = 4  # on a CPU, where each is a thread
+MOST = 128  # elsewhere, where the multiprocessors are as many
+
+
+def programs_at_most() -> int:
+    """How many programs a collective has: all of them wait for others, and run at once."""
+    if not small_tiles():
+        return PROGRAMS
+    resident = jt.target().limit("resident")
+    return MOST if resident is None else min(MOST, resident)
 
 
 def meta(size: int) -> dict[str, int]:
-    """Tile and number of programs for parts of so many elements."""
-    bn = min(TILE if not small_tiles() else 1024, 1 << max(size - 1, 0).bit_length())
-    return dict(bn=bn, programs=min(PROGRAMS if not small_tiles() else 64, max(math.ceil(size / bn), 1)))
+    """Tile and number of programs for parts of so many elements: a tile for each program, if they are small enough."""
+    most, power = programs_at_most(), lambda n: 1 << max(n - 1, 0).bit_length()
+    bn = power(size) if not small_tiles() else max(power(math.ceil(size / most)), min(SMALL, power(size)))
+    bn = min(TILE, bn)
+    return dict(bn=bn, programs=min(most, max(math.ceil(size / bn), 1)))
 
 
 def summed_cotangent(ct: jax.Array, axis: str, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -61,7 +74,7 @@ def _everywhere(x, *, axis, programs, **_):
 
 @jt.function
 def _send(to, came, axis, tile_of, count):
-    """Store this program's tiles of a part into the part of this device on each device, and signal each.
+    """Store this program's tiles of a part into the part of this device on each other device, and signal each.
 
     Args:
       to: `to(device)`: the tile view of the memory of a device, [devices, tiles].
@@ -69,7 +82,7 @@ def _send(to, came, axis, tile_of, count):
       count: tiles of a part.
     """
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    for k in jt.range(n):
+    for k in jt.range(n - 1):
         d = (me + 1 + k) % n
         there = to(d)
         for t in jt.range(p, count, jt.num_programs(0)):
@@ -78,9 +91,26 @@ def _send(to, came, axis, tile_of, count):
 
 
 @jt.function
-def _await_all(came, n):
-    for d in jt.range(n):
-        jt.wait(came[jt.program_id(0), d])
+def _take(O, B, own, came, axis):
+    """O[d, t] = B[d, t] for this program's tiles of each other device d as they come; own(t) for this device."""
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    for t in jt.range(p, O.shape[1], jt.num_programs(0)):
+        O[me, t] = own(t)
+    for k in jt.range(n - 1):
+        d = (me + 1 + k) % n
+        jt.wait(came[p, d])
+        for t in jt.range(p, O.shape[1], jt.num_programs(0)):
+            O[d, t] = B[d, t]
+
+
+@jt.function
+def _await_others(B, own, came, axis):
+    """B[me, t] = own(t) for this program's tiles, and those of all other devices have come."""
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    for t in jt.range(p, B.shape[1], jt.num_programs(0)):
+        B[me, t] = own(t)
+    for k in jt.range(n - 1):
+        jt.wait(came[p, (me + 1 + k) % n])
 
 
 @jt.function
@@ -100,26 +130,18 @@ def _sum(parts, n, t, bn, dtype):
 def gather_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [size] of all devices: o [devices, size]."""
     # o_d = x of device d
-    n, p = jt.axis_size(axis), jt.program_id(0)
     X, B, O = x.tiles(bn), box.tiles(None, bn), o.tiles(None, bn)
     _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda _, t: X[t], X.shape[0])
-    for d in jt.range(n):
-        jt.wait(came[p, d])
-        for t in jt.range(p, X.shape[0], programs):
-            O[d, t] = B[d, t]
+    _take(O, B, lambda t: X[t], came, axis)
 
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_everywhere)
 def exchange_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [devices, size], a part for each device: o [devices, size], the part of each for this one."""
     # o_d = x_me of device d
-    n, p = jt.axis_size(axis), jt.program_id(0)
     X, B, O = x.tiles(None, bn), box.tiles(None, bn), o.tiles(None, bn)
     _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda d, t: X[d, t], X.shape[1])
-    for d in jt.range(n):
-        jt.wait(came[p, d])
-        for t in jt.range(p, X.shape[1], programs):
-            O[d, t] = B[d, t]
+    _take(O, B, lambda t: X[jt.axis_index(axis), t], came, axis)
 
 
 @jt.kernel(
@@ -133,7 +155,7 @@ def sum_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     n, p = jt.axis_size(axis), jt.program_id(0)
     X, B, O = x.tiles(None, bn), box.tiles(None, bn), o.tiles(bn)
     _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda d, t: X[d, t], X.shape[1])
-    _await_all(came, n)
+    _await_others(B, lambda t: X[jt.axis_index(axis), t], came, axis)
     for t in jt.range(p, X.shape[1], programs):
         O[t] = _sum(B, n, t, bn, x.dtype)
 
@@ -145,7 +167,7 @@ def sum_all(x, o, box, came, *, axis: str, bn: int, programs: int):
     n, p = jt.axis_size(axis), jt.program_id(0)
     X, B, O = x.tiles(bn), box.tiles(None, bn), o.tiles(bn)
     _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda _, t: X[t], X.shape[0])
-    _await_all(came, n)
+    _await_others(B, lambda t: X[t], came, axis)
     for t in jt.range(p, X.shape[0], programs):
         O[t] = _sum(B, n, t, bn, x.dtype)
 
@@ -161,7 +183,7 @@ def sum_all_in_two(x, o, box, came, whole, done, *, axis: str, bn: int, programs
     n, p = jt.axis_size(axis), jt.program_id(0)
     X, B, W, O = (r.tiles(None, bn) for r in (x, box, whole, o))
     _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda d, t: X[d, t], X.shape[1])
-    _await_all(came, n)
+    _await_others(B, lambda t: X[jt.axis_index(axis), t], came, axis)
     # each tile of the share is added up once, and sent to all from the first of the places that it comes to
     me, mine = jt.axis_index(axis), whole.tiles(None, bn)
     for t in jt.range(p, X.shape[1], programs):

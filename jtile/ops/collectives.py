@@ -45,7 +45,7 @@ from jtile.ops.ring_attention import ring_attention as ring_attention
 from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference
 from jtile.ops.ring_attention import zigzag_order as zigzag_order
 
-ONE_SHOT = 256 << 10  # bytes up to which every device sums everything: a second turn costs more than the traffic
+ONE_SHOT = 1 << 20  # bytes that a device sends too many where everyone sums everything: a second turn costs as much
 
 
 def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.Array:
@@ -55,7 +55,7 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
       x: real array of any shape.
       axis: an axis of the mesh.
       two_shot: sum a share on each device and gather the shares, instead of everything everywhere; default: where `x`
-        has more than 256 KiB.
+        times the number of devices less two has more than 1 MiB: never on two, which send as much either way.
     Returns:
       An array like `x`; the same on all devices along the axis.
     Raises:
@@ -67,7 +67,7 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
     if n == 1 or x.size == 0:
         return jax.lax.psum(x, axis)
     if two_shot is None:
-        two_shot = x.size * x.dtype.itemsize > ONE_SHOT
+        two_shot = (n - 2) * x.size * x.dtype.itemsize > ONE_SHOT
     return _all_reduce(axis, bool(two_shot), x)
 
 

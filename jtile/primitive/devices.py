@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +25,27 @@ from jtile.primitive.program import Program
 
 if TYPE_CHECKING:
     from jax.interpreters import mlir
+
+
+def can_talk(devices: Iterable[Any] | None = None) -> bool:
+    """Whether kernels on these devices can talk to each other: all are of this process, the target at hand has such
+    kernels and no option forbids them, and each device reaches the memory of the others.
+
+    Args:
+      devices: of JAX, as `mesh.devices.flat`; None: all of this process.
+    """
+    found = list(jax.local_devices() if devices is None else devices)
+    if any(d.process_index != jax.process_index() for d in found):
+        return False
+    if current().interpret:
+        return True
+    from jtile.lowering import platforms, targets
+    from jtile.lowering.here import target
+
+    if not targets.talks(target()):
+        return False
+    reach = platforms.named(target().platform).reach
+    return not any(reach(a, b) for a in found for b in found if a is not b)
 
 
 def place(program: Program) -> jax.Array:

@@ -124,9 +124,7 @@ def gaps() -> list[str]:
         for target, missing in dtypes_of.items():
             alike.setdefault((*what, *missing), []).append(target)
     short = {what: _among(_short(some)) for what, some in alike.items()}
-    untried = [t.name for t in _static_targets() if "untried peers" in t.features]
-    peers = ["kernels that talk to other devices have not run on {}: the option `gpu_peers` compiles them all the same"]
-    return [line.format(_among(_short(untried))) for line in peers * bool(untried)] + [
+    return [
         f"`{op}`{'' if missing == ['*'] else f' on {_among(missing)}'} does not run on {some}: {instead}"
         for (op, instead, *missing), some in short.items()
     ]

@@ -48,8 +48,8 @@ SETS = 4  # of signals
 KEPT = 4  # devices up to which a program has the whole table in registers from its beginning
 
 # One thread polls. $0 is 0 where the counter at $1 has come to $2, 1 where $4 ns have passed, 2 where the flag at $3
-# says that a device has failed before; the same in all threads. Differences, since counters of barriers wrap around. The
-# flag and the clock are looked at once in 64 turns: each look would make the signal's own come later.
+# says that a device has failed before; the same in all threads. Differences, since counters of barriers wrap around.
+# The flag and the clock are looked at once in 64 turns: each look would let the signal itself be seen later.
 _POLL = """
 { .reg .pred %jp, %jq; .reg .b32 %js, %jx, %jf, %jk; .reg .b64 %jb, %jn;
 mov.b32 %js, 0; mov.b32 %jk, 0; mov.b64 %jb, 0; mov.u32 %jx, %tid.x; setp.ne.u32 %jq, %jx, 0; @%jq bra JT_JOIN;
@@ -130,7 +130,7 @@ class Devices:
         self._begin()
 
     def _begin(self) -> None:
-        """What each program does first: it reads what the block has for it at once, and ends where a call has failed."""
+        """What each program does first: it reads all that the block has for it, and ends where a call has failed."""
         em, code, at = self.em, self.em.code, self.layout
         fault = self.number(FAULT)
         self.here: Place = tuple(self.number(PLACE + 4 * k) for k in range(len(self.axes)))

@@ -64,6 +64,7 @@ class Gpus:
             fuses_slices=True,
             block_level=block_level,
             peers=peers,
+            reach=self._reach,
             status=status,
         )
 
@@ -134,6 +135,11 @@ class Gpus:
 
     def _kind(self) -> str:
         return slug(self._device().device_kind) if self._is_here() else self._here().arch
+
+    def _reach(self, device: Any, other: Any) -> str:
+        from jtile import ffi
+
+        return ffi.reach(self.name, device.local_hardware_id, other.local_hardware_id)
 
     def _register(self) -> None:
         from jtile import ffi

@@ -67,7 +67,7 @@ def target_of(
     )
     rates = {"float32": card.f32, "bfloat16": card.bf16, "float16": card.bf16, "float64": card.f64, "int8": card.int8}
     rates |= dict.fromkeys(f.fp8, card.fp8)
-    own = ["warpgroup products"] * f.warpgroup_products + ["untried peers"] * f.ptx
+    own = ["warpgroup products"] * f.warpgroup_products + ["peers"] * f.ptx
     return Target(
         name=f"{platform}:{f.arch}",
         platform=platform,

@@ -1,7 +1,10 @@
 """Several GPUs in one process: a program on any one of them, on all at once, and cut over them."""
 
 import concurrent.futures
+import contextlib
+import time
 
+import device_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +40,15 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
 
 
+def by_cpu(f, *args):
+    """What a reference gives, by a CPU where JAX has one: on a GPU XLA tries many ways of each product of float32."""
+    with contextlib.suppress(RuntimeError):
+        host = jax.devices("cpu")[0]
+        with jax.default_device(host):
+            return np.asarray(jax.jit(f)(*jax.device_put(args, host)), np.float32)
+    return np.asarray(jax.jit(f)(*args), np.float32)
+
+
 def decoding():
     n = jnp.asarray(np.random.default_rng(0).integers(1, 640, 6), jnp.int32)
     return normal(0, 6, 8, 128), normal(1, 6, 640, 4, 128), normal(2, 6, 640, 4, 128), n
@@ -57,12 +69,12 @@ def test_one_of_them(gpus, which):
         assert "jtile_hopper_decode" in text
     got = program(*args)
     assert got.devices() == {gpus[which]}
-    assert relative_error(got, decode_attention_reference(*args)) < 4e-3
+    assert relative_error(got, by_cpu(decode_attention_reference, *args)) < 4e-3
 
 
 def test_all_at_once(gpus):
     """From a thread for each, counters of arrivals included."""
-    want = decode_attention_reference(*decoding())
+    want = by_cpu(decode_attention_reference, *decoding())
 
     def run(device):
         args = [jax.device_put(x, device) for x in decoding()]
@@ -85,17 +97,17 @@ def test_decoding_over_both(put, axis):
     assert "all-gather" not in text and "all-reduce" not in text
     if jt.architecture() == "sm_90":
         assert "jtile_hopper_decode" in text
-    assert relative_error(program(*args), decode_attention_reference(q, k, v, n)) < 4e-3
+    assert relative_error(program(*args), by_cpu(decode_attention_reference, q, k, v, n)) < 4e-3
 
 
 def test_products_and_attention_over_both(put):
     a, b = normal(3, 512, 384), normal(4, 384, 640)
-    want = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    want = by_cpu(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32), a, b)
     for args in ((put(a, "x"), put(b)), (put(a), put(b, None, "x")), (put(a, None, "x"), put(b, "x"))):
         assert relative_error(jax.jit(ops.matmul)(*args), want) < 4e-3
     q, k, v = (normal(5 + j, 4, 256, 4, 128) for j in range(3))
     loss = lambda f: jax.grad(lambda *x: f(*x, causal=True).astype(jnp.float32).sum(), (0, 1, 2))
-    exact = loss(attention_reference)(q, k, v)
+    exact = [by_cpu(lambda *x, j=j: loss(attention_reference)(*x)[j], q, k, v) for j in range(3)]
     for spec in (("x",), (None, None, "x")):
         program, text = compiled(loss(ops.attention), *[put(x, *spec) for x in (q, k, v)])
         assert "all-gather" not in text
@@ -107,25 +119,130 @@ def test_inside_of_shard_map(put):
     q, k, v, n = decoding()
     args = [put(x, "x") for x in (q, k, v, n)]
     shards = jax.shard_map(ops.decode_attention, mesh=args[0].sharding.mesh, in_specs=(P("x"),) * 4, out_specs=P("x"))
-    assert relative_error(jax.jit(shards)(*args), decode_attention_reference(q, k, v, n)) < 4e-3
+    assert relative_error(jax.jit(shards)(*args), by_cpu(decode_attention_reference, q, k, v, n)) < 4e-3
 
 
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_kernels_that_talk(gpus, order):
-    """Calls in a row, in a loop, and after one that failed: what `gpu_peers` lets run."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=[gpus[k] for k in order])
-    on = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
-    x = numbers(4, 2)
-    with jt.config(gpu_peers=True):
-        for _ in range(20):
-            np.testing.assert_array_equal(on(lambda x: shift(x, axis="x"))(x), np.roll(x, 2, 0))
-        rounds = on(lambda x: jax.lax.fori_loop(0, 1001, lambda _, x: shift(x, axis="x", barrier=False), x))
-        np.testing.assert_array_equal(rounds(x), np.roll(x, 2, 0))
-        with jt.config(debug=True, timeout=0.5):
-            late = on(lambda x: shift(x, axis="x", at_least=2))
-            for _ in range(2):
-                with pytest.raises(jax.errors.JaxRuntimeError, match=r"waited 0.5 s for came to reach 2"):
-                    jax.block_until_ready(late(x))
-        np.testing.assert_array_equal(on(lambda x: shift(x, axis="x"))(x), np.roll(x, 2, 0))
-        total = on(lambda x: ops.collectives.all_reduce(x, "x"))
-        np.testing.assert_array_equal(total(x), np.tile(x[:2] + x[2:], (2, 1)))
+@pytest.fixture(scope="module", params=[[0, 1], [1, 0]], ids=str)
+def talk(gpus, request):
+    """A function of the part of each device, on both devices in one order or the other."""
+    if not jt.can_talk(gpus):
+        pytest.skip("the memory of one GPU cannot be reached from the other")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=[gpus[k] for k in request.param])
+    return lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+
+
+X = numbers(4, 2)
+
+
+def test_kernels_that_talk(talk):
+    """Calls in a row, in a loop, and several in one round of it, which XLA may record as a graph."""
+    once = talk(lambda x: shift(x, axis="x"))
+    for _ in range(20):
+        np.testing.assert_array_equal(once(X), np.roll(X, 2, 0))
+    rounds = talk(lambda x: jax.lax.fori_loop(0, 1001, lambda _, x: shift(x, axis="x", barrier=False), x))
+    np.testing.assert_array_equal(rounds(X), np.roll(X, 2, 0))
+
+    def several(_, x):
+        for _ in range(9):
+            x = ops.collectives.all_reduce(shift(x, axis="x"), "x") / 2
+        return x
+
+    mean = np.tile((X[:2] + X[2:]) / 2, (2, 1))
+    np.testing.assert_array_equal(talk(lambda x: jax.lax.fori_loop(0, 100, several, x))(X), mean)
+
+
+def test_ten_thousand_calls(talk):
+    total = talk(lambda x: ops.collectives.all_reduce(x, "x") / 2)
+    mean = np.tile((X[:2] + X[2:]) / 2, (2, 1))
+    x = jnp.asarray(X)
+    for _ in range(10_000):
+        x = total(x)
+    np.testing.assert_array_equal(x, mean)
+
+
+def test_the_same_bits(talk):
+    x = np.asarray(normal(9, 2 * 64, 1000))
+    total = talk(lambda x: ops.collectives.all_reduce(x, "x"))
+    first = np.asarray(total(x))
+    assert relative_error(first, np.tile(x[:64].astype(np.float32) + x[64:], (2, 1))) < 4e-3
+    assert all(np.array_equal(first, np.asarray(total(x))) for _ in range(100))
+
+
+PROGRAMS, GROUP = 200, 10
+
+
+def follow(talk, seeds, **options):
+    """What random programs of a few seeds give, all of them in one program of XLA, and what they should."""
+    steps = [device_programs.script(seed) for seed in seeds]
+    inputs = [device_programs.inputs(2, 1 + seed % 2, seed) for seed in seeds]
+
+    def run(*parts):
+        return [device_programs.follow(x[0], axis="x", steps=s)[None] for x, s in zip(parts, steps, strict=True)]
+
+    program = talk(lambda parts: run(*parts))
+    return program, inputs, [device_programs.expected(x, s) for x, s in zip(inputs, steps, strict=True)]
+
+
+@pytest.mark.parametrize("first", range(0, PROGRAMS, GROUP))
+def test_random_programs(talk, first):
+    """Of puts, gets, signals and waits: what NumPy, the interpreter and CPUs make of them."""
+    program, inputs, want = follow(talk, range(first, first + GROUP))
+    for _ in range(5):
+        for got, right in zip(program(inputs), want, strict=True):
+            np.testing.assert_array_equal(got, right)
+
+
+def fails(f, words: str, x=X) -> None:
+    """Twice within the time-out, each time in a sentence; `debug` waits for each call."""
+    with jt.config(debug=True, timeout=0.5):
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+                jax.block_until_ready(f(x))
+            assert time.monotonic() - began < 60  # compilation included
+
+
+def test_a_signal_that_nobody_sends(talk):
+    """The process goes on: with this kernel's other calls, and with other kernels."""
+    with jt.config(debug=True, timeout=0.5):
+        late = talk(lambda x: shift(x, axis="x", at_least=2)).lower(X).compile()
+    fails(late, r"device \(x=\d\), GPU \d, program .*: waited 0.5 s for came to reach 2: it stands at 1")
+    np.testing.assert_array_equal(talk(lambda x: shift(x, axis="x"))(X), np.roll(X, 2, 0))
+    total = talk(lambda x: ops.collectives.all_reduce(x, "x"))
+    np.testing.assert_array_equal(total(X), np.tile(X[:2] + X[2:], (2, 1)))
+
+
+@pytest.mark.parametrize("fault", [f for f, (_, found) in device_programs.FAULTS.items() if "Deadlock" in str(found)])
+def test_planted_deadlocks(talk, fault):
+    steps, x = device_programs.with_fault(1, fault), device_programs.inputs(2, 1, 1)
+    with jt.config(debug=True, timeout=0.5):
+        follow = talk(lambda x: device_programs.follow(x[0], axis="x", steps=steps)[None]).lower(x).compile()
+    fails(follow, "waited 0.5 s for ", x)
+
+
+def test_a_device_with_another_shape(talk):
+    """Each waits for what the other one never sends: the two calls have nothing in common."""
+
+    def halves(x):
+        some = lambda x: jnp.pad(shift(x[:1], axis="x"), ((0, 1), (0, 0)))
+        return jax.lax.cond(jax.lax.axis_index("x") == 0, lambda x: shift(x, axis="x"), some, x)
+
+    with jt.config(debug=True, timeout=0.5):
+        program = talk(halves).lower(X).compile()
+    fails(program, "waited 0.5 s for ")
+
+
+def test_a_device_that_does_not_come(talk):
+    """In time: it sleeps meanwhile."""
+
+    def asleep(x):
+        def sleep(x):
+            time.sleep(2)
+            return x
+
+        late = lambda x: jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return shift(jax.lax.cond(jax.lax.axis_index("x") == 1, late, lambda x: x, x), axis="x")
+
+    with jt.config(debug=True, timeout=0.5):
+        program = talk(asleep).lower(X).compile()
+    fails(program, "waited 0.5 s for ")

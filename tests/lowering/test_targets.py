@@ -179,14 +179,14 @@ def test_resolve_refuses_gpus_that_it_does_not_know(bad):
 def test_the_target_of_calls_and_what_it_has():
     assert jt.target() is targets.resolve(None) or jt.platform() != "cpu"
     for arch, name, has in (
-        ("sm_90", "cuda:sm_90", {"warps", "measured warps", "untried peers", "warpgroup products"}),
-        ("sm_90a", "cuda:sm_90", {"warps", "measured warps", "untried peers", "warpgroup products"}),
-        ("sm_100", "cuda:sm_100", {"warps", "measured warps", "untried peers"}),
+        ("sm_90", "cuda:sm_90", {"warps", "measured warps", "peers", "warpgroup products"}),
+        ("sm_90a", "cuda:sm_90", {"warps", "measured warps", "peers", "warpgroup products"}),
+        ("sm_100", "cuda:sm_100", {"warps", "measured warps", "peers"}),
         ("gfx942,sm_90", "rocm:gfx942", {"warps"}),
     ):
         with jt.config(arch=arch):
             assert jt.target().name == name and set(jt.target().features) == has
-    assert targets.resolve("cpu").features == ()
+    assert targets.resolve("cpu").features == ("peers",)
     if jt.platform() == "cpu":
         with jt.config(isa="sse2"):
             assert jt.target().name == "cpu:sse2"

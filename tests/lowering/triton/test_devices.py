@@ -159,12 +159,13 @@ def test_atomics_of_other_devices():
 
 
 def test_the_option():
-    """Nobody gets code that has not run on GPUs without asking for it; other platforms have none."""
+    """The option forbids such kernels on GPUs; other platforms have none."""
     x = numbers(2, 4)
     lower = lambda target: shift.lower(jax.ShapeDtypeStruct((4,), x.dtype), mesh={"x": 2}, axis="x", target=target)
-    with pytest.raises(UnsupportedError, match=r"its code has not run on such GPUs yet; the option gpu_peers=True"):
+    off = pytest.raises(UnsupportedError, match=r"while the option gpu_peers \(JTILE_GPU_PEERS\) is off")
+    with jt.config(gpu_peers=False), off:
         lower("cuda:sm_90").texts
-    with jt.config(gpu_peers=True):
+    with jt.config():
         kernel = lower("cuda:sm_90").kernel
         targets.check_capabilities(kernel, targets.resolve("cuda:sm_90"))
         for other in ("rocm:gfx942", "ascend:910b1"):
