@@ -94,6 +94,40 @@ def test_every_puzzle_has_a_solution_and_no_beginning_passes(tmp_path):
     assert None not in run_checks("", checks, tmp_path)
 
 
+# A mistake that a reader may make in each puzzle, as a change of its solution.
+MISTAKES = (
+    ("o[...] = 2 * x[...]", "o[...] = 2 + x[...]"),
+    ("o.tiles(8)[i] = 2 * x.tiles(8)[i]", "o.tiles(8)[i] = 2 * x.tiles(8)[0]"),
+    ("grid=lambda x, y: jt.cdiv(x.shape[0], 8))", "grid=lambda x, y: x.shape[0] // 8)"),
+    ("x.tiles(4)[i][:, None] + y.tiles(8)[j][None, :]", "x.tiles(4)[j][:, None] + y.tiles(8)[i][None, :]"),
+    ("x.tiles(4, 4)[i, j].T", "x.tiles(4, 4)[i, j]"),
+    ("x.shape[0] - 1 - (i * 8", "x.shape[0] - (i * 8"),
+    ("x.tiles(None, n)[i, 0].sum()", "x.tiles(None, 8)[i, 0].sum()"),
+    ("x.tiles(None, 8, pad=-jnp.inf)\n    m = -jnp.inf", "x.tiles(None, 8)\n    m = -jnp.inf"),
+    ("t.std(1, keepdims=True)", "t.std(1, keepdims=True, ddof=1)"),
+    ("before = before + t.sum()", "before = t.sum()"),
+    ("table[ids[i], :]", "table[i, :]"),
+    ("found = j\n            break", "found = j"),
+    ("jt.dot(A[i, k], B[k, j], acc)", "jt.dot(A[i, k], B[k, j])"),
+    ("jax.nn.relu(acc + bias.tiles(8)[j][None, :])", "jax.nn.relu(acc) + bias.tiles(8)[j][None, :]"),
+    ("jt.ones(8, jnp.int32), mask=here)", "jt.ones(8, jnp.int32))"),
+    ('    if jt.arrive(jt.counters("done", ()), (), jt.num_programs(0)):\n        o[...]', "    o[...]"),
+    ("jnp.where(columns <= rows, x", "jnp.where(columns < rows, x"),
+    ("x.tiles(None, 8, pad=-jnp.inf)\n    m, s", "x.tiles(None, 8)\n    m, s"),
+    ("j * 8 + jt.arange(8)[None, :] < k.shape[0]", "j * 8 + jt.arange(8)[None, :] < 16"),
+    ("g * (1 - y**2)", "g * (1 - y)"),
+)
+
+
+@pytest.mark.usefixtures("by_numpy")
+def test_a_typical_mistake_in_each_puzzle_is_found(tmp_path):
+    solutions = code_of(SOLUTIONS)
+    for right, wrong in MISTAKES:
+        assert solutions.count(right) == 1, right
+        solutions = solutions.replace(right, wrong)
+    assert [k + 1 for k, error in enumerate(run_checks(solutions, puzzle_checks(), tmp_path)) if error is None] == []
+
+
 def test_the_notebook_of_the_puzzles_is_their_page():
     """`make docs` writes it."""
     cells = json.loads(PUZZLES.with_suffix(".ipynb").read_text())["cells"]
