@@ -39,8 +39,28 @@ def options(
     """Options that stand before the command."""
 
 
-Devices = Annotated[str | None, typer.Option(help="Cut the model over so many: 2; generate: tensor=2,expert=2, too.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="How many devices share the model, such as 2; `generate` also takes tensor=2,expert=2."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A GGUF file, or a folder with config.json and safetensors; SmolLM2 if it is left out."),
+]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw each token from this many of the most likely ones.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Draw each token from the most likely ones that together have this probability.")
+]
+MinP = Annotated[
+    float | None, typer.Option(help="Leave out tokens whose probability is below this share of the most likely one's.")
+]
+System = Annotated[str | None, typer.Option(help="A system prompt, instead of the one that the model brings.")]
+Adapter = Annotated[str | None, typer.Option(help="A folder with a LoRA adapter of the model.")]
+Dtype = Annotated[str | None, typer.Option(help="The dtype of activations: float32, bfloat16 or float16.")]
+CacheDtype = Annotated[
+    str | None, typer.Option(help="The dtype of the key-value cache: bfloat16, int8, float8_e4m3fn, ...")
+]
 
 
 @app.command()
@@ -55,30 +75,36 @@ def info(as_json: Json = False) -> None:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="A GGUF file, or a folder with config.json and safetensors; SmolLM2 otherwise.")
+        str | None,
+        typer.Option(help="A GGUF file, or a folder with config.json and safetensors; SmolLM2 if it is left out."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Stop after so many.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Sample among tokens of this share of the best one's.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Of tokens of prompt and answer; 1: none.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Taken from the answer's tokens; 0 is none.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for every time that they came.")] = None,
-    logit_bias: Annotated[str | None, typer.Option(help="Added to the logits of tokens: 12=-5,7=2.5.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling: equal seeds, equal text.")] = 0,
-    draft: Annotated[str | None, typer.Option(help="Speculative decoding: a smaller model's file, or 'ngram'.")] = None,
-    draft_tokens: Annotated[int, typer.Option(help="So many are drafted at a time.")] = 4,
-    system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=0, help="End the answer after this many tokens.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="How freely tokens are drawn; 0 takes the most likely one.")
+    ] = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Makes tokens so far less likely if > 1.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Makes tokens of the answer less likely.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Makes frequent tokens less likely.")] = None,
+    logit_bias: Annotated[str | None, typer.Option(help="Numbers to add to logits of tokens: 12=-5,7=2.5.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn: equal seeds give equal text.")] = 0,
+    draft: Annotated[str | None, typer.Option(help="A smaller model's file, which drafts tokens, or 'ngram'.")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="How many tokens are drafted at a time.")] = 4,
+    system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without the chat template.")] = False,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of a text, as in 1,2,3.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
     batch: Annotated[
-        str | None, typer.Option(help='A file of requests, one a line: {"id": ..., "prompt": ...}; \'-\': stdin.')
+        str | None,
+        typer.Option(help='A file with one request a line, {"id": ..., "prompt": ...}; "-" is standard input.'),
     ] = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="Of --batch: the file of the answers.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
-    adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The file for the answers to --batch.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speeds on standard error.")] = False,
+    adapter: Adapter = None,
     devices: Devices = None,
     as_json: Json = False,
 ) -> None:
@@ -112,19 +138,27 @@ def _run_batch(path: str | None, out: str | None, prompt: str | None, options: d
 
 @app.command()
 def chat(
-    model: Annotated[str | None, typer.Argument(help="A GGUF file, or a folder; SmolLM2 otherwise.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Of an answer.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of the whole conversation.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")] = 0.7,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Sample among tokens of this share of the best one's.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the first answer; a random one otherwise.")] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: bfloat16, int8, float8_e4m3fn, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Speeds behind each answer.")] = False,
-    adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
+    model: Model = None,
+    system: System = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="End each answer after this many tokens.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="The largest number of tokens of the whole conversation.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="How freely tokens are drawn; 0 takes the most likely one.")
+    ] = 0.7,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Decides what is drawn for the first answer; random if it is left out.")
+    ] = None,
+    cache_dtype: CacheDtype = None,
+    dtype: Dtype = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speeds behind each answer.")] = False,
+    adapter: Adapter = None,
     devices: Devices = None,
 ) -> None:
     """Talk with a language model in the terminal; /help lists the commands."""
@@ -140,33 +174,50 @@ def chat(
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A GGUF file, or a folder; SmolLM2 otherwise.")] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 stands for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535)] = 8000,
-    name: Annotated[str | None, typer.Option(help="What requests call the model; the name of its file.")] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(envvar="JTILE_API_KEY", help="Requests take one of these (repeatable).")
+    name: Annotated[
+        str | None, typer.Option(help="The name by which requests ask for the model; by default that of its file.")
     ] = None,
-    origin: Annotated[list[str] | None, typer.Option(help="A web page that may ask, or '*' (repeatable).")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="JTILE_API_KEY", help="A key that requests have to show (repeatable).")
+    ] = None,
+    origin: Annotated[
+        list[str] | None, typer.Option(help="The origin of a web page that may send requests, or '*' (repeatable).")
+    ] = None,
     requests_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Of each key, or address where there are no keys; others get 429.")
+        int | None,
+        typer.Option(min=1, help="How many requests a minute each key may send, or each address if there are no keys."),
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA adapter, a model to requests (repeatable).")
+        list[str] | None,
+        typer.Option(
+            help="NAME=FOLDER of a LoRA adapter, which requests ask for as a model of that name (repeatable)."
+        ),
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Requests that run at a time.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer.")] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 1024,
-    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that the cache holds.")] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: bfloat16, int8, float8_e4m3fn, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Requests share nothing.")] = False,
+    rows: Annotated[int | None, typer.Option(min=1, help="How many requests run at a time.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="The largest number of tokens of prompt and answer.")
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="How many requests may wait; others are refused with status 429.")
+    ] = 1024,
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="How many tokens the cache holds.")] = None,
+    cache_dtype: CacheDtype = None,
+    dtype: Dtype = None,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Do not share the cache of equal beginnings of prompts.")
+    ] = False,
     no_chunked_prefill: Annotated[
-        bool, typer.Option("--no-chunked-prefill", help="Answers wait while a prompt is computed.")
+        bool, typer.Option("--no-chunked-prefill", help="Compute each prompt in one piece, while answers wait.")
     ] = False,
     devices: Devices = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Quicker for few requests; tokens may depend on the load by rounding.")
+        bool,
+        typer.Option(
+            "--fast", help="Be faster for few requests; answers may then depend on how many run, by rounding."
+        ),
     ] = False,
 ) -> None:
     """Answer OpenAI's HTTP requests (chat, completions) with a language model, many at a time."""
@@ -184,11 +235,13 @@ def serve(
 
 @app.command()
 def quantize(
-    folder: Annotated[str, typer.Argument(help="config.json and safetensors of floats.")],
-    to: Annotated[str, typer.Option("--to", help="fp8, int4, q4_0, q8_0 or int8.")],
-    group: Annotated[int, typer.Option(help="Of int4: weights that share a scale, 32 times a power of two.")] = 128,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="The new folder; FOLDER-TO otherwise.")] = None,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Of fp8: activations are rounded to 8 bits, too.")] = False,
+    folder: Annotated[str, typer.Argument(help="A folder with config.json and safetensors of floats.")],
+    to: Annotated[str, typer.Option("--to", help="The kind of the quantised weights: fp8, int4, q4_0, q8_0 or int8.")],
+    group: Annotated[
+        int, typer.Option(help="For int4: how many weights share a scale, 32 times a power of two.")
+    ] = 128,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The new folder; by default FOLDER-KIND.")] = None,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="For fp8: round activations to 8 bits, too.")] = False,
 ) -> None:
     """Write a copy of a model's folder with its layers quantised, which `jtile generate --model` reads."""
     raise typer.Exit(of_models("run_quantize", folder, to, group=group, out=out, dynamic=dynamic))
@@ -218,11 +271,13 @@ def of_models(name: str, /, *args: Any, **options: Any) -> int:
 @app.command()
 def inspect(
     kernel: Annotated[str, typer.Argument(help="module:kernel, such as jtile.ops:softmax or mine.py:matmul.")],
-    args: Annotated[str, typer.Option("--args", help="Types of the arguments: f32[128,256],bf16[256].")],
-    meta: Annotated[list[str] | None, typer.Option("--meta", help="A meta-parameter: bm=64 (repeatable).")] = None,
+    args: Annotated[str, typer.Option("--args", help="The types of the arguments, as in f32[128,256],bf16[256].")],
+    meta: Annotated[
+        list[str] | None, typer.Option("--meta", help="A meta-parameter, as in bm=64 (repeatable).")
+    ] = None,
     target: Annotated[str, typer.Option(help="What to compile for; `jtile info` lists the targets.")] = "cpu",
     level: Annotated[list[str] | None, typer.Option("--level", help="Print this level only (repeatable).")] = None,
-    transform: Annotated[str, typer.Option(help="jvp or vjp: the kernels of the derivative instead.")] = "",
+    transform: Annotated[str, typer.Option(help="jvp or vjp: show the kernels of that derivative instead.")] = "",
 ) -> None:
     """The text of every level that a kernel passes through on its way to machine code, and the scratch it needs."""
     from jtile.tools import levels
@@ -230,18 +285,24 @@ def inspect(
     levels.show(kernel, args, meta or [], target=target, only=level or [], transform=transform)
 
 
-Args = Annotated[str, typer.Option("--args", help="Types of the arguments: f32[128,256],bf16[256].")]
-Meta = Annotated[list[str] | None, typer.Option("--meta", help="A keyword argument: causal=True (repeatable).")]
+Args = Annotated[str, typer.Option("--args", help="The types of the arguments, as in f32[128,256],bf16[256].")]
+Meta = Annotated[list[str] | None, typer.Option("--meta", help="A keyword argument, as in causal=True (repeatable).")]
 
 
 @app.command()
 def tune(
     what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:matmul; or show, or merge.")],
-    files: Annotated[list[str] | None, typer.Argument(help="Of show and merge: files of entries.")] = None,
+    files: Annotated[
+        list[str] | None, typer.Argument(help="The files of entries that `show` prints or `merge` joins.")
+    ] = None,
     args: Args = "",
     meta: Meta = None,
-    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds for all of the search.")] = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="A file that gets the new entries too.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.0, help="How many seconds the whole search may take.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="A file to which the new entries are written, too.")
+    ] = None,
 ) -> None:
     """Search for the best parameters of the kernels that a function calls, on this machine's device."""
     from jtile.tools import tuning
@@ -255,9 +316,10 @@ def bench(
     args: Args,
     meta: Meta = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="module:function of the same arguments, to be timed too.")
+        list[str] | None,
+        typer.Option(help="module:function of the same arguments, which is timed beside it (repeatable)."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each function.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="How many samples are taken of each function.")] = 15,
 ) -> None:
     """Time of a function on random data, and of others that do the same, such as jax.nn:softmax."""
     from jtile.tools import tuning
@@ -271,9 +333,12 @@ def explain(
     args: Args,
     meta: Meta = None,
     compare: Annotated[
-        str | None, typer.Option(help="A variant: meta-parameters, 'bm=64 bn=64', or another module:function.")
+        str | None,
+        typer.Option(
+            help="A variant to compare with: meta-parameters, as in 'bm=64 bn=64', or another module:function."
+        ),
     ] = None,
-    picture: Annotated[str | None, typer.Option(help="A file for a picture: PNG, SVG or PDF.")] = None,
+    picture: Annotated[str | None, typer.Option(help="A file for a picture, in PNG, SVG or PDF.")] = None,
 ) -> None:
     """Bytes, operations, roofline bound, time and bottleneck of the kernels that a function calls."""
     from jtile.tools import tuning
@@ -286,11 +351,15 @@ def profile(
     what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:matmul.")],
     args: Args,
     meta: Meta = None,
-    trace: Annotated[str | None, typer.Option(help="A file for https://ui.perfetto.dev.")] = None,
-    picture: Annotated[str | None, typer.Option(help="A file for the picture: PNG, SVG or PDF.")] = None,
-    interpret: Annotated[bool, typer.Option(help="In the interpreter: no GPU, and steps for times.")] = False,
-    program: Annotated[bool, typer.Option("--program", help="The whole function: each kernel's share, gaps.")] = False,
-    calls: Annotated[int, typer.Option(min=1, help="Of --program: calls that are watched.")] = 10,
+    trace: Annotated[str | None, typer.Option(help="A trace for https://ui.perfetto.dev.")] = None,
+    picture: Annotated[str | None, typer.Option(help="A file for the picture, in PNG, SVG or PDF.")] = None,
+    interpret: Annotated[
+        bool, typer.Option(help="Run in the interpreter, which needs no GPU and counts steps instead of time.")
+    ] = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Watch the whole function: the time of each kernel, and gaps.")
+    ] = False,
+    calls: Annotated[int, typer.Option(min=1, help="How many calls --program watches.")] = 10,
 ) -> None:
     """What the roles of a function's block-level kernels do when; or where the time of a whole program goes."""
     from jtile.tools import tuning
@@ -305,12 +374,16 @@ def view(
     what: Annotated[str, typer.Argument(help="module:kernel or module:function, such as mine.py:matmul.")],
     args: Args,
     meta: Meta = None,
-    target: Annotated[str | None, typer.Option(help="What to compile for; the device at hand otherwise.")] = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="The file; NAME.html otherwise.")] = None,
+    target: Annotated[str | None, typer.Option(help="What to compile for; by default the device at hand.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The file; by default NAME.html.")] = None,
     gradient: Annotated[bool, typer.Option(help="Show the kernels of reverse mode, too.")] = True,
-    run: Annotated[bool, typer.Option(help="Measure, where the target is the device at hand.")] = True,
-    serve: Annotated[bool, typer.Option("--serve", help="Write no file: serve the page, anew on every save.")] = False,
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Of --serve; 0: a free one.")] = 8765,
+    run: Annotated[bool, typer.Option(help="Measure the kernel if the target is the device at hand.")] = True,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page instead of writing it, and make it anew on every save.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option("--port", "-p", min=0, max=65535, help="The port for --serve; 0 takes a free one.")
+    ] = 8765,
 ) -> None:
     """One page for a browser: source beside every level down to machine code, passes, grid, speed, gradient."""
     from jtile.tools import viewing
@@ -328,10 +401,10 @@ def debug(
     args: Args = "",
     meta: Meta = None,
     data: Annotated[
-        str | None, typer.Option(help="An .npz file of the arguments, in their order; random ones.")
+        str | None, typer.Option(help="An .npz file with the arguments, in their order; by default they are random.")
     ] = None,
-    kernel: Annotated[str | None, typer.Option(help="Of several kernels that a function calls, this one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the programs, and of random arguments.")] = 0,
+    kernel: Annotated[str | None, typer.Option(help="Which kernel to debug if the function calls several.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the order of the programs, and random arguments.")] = 0,
     command: Annotated[
         list[str] | None, typer.Option("--command", "-c", help="A command to begin with (repeatable).")
     ] = None,
@@ -345,10 +418,14 @@ def debug(
 @app.command()
 def shrink(
     file: Annotated[str, typer.Argument(help="A Python file that fails when it is run.")],
-    out: Annotated[str | None, typer.Option("--out", "-o", help="The file of what is left; FILE.min.py.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a run has no end.")] = 60.0,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all of the search.")] = 600.0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; one for each core, 4 at most.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="The file for what is left; by default FILE.min.py.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="After how many seconds a run counts as endless.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="How many seconds the whole search may take.")] = 600.0,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="How many runs at a time; by default one for each core, 4 at most.")
+    ] = None,
 ) -> None:
     """Cut a file that fails down to what it needs to fail in the same way."""
     from jtile.tools import shrinking
