@@ -135,7 +135,8 @@ def test_instructions():
     kernel = lowered(parts.sum_all, x, {"x": 2}, axis="x", bn=1024, programs=4)
     record, built = compiled(kernel)
     ptx = built.texts["ptx"]
-    assert "ld.acquire.sys.global.b32" in ptx and "red.global.sys.release.add.u32" in ptx
+    assert "ld.acquire.sys.global.b32" in ptx
+    assert re.search(r"(red|atom)\.global\.sys\.release\.add\.u32", ptx)  # triton 3.6 asks for the old value
     assert ptx.count("st.global.v4") >= 2 and "%globaltimer" in ptx and "exit;" in ptx
     assert not re.search(r"st(matrix|\.shared\.v)", ptx)  # a tile goes from memory to memory through registers only
     assert "acq_rel.add" not in ptx  # a call begins and ends without atomics
