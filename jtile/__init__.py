@@ -114,6 +114,9 @@ if TYPE_CHECKING:
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
     from jtile.primitive.devices import can_talk as can_talk
+    from jtile.primitive.exchange import Travelling as Travelling
+    from jtile.primitive.exchange import exchange as exchange
+    from jtile.primitive.exchange import exchanged as exchanged
     from jtile.primitive.export import export_checks as export_checks
     from jtile.primitive.same import same_along as same_along
     from jtile.trace import function as function
@@ -138,12 +141,15 @@ _LANGUAGE = [
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
+    "Travelling": "jtile.primitive.exchange",
     "View": "jtile.explorer.document",
     "architecture": "jtile.lowering.here",
     "autotune": "jtile.tune",
     "bench": "jtile.tune",
     "can_talk": "jtile.primitive.devices",
     "cost": "jtile.tune.totals",
+    "exchange": "jtile.primitive.exchange",
+    "exchanged": "jtile.primitive.exchange",
     "explain": "jtile.tune",
     "export_bundle": "jtile.calls.bundle",
     "export_checks": "jtile.primitive.export",

@@ -37,6 +37,11 @@ void Driver::release_host(int, void*) noexcept {}
 void Driver::write(int, void*, const void*, size_t) { refuse_devices(*this); }
 void Driver::wait(int, void*) { refuse_devices(*this); }
 void Driver::idle(int) { refuse_devices(*this); }
+void* Driver::make_stream(int) { refuse_devices(*this); }
+void* Driver::make_event(int) { refuse_devices(*this); }
+void Driver::record(int, void*, void*) { refuse_devices(*this); }
+void Driver::await(int, void*, void*) { refuse_devices(*this); }
+void Driver::copy(int, void*, const void*, size_t, void*) { refuse_devices(*this); }
 
 const char* advice_for(int code) {
   switch (code) {

@@ -82,6 +82,14 @@ class Driver {
   // Waits for a stream; for all that the device has to do.
   virtual void wait(int ordinal, void* stream);
   virtual void idle(int ordinal);
+
+  // For copies from device to device beside kernels; a driver that has nothing of it throws.
+  virtual void* make_stream(int ordinal);
+  virtual void* make_event(int ordinal);
+  // An event of a device comes to pass when its stream has done what stands there now; the stream of any device waits.
+  virtual void record(int ordinal, void* event, void* stream);
+  virtual void await(int ordinal, void* stream, void* event);
+  virtual void copy(int ordinal, void* to, const void* from, size_t bytes, void* stream);
 };
 
 // The driver of a platform, opened once in this process: its usual library, or the file `library`. Throws Error

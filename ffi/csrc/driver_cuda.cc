@@ -37,6 +37,8 @@ enum DeviceAttribute { kMultiprocessors = 16, kMajor = 75, kMinor = 76, kMaxShar
 constexpr int kNativeAtomics = 3;     // CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 constexpr Status kReachedBefore = 704;
 constexpr unsigned kForAllDevices = 1 | 2;  // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
+constexpr unsigned kOwnOrder = 1;     // CU_STREAM_NON_BLOCKING
+constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr int kSpread = 1;            // CU_CLUSTER_SCHEDULING_POLICY_SPREAD
 constexpr int kL2Promotion128 = 2;    // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 constexpr uint32_t kDefaultShared = 48 << 10;  // more is a promise that the function has to make
@@ -74,6 +76,11 @@ struct Functions {
   Status (*release_host)(void*);
   Status (*write)(uint64_t, const void*, size_t, void*);
   Status (*idle)();
+  Status (*make_stream)(void**, unsigned, int);
+  Status (*make_event)(void**, unsigned);
+  Status (*record)(void*, void*);
+  Status (*await)(void*, void*, unsigned);
+  Status (*copy_between)(uint64_t, uint64_t, size_t, void*);
   Status (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
                    int, int, int);  // optional: CUDA 12
 
@@ -108,6 +115,11 @@ struct Functions {
     library.bind(release_host, "cuMemFreeHost");
     library.bind(write, "cuMemcpyHtoDAsync_v2");
     library.bind(idle, "cuCtxSynchronize");
+    library.bind(make_stream, "cuStreamCreateWithPriority");
+    library.bind(make_event, "cuEventCreate");
+    library.bind(record, "cuEventRecord");
+    library.bind(await, "cuStreamWaitEvent");
+    library.bind(copy_between, "cuMemcpyAsync");
     library.bind(encode, "cuTensorMapEncodeTiled", true);
   }
 };
@@ -282,6 +294,38 @@ class CudaDriver final : public Driver {
     Current current(*this, ordinal);
     RelaxedCapture relaxed(cu_.capture_mode);
     check(cu_.idle(), "cuCtxSynchronize");
+  }
+
+  void* make_stream(int ordinal) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    void* stream = nullptr;
+    check(cu_.make_stream(&stream, kOwnOrder, 0), "cuStreamCreateWithPriority");
+    return stream;
+  }
+
+  void* make_event(int ordinal) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    void* event = nullptr;
+    check(cu_.make_event(&event, kWithoutTime), "cuEventCreate");
+    return event;
+  }
+
+  void record(int ordinal, void* event, void* stream) override {
+    Current current(*this, ordinal);
+    check(cu_.record(event, stream), "cuEventRecord");
+  }
+
+  void await(int ordinal, void* stream, void* event) override {
+    Current current(*this, ordinal);
+    check(cu_.await(stream, event, 0), "cuStreamWaitEvent");
+  }
+
+  void copy(int ordinal, void* to, const void* from, size_t bytes, void* stream) override {
+    Current current(*this, ordinal);
+    check(cu_.copy_between(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from), bytes, stream),
+          "cuMemcpyAsync");
   }
 
  private:

@@ -200,13 +200,3 @@ def sum_all_in_two(x, o, box, came, whole, done, *, axis: str, bn: int, programs
             jt.wait(done[p, d])
         for t in jt.range(p, X.shape[1], programs):
             O[d, t] = W[d, t]
-
-
-def _transposes_to(kernel):
-    """The reverse mode of a linear collective: its cotangent through another one."""
-    return lambda _, ct, **options: (kernel(ct, **options),)
-
-
-gather_parts.defvjp(lambda x, **options: (gather_parts(x, **options), ()), _transposes_to(sum_parts))
-sum_parts.defvjp(lambda x, **options: (sum_parts(x, **options), ()), _transposes_to(gather_parts))
-exchange_parts.defvjp(lambda x, **options: (exchange_parts(x, **options), ()), _transposes_to(exchange_parts))

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops.collective_parts import accumulator, summed_cotangent
-from jtile.ops.dispatch import small_tiles
+from jtile.ops import exchanged_products
+from jtile.ops.collective_parts import accumulator, summed_cotangent, varying_together
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
 from jtile.ops.matmul import matmul
 
 PROGRAMS = 4  # on a CPU, where each is a thread
@@ -38,8 +39,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
     n = jt.axis_size(axis)
     if n == 1 or 0 in (x.size, w.size):
         return matmul(_collectives().all_gather(x, axis), w)
-    y = gathered_product(x, w, axis=axis, **_tiles(n * x.shape[0], x.shape[0], w))
-    return y.reshape(n * x.shape[0], w.shape[1])
+    return _gathered(axis, *varying_together(axis, x, w)).reshape(n * x.shape[0], w.shape[1])
 
 
 def all_gather_matmul_reference(x, w, axis):
@@ -69,7 +69,8 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
         )
     if n == 1 or 0 in (x.size, w.size):
         return _collectives().reduce_scatter(matmul(x, w), axis)
-    return scattered_product(x.reshape(n, m, -1), w, axis=axis, **_tiles(x.shape[0], m, w))
+    x, w = varying_together(axis, x, w)
+    return _scattered(axis, x.reshape(n, m, -1), w)
 
 
 def matmul_reduce_scatter_reference(x, w, axis):
@@ -116,7 +117,7 @@ def _same(x: jax.Array, axis: str) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_reduced(axis: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jt.same_along(summed_product(x, w, axis=axis, **_tiles(x.shape[0], x.shape[0], w)), axis)
+    return jt.same_along(_summed_products(x, w, axis=axis), axis)
 
 
 def _all_reduced_backward(axis, residuals, ct):
@@ -248,17 +249,63 @@ def summed_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, 
     _add_up(B, came, O, n, p, programs, bm, bn, o.dtype)
 
 
-def _gathered_backward(residuals, ct, *, axis, **_):
+# -- which implementation, and derivatives --------------------------------------------------------------------------
+
+
+def _gathered_by_tiles(x, w, *, axis: str):
+    return gathered_product(x, w, axis=axis, **_tiles(jt.axis_size(axis) * x.shape[0], x.shape[0], w))
+
+
+def _scattered_by_tiles(x, w, *, axis: str):
+    return scattered_product(x, w, axis=axis, **_tiles(x.shape[0] * x.shape[1], x.shape[1], w))
+
+
+def _summed_by_tiles(x, w, *, axis: str):
+    return summed_product(x, w, axis=axis, **_tiles(x.shape[0], x.shape[0], w))
+
+
+def _op(name: str, shards, misfit, tiles) -> Op:
+    return Op(
+        name,
+        Implementation("products of shards beside copies", shards, misfit, BLOCK_LEVEL),
+        Implementation("tiles that wait for what they need", tiles),
+    )
+
+
+_gathered_products = _op(
+    "product of gathered rows", exchanged_products.gathered, exchanged_products.misfit_of_shard, _gathered_by_tiles
+)
+_scattered_products = _op(
+    "product with scattered sums", exchanged_products.scattered, exchanged_products.misfit, _scattered_by_tiles
+)
+_summed_products = _op(
+    "product with sums everywhere", exchanged_products.summed, exchanged_products.misfit_of_sums, _summed_by_tiles
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axis: str, x, w):
+    """x [m, k], w [k, n]: [devices, m, n]."""
+    return _gathered_products(x, w, axis=axis)
+
+
+def _gathered_backward(axis, residuals, ct):
     x, w = residuals
     rows = ct.reshape(-1, ct.shape[-1])
     return matmul_reduce_scatter(rows, w.T, axis), matmul(_collectives().all_gather(x, axis), rows, transpose_a=True)
 
 
-def _scattered_backward(residuals, ct, *, axis, **_):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattered(axis: str, x, w):
+    """x [devices, m, k], w [k, n]: [m, n]."""
+    return _scattered_products(x, w, axis=axis)
+
+
+def _scattered_backward(axis, residuals, ct):
     x, w = residuals
     gradient = all_gather_matmul(ct, w.T, axis).reshape(x.shape)
     return gradient, matmul(x.reshape(-1, x.shape[-1]), _collectives().all_gather(ct, axis), transpose_a=True)
 
 
-gathered_product.defvjp(lambda x, w, **options: (gathered_product(x, w, **options), (x, w)), _gathered_backward)
-scattered_product.defvjp(lambda x, w, **options: (scattered_product(x, w, **options), (x, w)), _scattered_backward)
+_gathered.defvjp(lambda axis, x, w: (_gathered(axis, x, w), (x, w)), _gathered_backward)
+_scattered.defvjp(lambda axis, x, w: (_scattered(axis, x, w), (x, w)), _scattered_backward)

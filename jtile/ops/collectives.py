@@ -26,21 +26,14 @@ from jtile.ops.collective_experts import dispatch as dispatch
 from jtile.ops.collective_experts import dispatch_reference as dispatch_reference
 from jtile.ops.collective_norms import all_reduce_rms_norm as all_reduce_rms_norm
 from jtile.ops.collective_norms import all_reduce_rms_norm_reference as all_reduce_rms_norm_reference
-from jtile.ops.collective_parts import (
-    exchange_parts,
-    gather_parts,
-    meta,
-    sum_all,
-    sum_all_in_two,
-    sum_parts,
-    summed_cotangent,
-)
+from jtile.ops.collective_parts import meta, sum_all, summed_cotangent, varying_together
 from jtile.ops.collective_products import all_gather_matmul as all_gather_matmul
 from jtile.ops.collective_products import all_gather_matmul_reference as all_gather_matmul_reference
 from jtile.ops.collective_products import matmul_all_reduce as matmul_all_reduce
 from jtile.ops.collective_products import matmul_all_reduce_reference as matmul_all_reduce_reference
 from jtile.ops.collective_products import matmul_reduce_scatter as matmul_reduce_scatter
 from jtile.ops.collective_products import matmul_reduce_scatter_reference as matmul_reduce_scatter_reference
+from jtile.ops.exchanged_parts import add, add_everywhere, gather, swap
 from jtile.ops.ring_attention import ring_attention as ring_attention
 from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference
 from jtile.ops.ring_attention import zigzag_order as zigzag_order
@@ -83,7 +76,7 @@ def _all_reduce(axis: str, two_shot: bool, x: jax.Array) -> jax.Array:
     if two_shot:
         n = jt.axis_size(axis)
         padded = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
-        total = sum_all_in_two(padded, axis=axis, **meta(padded.shape[1]))
+        total = add_everywhere(padded, axis)
     else:
         total = sum_all(flat, axis=axis, **meta(flat.size))
     return jt.same_along(total.reshape(-1)[: flat.size].reshape(x.shape), axis)
@@ -113,7 +106,7 @@ def all_gather(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
     if n == 1 or x.size == 0:
         return x.reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
     front = jnp.moveaxis(x, dim, 0)
-    parts = gather_parts(front.reshape(-1), axis=axis, **meta(x.size))
+    parts = gather(*varying_together(axis, front.reshape(-1)), axis)
     return jnp.moveaxis(parts.reshape(n * front.shape[0], *front.shape[1:]), 0, dim)
 
 
@@ -143,7 +136,7 @@ def reduce_scatter(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
     if n == 1 or x.size == 0:
         return x.reshape(*x.shape[:dim], share, *x.shape[dim + 1 :])
     front = jnp.moveaxis(x, dim, 0)
-    total = sum_parts(front.reshape(n, -1), axis=axis, **meta(x.size // n))
+    total = add(*varying_together(axis, front.reshape(n, -1)), axis)
     return jnp.moveaxis(total.reshape(share, *front.shape[1:]), 0, dim)
 
 
@@ -178,7 +171,7 @@ def all_to_all(x: jax.Array, axis: str, *, split: int = 0, concat: int = 0) -> j
     shape[concat] *= n
     if x.size == 0:
         return x.reshape(shape)
-    got = exchange_parts(shares.reshape(n, -1), axis=axis, **meta(x.size // n)).reshape(shares.shape)
+    got = swap(*varying_together(axis, shares.reshape(n, -1)), axis).reshape(shares.shape)
     return jnp.moveaxis(got, 0, concat).reshape(shape)
 
 

@@ -213,6 +213,13 @@ def attention(
     return (o.astype(lse.dtype) * share.swapaxes(1, 2)[..., None]).astype(o.dtype)
 
 
+def attention_and_sums(q, k, v, *, window: Window, scale: float, softcap: float | None):
+    """`attention`, and the log-sum-exp of the scores of each query in powers of two, [batch, heads, t]; unchecked."""
+    sizes = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
+    options = {"scale": scale, "softcap": softcap, "window": window}
+    return _run(q, k, v, None, None, save=True, **options, **_tiles(*sizes, window[1] is not None, False))
+
+
 def check_sinks(op: str, q, sinks) -> None:
     """Typed errors for sinks that do not fit the queries [batch, t, heads, d]."""
     check_float(op, sinks=sinks)

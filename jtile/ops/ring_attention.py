@@ -16,9 +16,11 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelValueError
+from jtile.ops import exchanged_ring
 from jtile.ops._shapes import check_rank, fit, machine, sums_in
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, query_blocks, scores, visible, weights
 from jtile.ops.collective_parts import varying_together
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.flash_attention import (
     EMPTY,
     NOTHING,
@@ -92,32 +94,59 @@ def ring_attention(
     scale, n = d**-0.5 if scale is None else float(scale), jt.axis_size(axis)
     if n == 1 or 0 in (q.size, k.size):
         return attention(q, k, v, causal=causal, window=window, scale=scale, softcap=softcap)
-    chunk = lambda x: x.reshape(x.shape[0], 1 + zigzag, t // (1 + zigzag), *x.shape[2:])
-    q, k, v = varying_together(axis, q, k, v)
-    return _ring(axis, scale, softcap, bounds, *map(chunk, (q, k, v))).reshape(q.shape)
+    return _ring(axis, scale, softcap, bounds, zigzag, *varying_together(axis, q, k, v))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _ring(axis: str, scale: float, softcap: float | None, window: Window, q, k, v):
-    return _forward(axis, scale, softcap, window, q, k, v)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _ring(axis: str, scale: float, softcap: float | None, window: Window, zigzag: bool, q, k, v):
+    return _forward(axis, scale, softcap, window, zigzag, q, k, v)[0]
 
 
-def _forward(axis, scale, softcap, window, q, k, v):
-    tiles = _tiles(q)
-    options = {"scale": scale, "softcap": softcap, "window": window}
-    o, lse, *_ = ring_forward(q, k, v, axis=axis, **options, **tiles)
+def _forward(axis, scale, softcap, window, zigzag, q, k, v):
+    o, lse = _forwards(q, k, v, axis=axis, scale=scale, softcap=softcap, window=window, zigzag=zigzag)
     return o, (q, k, v, o, lse)
 
 
-def _backward(axis, scale, softcap, window, residuals, g):
-    q, k, v, o, lse = residuals
-    delta = (o.astype(lse.dtype) * g.astype(lse.dtype)).sum(-1).transpose(0, 3, 1, 2)
-    options = {"scale": scale, "softcap": softcap, "window": window}
-    dq, dk, dv = ring_backward(q, k, v, g, lse, delta, axis=axis, **options, **_tiles(q))
-    return tuple(x.astype(q.dtype) for x in (dq, dk, dv))
+def _backward(axis, scale, softcap, window, zigzag, residuals, g):
+    options = {"scale": scale, "softcap": softcap, "window": window, "zigzag": zigzag}
+    return _backwards(*residuals, g, axis=axis, **options)
 
 
 _ring.defvjp(_forward, _backward)
+
+
+def _chunks(zigzag: bool, *arrays):
+    """[batch, chunks, tokens, ...] of arrays [batch, tokens, ...]."""
+    u = 1 + zigzag
+    return [x.reshape(x.shape[0], u, x.shape[1] // u, *x.shape[2:]) for x in arrays]
+
+
+def _forward_in_one_kernel(q, k, v, *, zigzag: bool, **options):
+    """o like q, and lse [batch, heads, t]."""
+    chunks = _chunks(zigzag, q, k, v)
+    o, lse, *_ = ring_forward(*chunks, **options, **_tiles(chunks[0]))
+    return o.reshape(q.shape), lse.reshape(*lse.shape[:2], -1)
+
+
+def _backward_in_one_kernel(q, k, v, o, lse, g, *, zigzag: bool, **options):
+    wide = lse.dtype
+    delta = (o.astype(wide) * g.astype(wide)).sum(-1).swapaxes(1, 2)
+    chunks = _chunks(zigzag, q, k, v, g)
+    sums = [x.reshape(*x.shape[:2], 1 + zigzag, -1) for x in (lse, delta)]
+    found = ring_backward(*chunks, *sums, **options, **_tiles(chunks[0]))
+    return tuple(x.astype(q.dtype).reshape(y.shape) for x, y in zip(found, (q, k, v)))
+
+
+def _op(name: str, steps, kernel) -> Op:
+    return Op(
+        name,
+        Implementation("attention beside copies", steps, exchanged_ring.misfit, BLOCK_LEVEL),
+        Implementation("one kernel", kernel),
+    )
+
+
+_forwards = _op("ring attention", exchanged_ring.forward, _forward_in_one_kernel)
+_backwards = _op("ring attention backward", exchanged_ring.backward, _backward_in_one_kernel)
 
 
 def _tiles(q) -> dict[str, int]:

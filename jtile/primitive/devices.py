@@ -60,22 +60,27 @@ def place(program: Program) -> jax.Array:
 
 
 def groups(program: Program, ctx: mlir.LoweringRuleContext) -> np.ndarray:
-    """int64 [groups * devices]: the devices that talk to each other, by their numbers in this process, group by group,
-    those of a group row by row over `program.devices`.
+    """`device_groups` of a program's axes."""
+    return device_groups([axis for axis, _ in program.devices], ctx, f"kernel {program.name}", program.where)
 
+
+def device_groups(own: Sequence[str], ctx: mlir.LoweringRuleContext, what: str, where: Any) -> np.ndarray:
+    """int64 [groups * devices]: the devices that talk to each other along some axes, by their numbers in this process,
+    group by group, those of a group row by row over the axes.
+
+    Args:
+      own: the axes.
+      what, where: the call, and its place in the source, for errors.
     Raises:
       UnsupportedError: devices of several processes, or an export, which has no devices.
     """
-    own = [axis for axis, _ in program.devices]
     mesh = mesh_of(ctx)
     found = [] if mesh is None else list(mesh.devices.flat)
     if mesh is None or len({d.process_index for d in found}) > 1:
-        what = "is exported, and the devices that it talks to are not known"
+        why = "is exported, and the devices that it talks to are not known"
         if found:
-            what = "talks to devices of other processes, and its memory is reached inside of one process only"
-        raise UnsupportedError(
-            f"kernel {program.name} {what}: put collectives of jax.lax around the kernel instead", program.where
-        )
+            why = "talks to devices of other processes, and its memory is reached inside of one process only"
+        raise UnsupportedError(f"{what} {why}: put collectives of jax.lax around the kernel instead", where)
     names = list(mesh.axis_names)
     order = [*(k for k, name in enumerate(names) if name not in own), *(names.index(axis) for axis in own)]
     devices = np.transpose(mesh.devices, order).reshape(-1)

@@ -1,0 +1,241 @@
+#include "exchange.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace jtile {
+namespace {
+
+constexpr size_t kKeptGroups = 64;  // of executions that some devices never joined
+constexpr auto kSpin = std::chrono::microseconds(30);  // devices mostly come at once: to sleep takes longer
+
+// The stream for copies of each device, and events that are not in use. They stay: executables may outlive statics.
+class Kept {
+ public:
+  void* stream(Driver& driver, int ordinal) {
+    std::lock_guard lock(mutex_);
+    void*& found = streams_[ordinal];
+    if (found == nullptr) found = driver.make_stream(ordinal);
+    return found;
+  }
+  void* event(Driver& driver, int ordinal) {
+    std::lock_guard lock(mutex_);
+    std::vector<void*>& free = events_[ordinal];
+    if (free.empty()) return driver.make_event(ordinal);
+    void* event = free.back();
+    free.pop_back();
+    return event;
+  }
+  void give_back(int ordinal, void* event) {
+    if (event == nullptr) return;
+    std::lock_guard lock(mutex_);
+    events_[ordinal].push_back(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, void*> streams_;
+  std::map<int, std::vector<void*>> events_;
+};
+
+Kept& kept() {
+  static auto* const found = new Kept;
+  return *found;
+}
+
+// What has begun and is not finished, by device and the array that is written.
+struct Pending {
+  std::shared_ptr<Round> round;
+  const void* from;
+};
+class Begun {
+ public:
+  void add(int ordinal, const void* into, Pending pending) {
+    std::lock_guard lock(mutex_);
+    found_[{ordinal, into}].push_back(std::move(pending));
+  }
+  std::vector<Pending> take(int ordinal, const void* into) {
+    std::lock_guard lock(mutex_);
+    auto node = found_.extract({ordinal, into});
+    return node.empty() ? std::vector<Pending>() : std::move(node.mapped());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, const void*>, std::vector<Pending>> found_;
+};
+
+Begun& begun() {
+  static auto* const found = new Begun;
+  return *found;
+}
+
+}  // namespace
+
+// -- one call ---------------------------------------------------------------------------------------------------------
+
+Round::~Round() {
+  for (Part& part : parts_) {
+    kept().give_back(part.ordinal, part.ready);
+    kept().give_back(part.ordinal, part.sent);
+  }
+}
+
+void Round::await(const std::atomic<size_t>& count, std::chrono::milliseconds timeout, const char* what) {
+  const auto start = std::chrono::steady_clock::now();
+  auto all = [&] { return count.load(std::memory_order_acquire) == parts_.size(); };
+  while (!all() && std::chrono::steady_clock::now() - start < kSpin) {
+  }
+  if (all()) return;
+  std::unique_lock lock(mutex_);
+  if (changed_.wait_for(lock, timeout, all)) return;
+  fail(Code::kFailedPrecondition, "an exchange between GPUs waited ", static_cast<double>(timeout.count()) / 1000,
+       " s: ", count.load(), " of ", parts_.size(), " devices ", what);
+}
+
+void Round::meet(size_t device, const Part& part, std::chrono::milliseconds timeout) {
+  {
+    std::lock_guard lock(mutex_);
+    parts_[device] = part;
+    came_.fetch_add(1, std::memory_order_release);
+  }
+  changed_.notify_all();
+  await(came_, timeout, "have begun the call");
+}
+
+void Round::put(size_t device, const std::string& error) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!error.empty() && error_.empty()) error_ = concat("GPU ", parts_[device].ordinal, ": ", error);
+    put_.fetch_add(1, std::memory_order_release);
+  }
+  changed_.notify_all();
+}
+
+void Round::wait(std::chrono::milliseconds timeout) {
+  await(put_, timeout, "have sent their parts");
+  std::lock_guard lock(mutex_);
+  if (!error_.empty()) fail(Code::kFailedPrecondition, "an exchange between GPUs failed on ", error_);
+}
+
+// -- a call site ------------------------------------------------------------------------------------------------------
+
+Exchange::Exchange(DriverSource source, std::vector<int64_t> ordinals, int64_t devices, int64_t timeout_ms,
+                   const Pieces& pieces)
+    : source_(source),
+      ordinals_(std::move(ordinals)),
+      devices_(static_cast<size_t>(devices)),
+      timeout_(timeout_ms),
+      pieces_(pieces) {
+  if (devices < 1 || ordinals_.empty() || ordinals_.size() % devices_ != 0)
+    fail(Code::kInvalidArgument, "an exchange names ", ordinals_.size(), " devices, in groups of ", devices);
+  std::vector<int64_t> sorted = ordinals_;
+  std::sort(sorted.begin(), sorted.end());
+  if (sorted.front() < 0 || sorted.back() >= 64 || std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
+    fail(Code::kInvalidArgument, "an exchange names a device twice, or one that there is not");
+  const int64_t numbers[] = {pieces.bytes,   pieces.lanes - 1, pieces.from,      pieces.from_lane, pieces.from_to,
+                             pieces.from_me, pieces.into,      pieces.into_lane, pieces.into_me,   timeout_ms};
+  if (std::any_of(std::begin(numbers), std::end(numbers), [](int64_t n) { return n < 0 || n >= int64_t{1} << 44; }))
+    fail(Code::kInvalidArgument, "the pieces of an exchange lie in no array");
+  if (pieces.receivers < 0 || pieces.receivers >= devices)
+    fail(Code::kInvalidArgument, "an exchange of ", devices, " devices sends to ", pieces.receivers, " of each");
+}
+
+size_t Exchange::find(int ordinal) const {
+  auto found = std::find(ordinals_.begin(), ordinals_.end(), ordinal);
+  if (found == ordinals_.end())
+    fail(Code::kInvalidArgument, "GPU ", ordinal, " is none of the ", ordinals_.size(), " that an exchange names");
+  return static_cast<size_t>(found - ordinals_.begin());
+}
+
+void Exchange::initialize(int ordinal) {
+  const size_t place = find(ordinal), first = place / devices_ * devices_;
+  if (reached_.load(std::memory_order_acquire) >> ordinal & 1) return;
+  Driver& driver = source_(nullptr);
+  for (size_t k = first; k < first + devices_; ++k)
+    if (k != place) driver.reach(ordinal, static_cast<int>(ordinals_[k]));
+  kept().stream(driver, ordinal);
+  reached_.fetch_or(uint64_t{1} << ordinal, std::memory_order_release);
+}
+
+// The meeting of a device's call: the devices of one execution come to a site equally often.
+std::shared_ptr<Round> Exchange::come(int64_t run, size_t place) {
+  const size_t group = place / devices_, device = place % devices_;
+  std::lock_guard lock(mutex_);
+  if (groups_.size() > kKeptGroups * (ordinals_.size() / devices_)) groups_.erase(groups_.begin());
+  Group& found = groups_[{run, group}];
+  found.calls.resize(devices_);
+  const int64_t call = found.calls[device]++;
+  std::shared_ptr<Round>& round = found.open[call];
+  if (round == nullptr) round = std::make_shared<Round>(devices_);
+  std::shared_ptr<Round> out = round;
+  if (std::all_of(found.calls.begin(), found.calls.end(), [&](int64_t n) { return n > call; })) found.open.erase(call);
+  if (found.open.empty()) groups_.erase({run, group});  // all have come equally often: they may count from 0 again
+  return out;
+}
+
+void Exchange::check(const Array& from, const Array& into) const {
+  const Pieces& p = pieces_;
+  const auto last = static_cast<int64_t>(devices_) - 1;
+  const int64_t sent = p.from + (p.lanes - 1) * p.from_lane + last * (p.from_to + p.from_me) + p.bytes;
+  const int64_t received = p.into + (p.lanes - 1) * p.into_lane + last * p.into_me + p.bytes;
+  if (sent > static_cast<int64_t>(from.bytes) || received > static_cast<int64_t>(into.bytes))
+    fail(Code::kInvalidArgument, "the pieces of an exchange end at bytes ", sent, " and ", received, " of ", from.bytes,
+         " and ", into.bytes);
+}
+
+// Copies the pieces of one device for another.
+void Exchange::copy(Driver& driver, void* stream, size_t me, size_t to, const void* from, const Round& round) const {
+  const Pieces& p = pieces_;
+  const auto sender = static_cast<int64_t>(me), receiver = static_cast<int64_t>(to);
+  const char* piece = static_cast<const char*>(from) + p.from + receiver * p.from_to + sender * p.from_me;
+  char* target = round.parts()[to].into + p.into + sender * p.into_me;
+  const bool whole = p.from_lane == p.bytes && p.into_lane == p.bytes;
+  const int64_t count = whole ? 1 : p.lanes, bytes = whole ? p.lanes * p.bytes : p.bytes;
+  for (int64_t k = 0; k < count && bytes > 0; ++k)
+    driver.copy(round.parts()[me].ordinal, target + k * p.into_lane, piece + k * p.from_lane,
+                static_cast<size_t>(bytes), stream);
+}
+
+void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, const Array& into) {
+  check(from, into);
+  Driver& driver = source_(nullptr);
+  const size_t place = find(ordinal), me = place % devices_;
+  std::shared_ptr<Round> round = come(run, place);
+  void* const side = kept().stream(driver, ordinal);
+  Round::Part part{ordinal, &driver, static_cast<char*>(into.data), kept().event(driver, ordinal),
+                   kept().event(driver, ordinal)};
+  driver.record(ordinal, part.ready, stream);
+  round->meet(me, part, timeout_);
+  std::string error;
+  try {
+    for (const Round::Part& other : round->parts()) driver.await(ordinal, side, other.ready);
+    for (size_t k = 1; k <= static_cast<size_t>(pieces_.receivers); ++k)  // the next first: not all send to one
+      copy(driver, side, me, (me + k) % devices_, from.data, *round);
+    driver.record(ordinal, part.sent, side);
+  } catch (const Error& found) {
+    error = found.what();
+  }
+  round->put(me, error);
+  begun().add(ordinal, into.data, {round, from.data});
+  if (!error.empty()) fail(Code::kInternal, error);
+  if (pieces_.own) copy(driver, stream, me, me, from.data, *round);
+}
+
+void finish_exchanges(int ordinal, void* stream, const Array* arrays, size_t count, int64_t timeout_ms) {
+  std::vector<Pending> found = begun().take(ordinal, arrays[0].data);
+  const auto is_here = [&](const Pending& p) {
+    return std::any_of(arrays, arrays + count, [&](const Array& a) { return a.data == p.from; });
+  };
+  for (const Pending& pending : found) {
+    pending.round->wait(std::chrono::milliseconds(timeout_ms));
+    for (const Round::Part& part : pending.round->parts()) part.driver->await(ordinal, stream, part.sent);
+  }
+  if (found.empty() || !std::all_of(found.begin(), found.end(), is_here))
+    fail(Code::kInternal,
+         "XLA has moved an array while it was being sent to other GPUs, or received from them: this is a mistake of "
+         "jtile; please report it, and use the collectives of jax.lax meanwhile");
+}
+
+}  // namespace jtile

@@ -1,0 +1,86 @@
+"""Large parts of arrays between devices: by engines for copies (`jt.exchange`), which write results where they belong
+and leave the multiprocessors idle, or by kernels that talk, which start sooner. Each is the transpose of another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops.collective_parts import accumulator, exchange_parts, gather_parts, meta, sum_all_in_two, sum_parts
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
+
+LARGE = 4 << 20  # bytes sent to other devices that are worth a meeting of the devices on the host
+
+
+def _few(parts: int):
+    """Why arrays are not for engines: `parts` times what is sent leaves a device."""
+
+    def misfit(x, *, axis: str) -> str | None:
+        count = math.prod(x.shape) if all(isinstance(s, int) for s in x.shape) else 0
+        others = (jt.axis_size(axis) - 1) / (jt.axis_size(axis) if parts else 1)
+        return first_unmet((count * x.dtype.itemsize * others >= LARGE, "there are few bytes"))
+
+    return misfit
+
+
+def _op(name: str, copies, kernel, misfit) -> Op:
+    def talking(x, *, axis: str):
+        return kernel(x, axis=axis, **meta(x.shape[-1]))
+
+    return Op(
+        name,
+        Implementation("engines for copies", copies, misfit, BLOCK_LEVEL),
+        Implementation("kernels that talk", talking),
+    )
+
+
+def _gathered(x, *, axis: str):
+    return jt.exchanged(jt.exchange(x, axis))
+
+
+def _swapped(x, *, axis: str):
+    return jt.exchanged(jt.exchange(x, axis, to="each"))
+
+
+def _added(x, *, axis: str):
+    """The sum of the parts of all devices, in their order."""
+    parts = _swapped(x, axis=axis)
+    wide = accumulator(x.dtype)
+    return functools.reduce(jnp.add, [parts[d].astype(wide) for d in range(x.shape[0])]).astype(x.dtype)
+
+
+def _added_everywhere(x, *, axis: str):
+    return _gathered(_added(x, axis=axis), axis=axis)
+
+
+_gather = _op("parts of all devices", _gathered, gather_parts, _few(0))
+_exchange = _op("parts for each device", _swapped, exchange_parts, _few(1))
+_sum = _op("sum of parts", _added, sum_parts, _few(1))
+_sum_all = _op("sum of parts, gathered", _added_everywhere, sum_all_in_two, _few(1))
+
+
+def _linear(forward: Op, transpose: Op) -> Any:
+    """A linear collective `f(x, axis)`, whose cotangents go through another."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def run(x, axis):
+        return forward(x, axis=axis)
+
+    run.defvjp(lambda x, axis: (forward(x, axis=axis), None), lambda axis, _, ct: (transpose(ct, axis=axis),))
+    return run
+
+
+gather = _linear(_gather, _sum)  # x [size] of all devices: [devices, size]
+add = _linear(_sum, _gather)  # x [devices, size], a part for each device: [size], the sum of the parts for this one
+swap = _linear(_exchange, _exchange)  # x [devices, size], a part for each device: [devices, size], those for this one
+
+
+def add_everywhere(x, axis: str):
+    """x [devices, size]: its sum over all devices, on each; not differentiable."""
+    return _sum_all(x, axis=axis)

@@ -1,0 +1,236 @@
+"""`jt.exchange`: parts of arrays that travel between the devices along an axis of a mesh while kernels run.
+
+On NVIDIA's GPUs of one process engines for copies move them, so that all multiprocessors are left to kernels
+(`ffi/csrc/exchange.h`); elsewhere XLA's collectives do, and nothing overlaps. Two custom calls, since XLA has to know
+when an array may be read, and until when it has to keep one: `exchange_p` begins, `exchanged_p` waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import batching, mlir
+
+from jtile._compat import need_devices
+from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
+from jtile.language.devices import axis_size_of
+from jtile.primitive.batching import to_front
+from jtile.primitive.devices import device_groups
+from jtile.primitive.jtile_call import joint_varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Travelling:
+    """Parts that are on their way, as `jt.exchange` gives them.
+
+    Attributes:
+      into: where they arrive; nothing may read them before `jt.exchanged` has given the array back.
+      sent: the arrays that they are parts of.
+      axis: along which axis of the mesh.
+    """
+
+    into: jax.Array
+    sent: tuple[jax.Array, ...]
+    axis: str
+
+
+def exchange(
+    x: Any, axis: str, *, to: str = "all", into: Any = None, own: bool = True, start: int = 0, rows: int | None = None
+) -> Travelling:
+    """Begin to send parts of arrays to the devices along an axis, inside of `jax.shard_map`; kernels may run meanwhile.
+
+    After `jt.exchanged`, `into[d, start : start + rows]` is what device d has sent to this one, and with `to="next"`
+    the array is the x of the device before this one.
+
+    Args:
+      x: [rows, ...]; [devices, rows, ...] with `to="each"`; None: rows `start` to `start + rows` of this device's own
+        part of `into`.
+      axis: an axis of the mesh.
+      to: who gets x: "all" devices, "each" device its part of it, or the "next" device, the first one behind the last.
+      into: [devices, size, ...], or what an earlier exchange along this axis gave; None: a new array.
+      own: also copy this device's part into its own `into`; without, that part is left as it is.
+      start, rows: see above.
+    Returns:
+      A `Travelling`. `into` of it may be passed to kernels that write elsewhere in it, and be replaced by their result.
+    Raises:
+      KernelTypeError, KernelValueError: shapes, dtypes or options that do not fit, no such axis, or outside of
+      `shard_map`.
+    """
+    n, sent = axis_size_of(axis, "jt.exchange"), ()
+    if isinstance(into, Travelling):
+        into, sent = into.into, into.sent
+    if x is None:
+        _check(into is not None and rows is not None, "its own part of `into` needs `into` and `rows`")
+        (into,) = _joint([into], axis)
+        begin = dict(axis=axis, n=n, mode="own", own=False, start=start, rows=rows, lanes=0)
+        return Travelling(exchange_p.bind(into, **begin), sent, axis)
+    x = jnp.asarray(x)
+    if x.dtype.name in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn"):
+        raise KernelTypeError(f"jt.exchange: elements of whole bytes travel, got {x.dtype}; cast them")
+    _check(to in MODES, f"to is one of {', '.join(map(repr, MODES))}, got {to!r}")
+    _check(x.ndim >= 1 + (to == "each"), f"got x of shape {tuple(x.shape)}")
+    _check(to != "each" or x.shape[0] == n, f"x has a part for each of {n} devices, got {tuple(x.shape)}")
+    _check(to != "next" or into is None, "what goes to the next device comes in a new array; leave `into` out")
+    part = x.shape[to == "each" :]
+    if into is not None:
+        into = jnp.asarray(into)
+        if into.dtype != x.dtype:
+            raise KernelTypeError(f"jt.exchange: x and into have one dtype, got {x.dtype} and {into.dtype}; cast one")
+        fits = into.ndim == len(part) + 1 and into.shape[0] == n and into.shape[2:] == part[1:]
+        _check(fits and start + part[0] <= into.shape[1], f"parts {tuple(part)} do not fit into {tuple(into.shape)}")
+    operands = _joint([x] if into is None else [x, into], axis)
+    begin = dict(axis=axis, n=n, mode=to, own=own and to != "next", start=start, rows=part[0], lanes=0)
+    return Travelling(exchange_p.bind(*operands, **begin), (*sent, operands[0]), axis)
+
+
+def exchanged(travelling: Travelling, after: Any = ()) -> Any:
+    """Wait for all parts that travel into an array.
+
+    Args:
+      travelling: what the last `jt.exchange` into it gave.
+      after: arrays, or a pytree of them, that are computed before this device waits.
+    Returns:
+      The array; with `after` a pair of it and `after`, which is to be used instead of what was passed.
+    """
+    leaves, tree = jax.tree.flatten(after)
+    into, *leaves = jax.lax.optimization_barrier((travelling.into, *leaves))
+    operands = joint_varying([into, *travelling.sent], _Along(travelling.axis))
+    out = jax.lax.optimization_barrier(exchanged_p.bind(*operands))
+    return (out, jax.tree.unflatten(tree, leaves)) if leaves else out
+
+
+def _joint(operands: Sequence[jax.Array], axis: str) -> Sequence[jax.Array]:
+    """Operands as values that vary over the axis. Between barriers they are one value, and so one buffer, for both
+    calls, and XLA fuses no slices with the calls, which would forget that a result has an operand's buffer."""
+    return jax.lax.optimization_barrier(tuple(joint_varying(operands, _Along(axis))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Along:
+    """An axis, as `joint_varying` reads it of a program."""
+
+    axis: str
+
+    @property
+    def devices(self) -> tuple[tuple[str, int], ...]:
+        return ((self.axis, 0),)
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise KernelValueError(f"jt.exchange: {what}")
+
+
+MODES = ("all", "each", "next")
+
+# -- the primitives -------------------------------------------------------------------------------------------------
+
+exchange_p = jexc.Primitive("jtile_exchange")
+exchanged_p = jexc.Primitive("jtile_exchanged")
+need_devices(exchange_p)
+
+
+@exchange_p.def_abstract_eval
+def _begun_type(x: Any, into: Any = None, *, n: int, mode: str, lanes: int, **_: Any) -> Any:
+    if mode in ("own", "next"):
+        return x
+    if into is not None:
+        return into
+    part = x.shape[lanes + (mode == "each") :]
+    return x.update(shape=(*x.shape[:lanes], n, *part), weak_type=False)
+
+
+exchanged_p.def_abstract_eval(lambda into, *_: into)
+exchanged_p.def_impl(lambda into, *_: into)
+
+
+def _by_collectives(
+    x: Any, into: Any = None, *, axis: str, n: int, mode: str, own: bool, start: int, rows: int, lanes: int
+):
+    """The whole exchange at once."""
+
+    def one(x, into):
+        if mode == "next":
+            return jax.lax.ppermute(x, axis, [(d, (d + 1) % n) for d in range(n)])
+        me = jax.lax.axis_index(axis)
+        if mode == "own":
+            x, into = jax.lax.dynamic_index_in_dim(x, me, keepdims=False)[start : start + rows], x
+        got = jax.lax.all_to_all(x, axis, 0, 0) if mode == "each" else jax.lax.all_gather(x, axis)
+        if into is None:
+            into = jnp.full(got.shape, jnp.nan if jnp.issubdtype(got.dtype, jnp.floating) else 0, got.dtype)
+        whole = into.at[:, start : start + rows].set(got)
+        is_own = (jnp.arange(n) == me).reshape(n, *(1,) * (into.ndim - 1))
+        return whole if own else jnp.where(is_own, into, whole)
+
+    run: Callable[..., Any] = one if into is not None else lambda x: one(x, None)
+    for _ in range(lanes):
+        run = jax.vmap(run)
+    return run(x) if into is None else run(x, into)
+
+
+def _rule(args: Sequence[Any], dims: Sequence[int | None], *, lanes: int, **options: Any):
+    _, _, args = to_front(args, dims, range(len(args)))
+    return exchange_p.bind(*args, lanes=lanes + 1, **options), 0
+
+
+def _rule_exchanged(args: Sequence[Any], dims: Sequence[int | None]):
+    _, _, args = to_front(args, dims, range(len(args)))
+    return exchanged_p.bind(*args), 0
+
+
+batching.primitive_batchers[exchange_p] = _rule
+batching.primitive_batchers[exchanged_p] = _rule_exchanged
+exchange_p.def_impl(_by_collectives)
+_elsewhere = mlir.lower_fun(_by_collectives, multiple_results=False)
+mlir.register_lowering(exchange_p, _elsewhere)
+mlir.register_lowering(exchanged_p, lambda ctx, into, *_: [into])
+
+
+# -- engines for copies ---------------------------------------------------------------------------------------------
+
+
+def pieces(x: Any, into: Any, *, n: int, mode: str, own: bool, start: int, rows: int, lanes: int) -> np.ndarray:
+    """Where the pieces lie: the numbers of `Pieces` of ffi/csrc/exchange.h, in bytes."""
+    lead = lanes if mode == "next" else lanes + 1
+    size = into.dtype.itemsize * math.prod(into.shape[lead + 1 :])  # of a row
+    part, count, piece = into.shape[lead] * size, math.prod(into.shape[:lanes]), rows * size
+    if mode == "next":
+        source = target = (0, piece, 0)
+    else:
+        target = (start * size, n * part, part)
+        source = {"all": (0, piece, 0), "each": (0, n * piece, 0), "own": target}[mode]
+    to = piece if mode == "each" else 0
+    receivers = 1 if mode == "next" else n - 1
+    return np.asarray([piece, count, *source, to, *target, receivers, own], np.int64)
+
+
+def _lower_by_copies(ctx: mlir.LoweringRuleContext, *operands: Any, axis: str, **options: Any) -> Sequence[Any]:
+    from jtile.lowering.platforms import milliseconds
+
+    (out,) = ctx.avals_out
+    try:
+        groups = device_groups([axis], ctx, "an exchange between devices", None)
+    except UnsupportedError:  # devices of other processes, or an export: XLA knows how to reach any
+        return _elsewhere(ctx, *operands, axis=axis, **options)
+    aliases = {len(operands) - 1: 0} if len(operands) == 2 or options["mode"] == "own" else {}
+    rule = jax.ffi.ffi_lowering("jtile_cuda_exchange", operand_output_aliases=aliases, has_side_effect=True)
+    where = pieces(ctx.avals_in[0], out, **options)
+    return rule(ctx, *operands, groups=groups, devices=np.int64(options["n"]), timeout=milliseconds(), pieces=where)
+
+
+def _lower_wait(ctx: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
+    from jtile.lowering.platforms import milliseconds
+
+    rule = jax.ffi.ffi_lowering("jtile_cuda_exchanged", operand_output_aliases={0: 0}, has_side_effect=True)
+    return rule(ctx, *operands, timeout=milliseconds())
+
+
+mlir.register_lowering(exchange_p, _lower_by_copies, platform="cuda")
+mlir.register_lowering(exchanged_p, _lower_wait, platform="cuda")

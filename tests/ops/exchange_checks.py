@@ -1,0 +1,221 @@
+"""`jt.exchange`, and the collectives that are made of it and of ordinary kernels, forced on host devices, where XLA's
+collectives move the parts; run by test_exchanges.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import collectives as ops
+from jtile.ops import exchanged_parts, exchanged_products, exchanged_ring, gpu_tiles
+from jtile.primitive import exchange as primitive
+
+RNG = np.random.default_rng(0)
+SIZES = (2, 4, 8)
+
+
+def floats(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def on(n, f, *args, vma=True):
+    mesh = Mesh(np.array(jax.devices()[:n]), ("x",))
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=vma))(*args)
+
+
+def agree(got, want, tolerance=1e-5):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max())
+
+
+def exchanges(x):
+    """All forms of it, of x [3 n, 5]."""
+    n, me = jt.axis_size("x"), jax.lax.axis_index("x").astype(jnp.float32)
+    box = jnp.zeros((n, 4, 5)) + me
+    travelling = jt.exchange(x[:1], "x", into=box)
+    travelling = jt.exchange(2 * x[:2], "x", into=travelling, start=2, own=False)
+    mixed, after = jt.exchanged(travelling, after=x + 1)
+    return [
+        jt.exchanged(jt.exchange(x, "x")),
+        jt.exchanged(jt.exchange(x.reshape(n, 3, 5), "x", to="each")),
+        jt.exchanged(jt.exchange(x, "x", to="next")),
+        jt.exchanged(jt.exchange(None, "x", into=box, start=1, rows=2)),
+        mixed,
+        after,
+    ]
+
+
+def check_every_form():
+    for n in SIZES:
+        x = floats(n, 3 * n, 5)
+        everyone, each, following, own, mixed, after = (np.asarray(y) for y in on(n, exchanges, x.reshape(-1, 5)))
+        np.testing.assert_array_equal(everyone.reshape(n, n, 3 * n, 5), np.broadcast_to(x, (n, *x.shape)))
+        np.testing.assert_array_equal(each.reshape(n, n, 3, 5), x.reshape(n, n, 3, 5).swapaxes(0, 1))
+        np.testing.assert_array_equal(following.reshape(x.shape), np.roll(x, 1, 0))
+        want = np.broadcast_to(np.arange(n, dtype=np.float32)[:, None, None, None], (n, n, 4, 5)).copy()
+        sent = want.copy()
+        sent[:, :, 1:3] = np.arange(n)[None, :, None, None]
+        np.testing.assert_array_equal(own.reshape(want.shape), sent)
+        want[:, :, :1] = x[None, :, :1]
+        others = ~np.eye(n, dtype=bool)
+        want[:, :, 2:][others] = np.broadcast_to(2 * x[None, :, :2], (n, n, 2, 5))[others]
+        np.testing.assert_array_equal(mixed.reshape(want.shape), want)
+        np.testing.assert_array_equal(after.reshape(x.shape), x + 1)
+
+
+def check_lanes():
+    x = floats(2, 3, 4 * 12, 5)
+    lanes = on(
+        4, jax.vmap(jax.vmap(exchanges)), x.reshape(2, 3, 4, 12, 5).transpose(2, 0, 1, 3, 4).reshape(8, 3, 12, 5)
+    )
+    for a in range(2):
+        for b in range(3):
+            one = on(4, exchanges, x[a, b])
+            for got, want in zip(lanes, one, strict=True):
+                got = np.asarray(got).reshape(4, 2, 3, -1)[:, a, b]
+                np.testing.assert_array_equal(got.reshape(-1), np.asarray(want).reshape(-1))
+
+
+def copied(x, into, numbers):
+    """What a handler makes of `into` by `pieces`, for arrays with a leading axis of devices."""
+    size, count, first, lane, mine, to, target, target_lane, target_mine, receivers, _ = map(int, numbers)
+    out, n = into.copy(), len(x)
+    for me in range(n):
+        for k in range(1, receivers + 1):
+            there = (me + k) % n
+            for row in range(count):
+                a = first + row * lane + me * mine + there * to
+                b = target + row * target_lane + me * target_mine
+                memory, sent = (y.reshape(-1).view(np.uint8) for y in (out[there], x[me]))
+                memory[b : b + size] = sent[a : a + size]
+    return out
+
+
+def check_where_pieces_lie():
+    n, rows, size = 3, 2, 4
+    parts = {"all": (rows, 5), "each": (n, rows, 5), "own": (n, size, 5), "next": (rows, 5)}
+    for mode, part in parts.items():
+        for lanes in ((), (2,)):
+            x = RNG.integers(0, 99, (n, *lanes, *part)).astype(np.int16)
+            into = np.zeros((n, *lanes, *((rows, 5) if mode == "next" else (n, size, 5))), np.int16)
+            into = x if mode == "own" else into
+            how = dict(n=n, mode=mode, own=False, start=int(mode != "next"), rows=rows, lanes=len(lanes))
+            begin = functools.partial(primitive._by_collectives, axis="x", **how)
+            operands = (x,) if mode in ("own", "next") else (x, into)
+            want = on(n, lambda *v, begin=begin: begin(*(y[0] for y in v))[None], *operands)
+            np.testing.assert_array_equal(copied(x, into, primitive.pieces(x[0], into[0], **how)), want)
+
+
+def check_products_of_shards():
+    """In pieces and not, with tiles that hang over and with small ones."""
+    gpu_tiles.product, kept = (lambda *_, **__: dict(bm=16, bn=32, bk=16)), gpu_tiles.product
+    try:
+        for n in SIZES:
+            x, w = floats(n * 24, 40), floats(n * 40, 36)
+            got = on(n, lambda x, w: exchanged_products.gathered(x, w, axis="x").reshape(-1, 36), x, w)
+            agree(got, on(n, lambda x, w: ops.all_gather_matmul_reference(x, w, "x"), x, w))
+            x = floats(n * n * 64, 40)
+            want = [
+                on(n, lambda x, w, f=f: f(x, w, "x"), x, w)
+                for f in (ops.matmul_reduce_scatter_reference, ops.matmul_all_reduce_reference)
+            ]
+            for pieces in (1, 4):
+
+                def both(x, w, pieces=pieces):
+                    shares = x.reshape(jt.axis_size("x"), -1, 40)
+                    scattered = exchanged_products.scattered(shares, w, axis="x", pieces=pieces)
+                    return scattered, exchanged_products.summed(x, w, axis="x", pieces=pieces)
+
+                agree(on(n, both, x, w, vma=n != 4), want)
+    finally:
+        gpu_tiles.product = kept
+
+
+def check_pieces_are_chosen():
+    with jt.config(arch="sm_90"):
+        for n, m, k, columns in ((2, 4096, 7168, 4096), (8, 1000, 512, 4096), (8, 128, 512, 4096)):
+            for everywhere in (False, True):
+                found = exchanged_products.pieces_of(n, m, k, columns, 2, everywhere)
+                assert found == 1 or m % (128 * found) == 0
+        assert exchanged_products.pieces_of(2, 4096, 7168, 4096, 2, False) > 1
+
+
+def check_attention_in_steps():
+    for n in SIZES[:2]:
+        q, k, v, g = (floats(n, 128, h, 16) for h in (4, 2, 2, 4))
+        for causal, zigzag in ((False, False), (True, False), (True, True)):
+            options = dict(axis="x", scale=0.25, softcap=None, window=(None, 0 if causal else None), zigzag=zigzag)
+
+            def ours(q, k, v, g, options=options):
+                o, lse = exchanged_ring.forward(q, k, v, **options)
+                return o, *exchanged_ring.backward(q, k, v, o, lse, g, **options)
+
+            def theirs(q, k, v, g, causal=causal, zigzag=zigzag):
+                run = functools.partial(
+                    ops.ring_attention_reference, axis="x", causal=causal, zigzag=zigzag, scale=0.25
+                )
+                o, pull = jax.vjp(run, q, k, v)
+                return o, *pull(g)
+
+            agree(on(n, ours, q, k, v, g), on(n, theirs, q, k, v, g), 1e-4)
+
+
+def check_large_parts():
+    x = floats(4 * 8, 3)
+    got = on(4, lambda x: exchanged_parts._added_everywhere(x.reshape(4, -1), axis="x"), x)
+    agree(np.asarray(got).reshape(4, -1), np.broadcast_to(x.reshape(4, -1).sum(0), (4, 24)).copy())
+
+
+def check_what_is_chosen():
+    """Large calls on a GPU with warpgroup products, not small ones, nor those of other dtypes."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    def chosen(f, *shapes, dtype="bfloat16"):
+        run = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        args = [jax.ShapeDtypeStruct((2 * s[0], *s[1:]), jnp.dtype(dtype)) for s in shapes]
+        with jt.config(arch="sm_90"):
+            return jt.ops.choices(run, *args)[0].implementation
+
+    product = lambda x, w: ops.matmul_reduce_scatter(x, w, "x")
+    assert chosen(product, (4096, 3584), (3584, 4096)) == "products of shards beside copies"
+    assert chosen(product, (64, 3584), (3584, 4096)) == "tiles that wait for what they need"
+    assert chosen(product, (4096, 3584), (3584, 4096), dtype="float32") == "tiles that wait for what they need"
+    assert chosen(lambda x: ops.all_gather(x, "x"), (4096, 4096)) == "engines for copies"
+    assert chosen(lambda x: ops.all_gather(x, "x"), (64, 4096)) == "kernels that talk"
+    ring = lambda q, k, v: ops.ring_attention(q, k, v, "x", causal=True, zigzag=True)
+    assert chosen(ring, (1, 4096, 8, 128), *[(1, 4096, 2, 128)] * 2) == "attention beside copies"
+    near = lambda q, k, v: ops.ring_attention(q, k, v, "x", causal=True, window=512)
+    assert chosen(near, (1, 4096, 8, 128), *[(1, 4096, 2, 128)] * 2) == "one kernel"
+
+
+def check_calls_of_engines():
+    """What the lowering for CUDA makes of it: both calls, the array that is received in one place."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("y", "x"))
+    run = lambda x: jt.exchanged(jt.exchange(x, "x"))
+    f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(("y", "x")), out_specs=P(("y", "x")), check_vma=False))
+    text = f.trace(jax.ShapeDtypeStruct((8, 4), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@jtile_cuda_exchange(") == text.count("@jtile_cuda_exchanged(") == 1
+    assert "groups = dense<[0, 1, 2, 3]>" in text and "devices = 2 : i64" in text
+
+
+def check_what_is_refused():
+    x = floats(8, 3)
+    cases = [
+        (KernelValueError, "to is one of 'all', 'each', 'next', got 'some'", lambda x: jt.exchange(x, "x", to="some")),
+        (KernelValueError, "a part for each of 4 devices", lambda x: jt.exchange(x, "x", to="each")),
+        (KernelValueError, "has no axis 'z'", lambda x: jt.exchange(x, "z")),
+        (KernelValueError, "leave `into` out", lambda x: jt.exchange(x, "x", to="next", into=x)),
+        (KernelValueError, "do not fit into", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 1, 3)))),
+        (KernelValueError, "needs `into` and `rows`", lambda x: jt.exchange(None, "x")),
+        (KernelTypeError, "have one dtype", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 2, 3), jnp.int32))),
+        (KernelTypeError, "elements of whole bytes", lambda x: jt.exchange(x.astype(jnp.int4), "x")),
+    ]
+    for kind, words, f in cases:
+        with pytest.raises(kind, match=words):
+            on(4, lambda x, f=f: f(x).into, x)
