@@ -59,7 +59,8 @@ def roles(
         known = list(data) if data is not None and all(x is not None for x in data) else None
         arrays = [*inputs_of(piece, known), *lowering.filled(made.starts), *made.tables]
         line = watch(found, target, arrays, piece.name, PROGRAMS, STAMPS, interpret=not run, alone=True)
-        notes += ["Late notes of a role are left out: it made more than there is room for."] * line.dropped
+        if line.dropped:
+            notes.append("The timeline ends before the kernel does: a role made more notes than there is room for.")
     return _record(found, parts[0], line, notes, places)
 
 

@@ -69,7 +69,7 @@ def _variant(what: str, types: list[Any], meta: list[str], compare: str) -> tupl
     found = explain(function, *types)
     if not found.kernels:
         raise levels.no_kernel(compare, function, types)
-    return found, (what if other else " ".join(meta) or "as it is", compare)
+    return found, (what if other else " ".join(meta) or "default", compare)
 
 
 def show_profile(

@@ -50,7 +50,7 @@ class RoleShare:
 
     Attributes:
       name: of the role.
-      total: its time, in the timeline's unit.
+      total: its time in all of these programs, in the timeline's unit.
       waits: what it waited for -> share of its time.
       products: share of its time in which a product that it had started was under way: from its start to the end of
         the wait that says that it has ended.
@@ -74,7 +74,8 @@ class Timeline:
       kernel: its name.
       unit: `ns` on a device, `steps` in the interpreter.
       spans: in order of program, role and start; the first of a role is the whole of it.
-      dropped: whether a role had more stamps than there was room for.
+      dropped: whether a role had more stamps than there was room for. The timeline of its program then ends, for all
+        roles, at the last stamp for which there was room.
     """
 
     kernel: str
@@ -120,11 +121,13 @@ class Timeline:
 
     def __str__(self) -> str:
         rate = f", {self.rate() / 1e3:.2f} TFLOP/s a block" if self.unit == "ns" else ""
-        dropped = " (stamps dropped)" * self.dropped
+        dropped = " (until there was no more room for stamps; the rest is dropped)" * self.dropped
+        blocks = len(self.programs)
         lines = [f"{self.kernel}: products are under way {self.busy():.0%} of the time{rate}{dropped}"]
         for r in self.roles():
             waits = ", ".join(f"{what} {share:.0%}" for what, share in sorted(r.waits.items(), key=lambda x: -x[1]))
-            lines.append(f"  {r.name}: {r.total} {self.unit}; waits: {waits or 'none'}; products {r.products:.0%}")
+            total = f"{r.total // blocks} {self.unit} a block"
+            lines.append(f"  {r.name}: {total}; waits: {waits or 'none'}; products {r.products:.0%}")
         return "\n".join(lines)
 
     def trace_events(self) -> list[dict[str, Any]]:
@@ -199,12 +202,20 @@ def timeline(kernel: str, stamps: np.ndarray, sites: Sequence[Site], unit: str) 
     """The timeline behind the output `stamps` [programs, roles, capacity, 2] of a stamped kernel."""
     spans: list[Span] = []
     dropped = False
-    for program, role in np.ndindex(*stamps.shape[:2]):
-        rows = list(itertools.takewhile(lambda row: row[0], stamps[program, role].tolist()))
-        dropped |= len(rows) == stamps.shape[2]
-        spans += _spans(program, rows, sites)
+    for program, roles in enumerate(stamps):
+        rows = [list(itertools.takewhile(lambda row: row[0], role.tolist())) for role in roles]
+        until = min((row[-1][0] for row in rows if len(row) == stamps.shape[2]), default=None)
+        dropped |= until is not None
+        spans += [cut for row in rows for span in _spans(program, row, sites) for cut in _cut(span, until)]
     spans.sort(key=lambda s: (s.program, s.site.role, s.start, -s.end, s.number))
     return Timeline(kernel, unit, tuple(spans), dropped)
+
+
+def _cut(span: Span, until: int | None) -> list[Span]:
+    """What a program did before it is no longer known what all of its roles did."""
+    if until is None or span.end <= until:
+        return [span]
+    return [dataclasses.replace(span, end=until)] if span.start < until else []
 
 
 def _spans(program: int, stamps: Sequence[Sequence[int]], sites: Sequence[Site]) -> Iterator[Span]:

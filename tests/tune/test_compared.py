@@ -87,7 +87,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
     assert not command("--compare", "rows=16", "--picture", str(tmp_path / "x.svg"))
     out = capsys.readouterr().out
-    assert "as it is" in out and "rows=16" in out and (tmp_path / "x.svg").exists()
+    assert "default" in out and "rows=16" in out and (tmp_path / "x.svg").exists()
     assert not command("--meta", "rows=4", "--compare", "jtile.ops:softmax")
     assert "jtile.ops:softmax" in capsys.readouterr().out
     assert "there is no folder" in command("--picture", str(tmp_path / "none" / "x.svg"))

@@ -50,10 +50,19 @@ def test_spans_and_shares():
     assert "wait full 20%" in str(line)
 
 
-def test_a_role_with_too_many_stamps_ends_at_its_last():
+def test_all_roles_end_where_one_has_no_more_room_for_stamps():
+    """What is not known of one role is not shown of the others, as if this one did nothing."""
     line = timeline("gemm", stamps(CONSUMER, PRODUCER, capacity=4), SITES, "ns")
     assert line.dropped and "dropped" in str(line)
-    assert line.roles()[0].total == 40  # from 100 to the last stamp
+    assert [r.total for r in line.roles()] == [40, 40]  # from 100 to the last stamp of the consumer
+    assert line.length(0) == 40 and all(s.end <= 140 for s in line.spans)
+
+
+def test_times_of_roles_are_those_of_one_block():
+    twice = np.concatenate([stamps(CONSUMER, PRODUCER)] * 2)
+    line = timeline("gemm", twice, SITES, "ns")
+    assert line.programs == (0, 1) and line.roles()[0].total == 200
+    assert "consumer: 100 ns a block" in str(line) and "producer: 60 ns a block" in str(line)
 
 
 def test_trace_is_perfetto_json(tmp_path):

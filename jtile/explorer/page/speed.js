@@ -41,7 +41,9 @@ function roofline(speed) {
       points: [[x0, Math.max(speed.memory * x0, y0)], [ridge, peak], [x1, peak]].map(([a, c]) => `${px(a)},${py(Math.min(c, peak))}`).join(" ") }),
     drawn("text", { x: px(x1) - 4, y: py(peak) - 8, "text-anchor": "end" }, `${flops ? dtype : "elements"}: ${units(peak)} a second`),
     drawn("text", { x: px(beside) + 8, y: py(speed.memory * beside) + 16 }, `memory: ${units(speed.memory)}B a second`));
-  let below = 0;
+  // Labels stand below their points, and below both where these are near each other.
+  const dots = points.map(p => py(p[1])), near = Math.max(...dots) - Math.min(...dots) < 30;
+  let below = near ? Math.max(...dots) + 4 : 0;
   for (const [, y, colour, label] of points) {
     below = Math.max(py(y) + 19, below + 15);
     svg.append(drawn("circle", { cx: px(x), cy: py(y), r: 5, fill: `var(${colour})` }),
