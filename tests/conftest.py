@@ -44,6 +44,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+gc.disable()  # a quarter of the time to import the tests; from `pytest_collection_finish` on it says why
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # of what kernels are compared with: a GPU would take tf32
@@ -74,6 +75,11 @@ def pytest_configure(config):
     hypothesis.settings.load_profile(profile)
 
 
+@hypothesis.given(hypothesis.strategies.none())
+def _first_example(_):
+    """For its first example hypothesis collects garbage, in each process: seconds, behind ten thousand tests."""
+
+
 def pytest_collection_modifyitems(config, items):
     # Early ones cost most where much has run before. Begun last, a long one would leave the other workers without work.
     items.sort(key=lambda item: ("early" not in item.keywords, "long" not in item.keywords))
@@ -94,6 +100,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
+    _first_example()
     with _by_numpy():  # operands of modules: seventy programs of XLA in every worker
         _import_in_turn(session.config)
         return (yield)
