@@ -288,9 +288,8 @@ class Decoder(nnx.Module):
           ids: int32 [batch, length].
           remat: see `__call__`.
         Returns:
-          num_layers + 1 arrays [batch, length, hidden]: the embeddings, then what each block but the last gives, then
-            the last
-          block's output behind the final norm.
+          num_layers + 1 arrays [batch, length, hidden], namely the embeddings, then what each block but the last gives,
+          then the last block's output behind the final norm.
         """
         x, angles = self._enter(ids, _positions(ids))
         states = [x]

@@ -244,11 +244,9 @@ class LanguageModel:
           ids, max_new_tokens, eos, attention_mask, draft, draft_tokens, options: as in `generate`.
           logprobs: keep the log-probability of each token.
         Returns:
-          An iterator: an int per token for one prompt [length], int32 [batch] for a batch. Its `stats` hold the token
-            counts
-          and speeds so far, and with `logprobs=True` its `logprobs` the log-probability of each token so far, a float
-            or
-          float32 [batch], under the model's own logits, before any option.
+          An iterator of tokens, each an int for one prompt [length], int32 [batch] for a batch. Its `stats` hold the
+          token counts and speeds so far, and with `logprobs=True` its `logprobs` the log-probability of each token so
+          far, a float or float32 [batch], under the model's own logits, before any option.
         """
         if not is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
