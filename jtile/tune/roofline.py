@@ -227,7 +227,7 @@ def _limit(
     w: Work, limits: Mapping[str, float], time_us: float | None, resources: Sequence[Any], target: Any, rates: Any
 ) -> str:
     if not limits:
-        return "unknown: this target has no rates"
+        return "unknown: jtile knows no rates of this target; give rates="
     name = max(limits, key=limits.__getitem__)
     threads = "warps" in target.features
     most = "tensor cores" if threads and name == "products" else _LIMITS[name]

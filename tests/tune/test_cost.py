@@ -164,7 +164,7 @@ def test_explain_has_a_roofline_on_cpus():
     assert line.limit in ("memory", "arithmetic on elements")
     with jt.config(isa="sse2"):
         unknown = jt.explain(kernels.double_kernel(), kernels.X, run=False)
-    assert (unknown.kernels[0].bound_us, unknown.kernels[0].limit) == (0, "unknown: this target has no rates")
+    assert unknown.kernels[0].bound_us == 0 and unknown.kernels[0].limit.startswith("unknown: jtile knows no rates")
 
 
 def test_only_rates_that_a_bound_takes_are_measured(monkeypatch):
