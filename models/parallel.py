@@ -18,7 +18,9 @@ import jtile as jt
 from jtile import ops
 from jtile.ops import collectives
 
-FUSED = 256 << 10  # bytes of a sum up to which its norm is in one kernel with it: every device adds up everything
+# Bytes of a sum up to which its norm is in one kernel with it, and those that a device sends then to more than one
+# other: every device adds up everything.
+FUSED, SENT = 512 << 10, 1 << 20
 
 
 def collective(name: str, talk: bool) -> Callable:
@@ -45,7 +47,8 @@ class Term:
 
     def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
         """(x + the sum, the RMS norm of that with this weight)."""
-        if not self.steady and self.value.size * self.value.dtype.itemsize <= FUSED:
+        size = self.value.size * self.value.dtype.itemsize
+        if not self.steady and size <= FUSED and (jt.axis_size(self.axis) - 2) * size <= SENT:
             normed, x = collective("all_reduce_rms_norm", self.talk)(self.value, weight, self.axis, residual=x, eps=eps)
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+
 import jtile as jt
 from jtile import cdiv
 from jtile.ops import hopper_tiles
@@ -30,6 +32,13 @@ def overlaps() -> bool:
     """Whether a kernel may read a matrix while the kernel in front of it still runs; see `jt.config`."""
     with jt.config() as now:
         return bool(now.overlap)
+
+
+def on_one_device() -> bool:
+    """Whether no axis of the operands may be shared out by XLA among several devices: there is one, or what is called
+    here is the part of one, inside of `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 or (bool(mesh.axis_names) and set(mesh.axis_names) == set(mesh.manual_axes))
 
 
 @dataclasses.dataclass(frozen=True)

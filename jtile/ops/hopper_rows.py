@@ -244,7 +244,7 @@ def misfit(x, weights: tuple) -> str | None:
     sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
     return first_unmet(
         (gpu_tiles.overlaps(), "kernels do not overlap"),
-        (jax.device_count() == 1, "rows may be shared out among several devices"),
+        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
         (2 < m <= MOST, f"there are {m} rows, not 3 to {MOST}"),
         (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
         (inner % 8 == 0, f"rows of {inner} are no lines of copies"),

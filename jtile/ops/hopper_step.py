@@ -246,7 +246,7 @@ def misfit(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, sc
     most = _most(lengths.shape[0], keys, table)
     return first_unmet(
         (gpu_tiles.overlaps(), "kernels do not overlap"),
-        (jax.device_count() == 1, "rows may be shared out among several devices"),
+        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
         (rows == lengths.shape[0], "rows have several new tokens"),
         (most > 0, "there are no rows, or no slots"),
         (qkv.dtype in (jnp.bfloat16, jnp.float16), f"the projection is {qkv.dtype.name}, not 16-bit floats"),

@@ -64,6 +64,8 @@ JT_DONE: mov.b32 $0, %js; }
 """
 WAIT = " ".join(_POLL.splitlines()).strip()
 FENCE = "fence.acq_rel.sys; mov.b32 $0, 0;"
+LET = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"  # the kernel behind this one may start its early roles
+AFTER = "griddepcontrol.wait; mov.b32 $0, 0;"  # the kernels in front of this one have ended
 EXIT = "mov.b32 $0, 0; exit;"
 
 
@@ -130,18 +132,25 @@ class Devices:
         self._begin()
 
     def _begin(self) -> None:
-        """What each program does first: it reads all that the block has for it, and ends where a call has failed."""
+        """What each program does first: it reads all that the block has for it, and ends where a call has failed.
+
+        Where launches overlap, a program starts while the kernels in front of it still run, reads what is the host's,
+        and then waits for them: one of them may be the call before this one of the same site."""
         em, code, at = self.em, self.em.code, self.layout
-        fault = self.number(FAULT)
+        if em.features.dependents:
+            self.instruction(LET)
         self.here: Place = tuple(self.number(PLACE + 4 * k) for k in range(len(self.axes)))
         self.waits = code.let(f"tt.load {self.own(TIMEOUT, 'i64').name} : !tt.ptr<i64>", (), "i64")
+        count = math.prod(self.sizes)
+        self.table = [self.entry(code.i32(k)) for k in range(count)] if count <= KEPT else []
+        if em.features.dependents:
+            self.instruction(AFTER, "=r,~{memory}")
+        fault = self.number(FAULT)
         self.program = code.let("tt.get_program_id x : i32", (), "i32")
         self.epoch_at = code.let(
             f"tt.addptr {self.own(at.epochs, 'i32').name}, {self.program.name} : !tt.ptr<i32>, i32", (), "!tt.ptr<i32>"
         )
         self.epoch = code.let(f"tt.load {self.epoch_at.name} : !tt.ptr<i32>", (), "i32")
-        count = math.prod(self.sizes)
-        self.table = [self.entry(code.i32(k)) for k in range(count)] if count <= KEPT else []
         with self.branch(code.cmp("ne", fault, code.i32(0))):
             self.instruction(EXIT)
         self.signals = self.set_of(self.epoch, SETS, at.signals, at.signal_set)

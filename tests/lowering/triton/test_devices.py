@@ -144,6 +144,21 @@ def test_instructions():
     assert record.devices["bytes"] == record.devices["memory"] + 2 * 2 * x[0].nbytes
 
 
+def test_a_start_beside_the_kernel_in_front():
+    """What is the host's is read before the kernels in front have ended; all else behind them, the number of the call
+    first of all: the call before this one of the same site may be one of them."""
+    kernel = lowered(parts.sum_all, numbers(2, 1 << 14), {"x": 2}, axis="x", bn=1024, programs=4)
+    _, built = compiled(kernel)
+    ptx = built.texts["ptx"]
+    assert ptx.count("griddepcontrol.") == 2 and built.waits
+    start, (before, behind) = ptx.index("griddepcontrol.launch_dependents"), ptx.split("griddepcontrol.wait")
+    loads = lambda text: len(re.findall(r"ld\.global", text))
+    assert start < len(before) and loads(before) == 4  # the place, how long a program waits, where both devices are
+    assert loads(behind) >= 6 and not re.search(r"(st|red|atom)\.global", before)
+    older, _ = emit_kernel(kernel, features("sm_80"))
+    assert "griddepcontrol" not in older
+
+
 def test_loads_stay_behind_waits():
     x = numbers(2, 70)
     text, _ = emit_kernel(lowered(parts.gather_parts, x, {"x": 2}, **FLAT), features("sm_90"))

@@ -15,7 +15,7 @@ import numpy as np
 
 from jtile.ir import Kernel
 from jtile.lowering.triton.compile import emit_kernel
-from jtile.lowering.triton.emit_devices import EXIT, FAULTS, FENCE, PLACE, REPORT, SETS, TIMEOUT, WAIT
+from jtile.lowering.triton.emit_devices import AFTER, EXIT, FAULTS, FENCE, LET, PLACE, REPORT, SETS, TIMEOUT, WAIT
 from jtile.lowering.triton.features import features
 
 from .launch import Buffers, _argument, _check_params, buffers, read, value_of
@@ -115,11 +115,17 @@ def _fence(m: Program) -> int:
     return 0
 
 
+def _in_order(_: Program) -> int:
+    """Launches do not overlap here."""
+    return 0
+
+
 def _exit(m: Program) -> int:
     raise EndedError("exit")
 
 
 ACTS |= {WAIT: (("i64", "i32", "i64", "i64"), _wait), FENCE: ((), _fence), EXIT: ((), _exit)}
+ACTS |= {LET: ((), _in_order), AFTER: ((), _in_order)}
 
 
 class Site:
