@@ -240,7 +240,7 @@ def _limit(
     if threads and time_us < LAUNCH_US:
         return "launch"
     if w.programs < units:
-        return f"parallelism: {w.programs} programs for {units} units"
+        return f"parallelism: {w.programs} program{'s' * (w.programs != 1)} for {units} units"
     occupancy = min((r["occupancy"] for r in resources), default=1.0)
     if occupancy < FEW and name == "memory":
         return f"occupancy: {occupancy:.0%}"

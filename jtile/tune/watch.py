@@ -111,8 +111,9 @@ def _target(interpret: bool) -> Target:
     if interpret:
         return targets.resolve("cuda:sm_90")
     raise UnsupportedError(
-        "jt.profile watches kernels on a GPU with warpgroup products (sm_90), which this machine does not have: "
-        "interpret=True"
+        "jt.profile watches kernels on a GPU with warpgroup products (sm_90), which this machine does not have; "
+        "interpret=True (`jtile profile --interpret`) runs their schedules in the interpreter, and "
+        "jt.profile_program (`jtile profile --program`) watches whole programs on any machine"
     )
 
 
