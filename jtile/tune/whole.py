@@ -35,8 +35,8 @@ class Part:
       name: of the kernel, or of the op in XLA's program.
       kind: `kernel` or `xla`.
       runs: how often it runs in one call of the program.
-      time_us: in one call of the program, without what runs inside of it: the median of the calls. Of kernels that
-        overlap on a GPU, what they share counts for the one that began first.
+      time_us: in one call of the program, without what runs inside of it. Of kernels that overlap on a GPU, what they
+        share counts for the one that began first.
     """
 
     name: str
@@ -49,10 +49,13 @@ class Part:
 class ProgramProfile:
     """Where the time of a program goes; prints as a table.
 
+    All times are means over the middle half of the calls by their length. So they add up, and a call that something
+    else held up does not count.
+
     Attributes:
       device: what it ran on.
       calls: how many calls were watched.
-      time_us: of one call, as the host sees it, the profiler's own costs included: the median.
+      time_us: of one call, as the host sees it, the profiler's own costs included.
       parts: the longest first.
       gaps_us: in one call between its first op and its last one, while no op ran.
       outside_us: in one call before the first op and after the last one: the host's part.
@@ -186,7 +189,9 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
     merged: dict[tuple[str, str], list[str]] = {}
     for op in dict.fromkeys(op for one in each for op in one):
         merged.setdefault((names.get(op, op), "kernel" if op in names else "xla"), []).append(op)
-    middle = lambda values: statistics.median(values) if values else 0.0
+    lengths = [end - start for start, end in windows]
+    kept = sorted(range(len(windows)), key=lengths.__getitem__)[len(windows) // 4 : len(windows) - len(windows) // 4]
+    middle = lambda values: statistics.fmean(values[k] for k in kept) if kept else 0.0
     parts = [
         Part(
             name, what, sum(len(one.get(op, ())) for one in each for op in ops_) / max(len(each), 1),
@@ -195,9 +200,14 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
         for (name, what), ops_ in merged.items()
     ]  # fmt: skip
     parts.sort(key=lambda p: -p.time_us)
-    length = middle([b - a for a, b in windows])
     return ProgramProfile(
-        kind, len(windows), length, tuple(parts), middle(gaps), middle(outside), [*shown, *_lanes(lanes, names)]
+        kind,
+        len(windows),
+        middle(lengths),
+        tuple(parts),
+        middle(gaps),
+        middle(outside),
+        [*shown, *_lanes(lanes, names)],
     )
 
 
