@@ -1,5 +1,5 @@
 // The typed XLA FFI handlers `jtile_cuda_exchange` and `jtile_cuda_exchanged`: copies between GPUs beside their kernels.
-// Neither is for a command buffer: the first meets the threads of other devices.
+// Neither is for a command buffer: they meet the threads of other devices.
 #include "exchange.h"
 #include "handlers.h"
 
@@ -61,14 +61,15 @@ ffi::Error execute_exchange(ExchangeState* state, ffi::RunId run, int32_t device
 }
 
 // The first array is what is received, and the result; between them stand those that were sent.
-ffi::Error execute_exchanged(int32_t device, void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                             ffi::Dictionary attrs) {
+ffi::Error execute_exchanged(ffi::RunId run, int32_t device, void* stream, ffi::RemainingArgs args,
+                             ffi::RemainingRets rets, ffi::Dictionary attrs) {
   const size_t count = args.size() + rets.size();
   PerArray<Array> arrays(count);
   ffi::Error bad = arrays_of(args, rets, arrays);
   if (bad.failure()) return bad;
   return guarded<ffi::Error>([&] {
-    finish_exchanges(device, stream, arrays.data(), count, attribute<int64_t>(attrs, "timeout", "jtile_cuda_exchanged"));
+    finish_exchanges(device, run.run_id, stream, arrays.data(), count,
+                     attribute<int64_t>(attrs, "timeout", "jtile_cuda_exchanged"));
     return ffi::Error::Success();
   });
 }
@@ -115,6 +116,7 @@ XLA_FFI_Error* jtile_cuda_exchange_execute(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* jtile_cuda_exchanged_execute(XLA_FFI_CallFrame* frame) {
   static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::RunId>()
                                    .Ctx<ffi::DeviceOrdinal>()
                                    .Ctx<ffi::PlatformStream<void*>>()
                                    .RemainingArgs()

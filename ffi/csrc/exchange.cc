@@ -8,7 +8,7 @@ namespace jtile {
 namespace {
 
 constexpr size_t kKeptGroups = 64;  // of executions that some devices never joined
-constexpr auto kSpin = std::chrono::microseconds(30);  // devices mostly come at once: to sleep takes longer
+constexpr auto kSpin = std::chrono::microseconds(100);  // devices mostly come at once: to sleep takes longer
 
 // The stream for copies of each device, and events that are not in use. They stay: executables may outlive statics.
 class Kept {
@@ -48,6 +48,7 @@ Kept& kept() {
 struct Pending {
   std::shared_ptr<Round> round;
   const void* from;
+  int64_t run;
 };
 class Begun {
  public:
@@ -82,41 +83,31 @@ Round::~Round() {
   }
 }
 
-void Round::await(const std::atomic<size_t>& count, std::chrono::milliseconds timeout, const char* what) {
-  const auto start = std::chrono::steady_clock::now();
-  auto all = [&] { return count.load(std::memory_order_acquire) == parts_.size(); };
-  while (!all() && std::chrono::steady_clock::now() - start < kSpin) {
-  }
-  if (all()) return;
-  std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, timeout, all)) return;
-  fail(Code::kFailedPrecondition, "an exchange between GPUs waited ", static_cast<double>(timeout.count()) / 1000,
-       " s: ", count.load(), " of ", parts_.size(), " devices ", what);
+bool Round::meet(size_t device, const Part& part) {
+  std::lock_guard lock(mutex_);
+  parts_[device] = part;
+  return ++came_ == parts_.size();
 }
 
-void Round::meet(size_t device, const Part& part, std::chrono::milliseconds timeout) {
+void Round::put(std::string error) {
   {
     std::lock_guard lock(mutex_);
-    parts_[device] = part;
-    came_.fetch_add(1, std::memory_order_release);
-  }
-  changed_.notify_all();
-  await(came_, timeout, "have begun the call");
-}
-
-void Round::put(size_t device, const std::string& error) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!error.empty() && error_.empty()) error_ = concat("GPU ", parts_[device].ordinal, ": ", error);
-    put_.fetch_add(1, std::memory_order_release);
+    error_ = std::move(error);
+    put_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
 }
 
 void Round::wait(std::chrono::milliseconds timeout) {
-  await(put_, timeout, "have sent their parts");
-  std::lock_guard lock(mutex_);
-  if (!error_.empty()) fail(Code::kFailedPrecondition, "an exchange between GPUs failed on ", error_);
+  const auto start = std::chrono::steady_clock::now();
+  auto done = [&] { return put_.load(std::memory_order_acquire); };
+  while (!done() && std::chrono::steady_clock::now() - start < kSpin) {
+  }
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_for(lock, timeout, done))
+    fail(Code::kFailedPrecondition, "an exchange between GPUs waited ", static_cast<double>(timeout.count()) / 1000,
+         " s: ", came_, " of ", parts_.size(), " devices have begun the call");
+  if (!error_.empty()) fail(Code::kFailedPrecondition, "an exchange between GPUs failed: ", error_);
 }
 
 // -- a call site ------------------------------------------------------------------------------------------------------
@@ -186,16 +177,28 @@ void Exchange::check(const Array& from, const Array& into) const {
 }
 
 // Copies the pieces of one device for another.
-void Exchange::copy(Driver& driver, void* stream, size_t me, size_t to, const void* from, const Round& round) const {
+void Exchange::copy(void* stream, size_t me, size_t to, const Round& round) const {
   const Pieces& p = pieces_;
+  const Round::Part& part = round.parts()[me];
   const auto sender = static_cast<int64_t>(me), receiver = static_cast<int64_t>(to);
-  const char* piece = static_cast<const char*>(from) + p.from + receiver * p.from_to + sender * p.from_me;
+  const char* piece = part.from + p.from + receiver * p.from_to + sender * p.from_me;
   char* target = round.parts()[to].into + p.into + sender * p.into_me;
   const bool whole = p.from_lane == p.bytes && p.into_lane == p.bytes;
   const int64_t count = whole ? 1 : p.lanes, bytes = whole ? p.lanes * p.bytes : p.bytes;
   for (int64_t k = 0; k < count && bytes > 0; ++k)
-    driver.copy(round.parts()[me].ordinal, target + k * p.into_lane, piece + k * p.from_lane,
-                static_cast<size_t>(bytes), stream);
+    part.driver->copy(part.ordinal, target + k * p.into_lane, piece + k * p.from_lane, static_cast<size_t>(bytes),
+                      stream);
+}
+
+// Puts the copies of all devices on their streams.
+void Exchange::send(const Round& round) const {
+  for (size_t me = 0; me < devices_; ++me) {
+    const Round::Part& part = round.parts()[me];
+    for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, part.side, other.ready);
+    for (size_t k = 1; k <= static_cast<size_t>(pieces_.receivers); ++k)  // the next first: not all send to one
+      copy(part.side, me, (me + k) % devices_, round);
+    part.driver->record(part.ordinal, part.sent, part.side);
+  }
 }
 
 void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, const Array& into) {
@@ -203,36 +206,39 @@ void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, 
   Driver& driver = source_(nullptr);
   const size_t place = find(ordinal), me = place % devices_;
   std::shared_ptr<Round> round = come(run, place);
-  void* const side = kept().stream(driver, ordinal);
-  Round::Part part{ordinal, &driver, static_cast<char*>(into.data), kept().event(driver, ordinal),
-                   kept().event(driver, ordinal)};
+  const Round::Part part{ordinal,
+                         &driver,
+                         static_cast<const char*>(from.data),
+                         static_cast<char*>(into.data),
+                         kept().stream(driver, ordinal),
+                         kept().event(driver, ordinal),
+                         kept().event(driver, ordinal)};
   driver.record(ordinal, part.ready, stream);
-  round->meet(me, part, timeout_);
-  std::string error;
-  try {
-    for (const Round::Part& other : round->parts()) driver.await(ordinal, side, other.ready);
-    for (size_t k = 1; k <= static_cast<size_t>(pieces_.receivers); ++k)  // the next first: not all send to one
-      copy(driver, side, me, (me + k) % devices_, from.data, *round);
-    driver.record(ordinal, part.sent, side);
-  } catch (const Error& found) {
-    error = found.what();
+  begun().add(ordinal, into.data, {round, from.data, run});
+  if (round->meet(me, part)) {
+    std::string error;
+    try {
+      send(*round);
+    } catch (const Error& found) {
+      error = found.what();
+    }
+    round->put(error);
   }
-  round->put(me, error);
-  begun().add(ordinal, into.data, {round, from.data});
-  if (!error.empty()) fail(Code::kInternal, error);
-  if (pieces_.own) copy(driver, stream, me, me, from.data, *round);
+  if (pieces_.own) copy(stream, me, me, *round);
 }
 
-void finish_exchanges(int ordinal, void* stream, const Array* arrays, size_t count, int64_t timeout_ms) {
-  std::vector<Pending> found = begun().take(ordinal, arrays[0].data);
+void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t timeout_ms) {
   const auto is_here = [&](const Pending& p) {
     return std::any_of(arrays, arrays + count, [&](const Array& a) { return a.data == p.from; });
   };
-  for (const Pending& pending : found) {
+  bool right = true, any = false;
+  for (const Pending& pending : begun().take(ordinal, arrays[0].data)) {
+    if (pending.run != run) continue;  // of an execution that failed in between
+    any = true, right = right && is_here(pending);
     pending.round->wait(std::chrono::milliseconds(timeout_ms));
     for (const Round::Part& part : pending.round->parts()) part.driver->await(ordinal, stream, part.sent);
   }
-  if (found.empty() || !std::all_of(found.begin(), found.end(), is_here))
+  if (!any || !right)
     fail(Code::kInternal,
          "XLA has moved an array while it was being sent to other GPUs, or received from them: this is a mistake of "
          "jtile; please report it, and use the collectives of jax.lax meanwhile");

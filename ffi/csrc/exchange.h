@@ -1,9 +1,10 @@
 // Copies between the GPUs of one process that engines for copies make while kernels run: no multiprocessor works for them.
 //
-// Two custom calls. The first (`Exchange::begin`) lets the devices meet, each with the address of the array that the
-// others write to, and puts copies on a stream of their own, behind what the compute streams of sender and receiver have
-// done so far. The second (`finish`) lets the compute stream go on when all copies into an array have come, and those out
-// of the arrays that were sent have left. In between kernels may do anything but touch what is being copied.
+// Two custom calls. In the first (`Exchange::begin`) each device leaves the address of the array that the others write to,
+// and the last one to come puts the copies of all on streams of their own, behind what the compute streams of sender and
+// receiver have done so far: no device waits for another there. The second (`finish_exchanges`) lets the compute stream go
+// on when all copies into an array have come, and those out of the arrays that were sent have left. In between kernels may
+// do anything but touch what is being copied.
 //
 // Order is the business of events; no kernel waits for another device, so that nothing can hang on a GPU. A device that
 // does not come is an error of those that wait for it.
@@ -45,7 +46,9 @@ class Round {
   struct Part {
     int ordinal = 0;
     Driver* driver = nullptr;
+    const char* from = nullptr;
     char* into = nullptr;
+    void* side = nullptr;   // stream for copies
     void* ready = nullptr;  // event: what stands before the call is done
     void* sent = nullptr;   // event: the copies out of this device are done
   };
@@ -55,20 +58,19 @@ class Round {
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;
 
-  // Adds a device, and waits for the others. Throws Error after `timeout`.
-  void meet(size_t device, const Part& part, std::chrono::milliseconds timeout);
-  // The copies of a device stand on its stream; `error` says why they do not, else it is empty.
-  void put(size_t device, const std::string& error);
-  // Waits until those of all devices do. Throws Error.
+  // Adds a device. Gives whether it was the last one, which is to make the copies.
+  bool meet(size_t device, const Part& part);
+  // The copies stand on their streams; `error` says why they do not, else it is empty.
+  void put(std::string error);
+  // Waits until they do. Throws Error, after `timeout` too.
   void wait(std::chrono::milliseconds timeout);
   const std::vector<Part>& parts() const { return parts_; }
 
  private:
-  void await(const std::atomic<size_t>& count, std::chrono::milliseconds timeout, const char* what);
-
   std::vector<Part> parts_;
-  std::atomic<size_t> came_{0}, put_{0};
+  std::atomic<bool> put_{false};
   std::mutex mutex_;
+  size_t came_ = 0;
   std::condition_variable changed_;
   std::string error_;
 };
@@ -93,7 +95,8 @@ class Exchange {
   size_t find(int ordinal) const;
   std::shared_ptr<Round> come(int64_t run, size_t place);
   void check(const Array& from, const Array& into) const;
-  void copy(Driver& driver, void* stream, size_t me, size_t to, const void* from, const Round& round) const;
+  void copy(void* stream, size_t me, size_t to, const Round& round) const;
+  void send(const Round& round) const;
 
   const DriverSource source_;
   const std::vector<int64_t> ordinals_;
@@ -106,7 +109,7 @@ class Exchange {
 };
 
 // The second call: the stream waits for all exchanges that were begun into `arrays[0]` on this device; the others are
-// those that were sent, which XLA keeps until then. Throws Error.
-void finish_exchanges(int ordinal, void* stream, const Array* arrays, size_t count, int64_t timeout_ms);
+// those that were sent, which XLA keeps until then. `run`: as of `begin`. Throws Error.
+void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t timeout_ms);
 
 }  // namespace jtile

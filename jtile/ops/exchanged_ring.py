@@ -54,15 +54,6 @@ def _pass_on(x, axis: str):
     return x, [jt.Travelling(y, t.sent, axis) for y, t in zip(into, begun)]
 
 
-def _arrived(travelling, after):
-    """The arrays, when `after` is done; and `after`."""
-    out = []
-    for t in travelling:
-        y, after = jt.exchanged(t, after=after)
-        out.append(y)
-    return tuple(out), after
-
-
 def _seen(axis: str, s: int, causal: bool) -> jax.Array | None:
     """Whether the keys of step s stand before this device's queries, None where it does not matter."""
     return jax.lax.axis_index(axis) >= s if causal else None
@@ -79,7 +70,7 @@ def forward(q, k, v, *, axis: str, scale: float, softcap: float | None, window: 
     o, lse = of(q, k, v, window=window)
     o = o if n == 2 else o.astype(lse.dtype)  # rounded once
     for s in range(1, n):
-        (k, v), (q, o, lse) = _arrived(coming, (q, o, lse))
+        (k, v), (q, o, lse) = jt.exchanged(coming, after=(q, o, lse))
         if s + 1 < n:
             (k, v), coming = _pass_on((k, v), axis)
 
@@ -131,7 +122,7 @@ def backward(q, k, v, o, lse, g, *, axis: str, scale: float, softcap: float | No
     dq, dk, dv = of(q, k, v, o, lse, g, window)
     along: Any = None
     for s in range(1, n):
-        (k, v), (dq, dk, dv) = _arrived(coming, (dq, dk, dv))
+        (k, v), (dq, dk, dv) = jt.exchanged(coming, after=(dq, dk, dv))
         if s + 1 < n:
             (k, v), coming = _pass_on((k, v), axis)
         more = _branch(_seen(axis, s, causal), zigzag, all_keys, first_keys, last_queries, nothing)(k, v)
@@ -139,10 +130,10 @@ def backward(q, k, v, o, lse, g, *, axis: str, scale: float, softcap: float | No
         if along is None:
             more = more[1:]
         else:
-            came, more = _arrived(along, more[1:])
+            came, more = jt.exchanged(along, after=more[1:])
             more = tuple(map(_sum, came, more))
         _, along = _pass_on(more, axis)
-    came, (dq, dk, dv) = _arrived(along, (dq, dk, dv))
+    came, (dq, dk, dv) = jt.exchanged(along, after=(dq, dk, dv))
     return tuple(x.astype(q.dtype) for x in (dq, *map(_sum, came, (dk, dv))))
 
 

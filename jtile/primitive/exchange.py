@@ -46,8 +46,9 @@ def exchange(
 ) -> Travelling:
     """Begin to send parts of arrays to the devices along an axis, inside of `jax.shard_map`; kernels may run meanwhile.
 
-    After `jt.exchanged`, `into[d, start : start + rows]` is what device d has sent to this one, and with `to="next"`
-    the array is the x of the device before this one.
+    What is begun has to be waited for by `jt.exchanged`, whose results have to be used: JAX leaves out what nobody
+    uses, and arrays that still travel would be overwritten. After the wait, `into[d, start : start + rows]` is what
+    device d has sent to this one, and with `to="next"` the array is the x of the device before this one.
 
     Args:
       x: [rows, ...]; [devices, rows, ...] with `to="each"`; None: rows `start` to `start + rows` of this device's own
@@ -90,20 +91,25 @@ def exchange(
     return Travelling(exchange_p.bind(*operands, **begin), (*sent, operands[0]), axis)
 
 
-def exchanged(travelling: Travelling, after: Any = ()) -> Any:
+def exchanged(travelling: Any, after: Any = ()) -> Any:
     """Wait for all parts that travel into an array.
 
     Args:
-      travelling: what the last `jt.exchange` into it gave.
+      travelling: what the last `jt.exchange` into it gave; or a sequence of such, for several arrays.
       after: arrays, or a pytree of them, that are computed before this device waits.
     Returns:
-      The array; with `after` a pair of it and `after`, which is to be used instead of what was passed.
+      The array, or a list of them; with `after` a pair of it and `after`, which is to be used instead of what was
+      passed. Whoever uses any of these waits for all.
     """
+    several = [travelling] if isinstance(travelling, Travelling) else list(travelling)
     leaves, tree = jax.tree.flatten(after)
-    into, *leaves = jax.lax.optimization_barrier((travelling.into, *leaves))
-    operands = joint_varying([into, *travelling.sent], _Along(travelling.axis))
-    out = jax.lax.optimization_barrier(exchanged_p.bind(*operands))
-    return (out, jax.tree.unflatten(tree, leaves)) if leaves else out
+    arrays, leaves = jax.lax.optimization_barrier(([t.into for t in several], leaves))
+    pairs = zip(several, arrays, strict=True)
+    out = [exchanged_p.bind(*joint_varying([into, *t.sent], _Along(t.axis))) for t, into in pairs]
+    # One barrier for all: a wait of which only the array is not used, or only one of several, must not be left out.
+    out, leaves = jax.lax.optimization_barrier((out, leaves))
+    got = out[0] if isinstance(travelling, Travelling) else out
+    return (got, jax.tree.unflatten(tree, leaves)) if leaves else got
 
 
 def _joint(operands: Sequence[jax.Array], axis: str) -> Sequence[jax.Array]:

@@ -196,12 +196,33 @@ def check_what_is_chosen():
 
 def check_calls_of_engines():
     """What the lowering for CUDA makes of it: both calls, the array that is received in one place."""
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("y", "x"))
-    run = lambda x: jt.exchanged(jt.exchange(x, "x"))
-    f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(("y", "x")), out_specs=P(("y", "x")), check_vma=False))
-    text = f.trace(jax.ShapeDtypeStruct((8, 4), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(lambda x: jt.exchanged(jt.exchange(x, "x")))
     assert text.count("@jtile_cuda_exchange(") == text.count("@jtile_cuda_exchanged(") == 1
     assert "groups = dense<[0, 1, 2, 3]>" in text and "devices = 2 : i64" in text
+
+
+def lowered(run):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("y", "x"))
+    f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(("y", "x")), out_specs=P(("y", "x")), check_vma=False))
+    return f.trace(jax.ShapeDtypeStruct((8, 4), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_no_wait_is_left_out():
+    """Where only a part of what a wait gives is used, in loops, too: JAX leaves out calls that nobody uses."""
+
+    def run(x, use):
+        coming = [jt.exchange(x, "x", to="next"), jt.exchange(2 * x, "x", to="next")]
+        (a, b), after = jt.exchanged(coming, after=x + 1)
+        last = jt.exchange(after, "x")
+        after, into = jax.lax.optimization_barrier((after, last.into))
+        gathered, more = jt.exchanged(jt.Travelling(into, last.sent, "x"), after=(after + 1,))
+        return (a, b, gathered.sum(0), more[0])[use]
+
+    for use, count in enumerate((2, 2, 3, 3)):
+        loop = lambda x, use=use: jax.lax.fori_loop(0, 3, lambda _, y: run(y, use), x)
+        for f in (functools.partial(run, use=use), loop, jax.checkpoint(loop)):
+            text = lowered(f)
+            assert text.count("@jtile_cuda_exchange(") == text.count("@jtile_cuda_exchanged(") == count
 
 
 def check_what_is_refused():
