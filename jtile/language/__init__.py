@@ -2,6 +2,16 @@
 
 from jtile.language._index import ds
 from jtile.language.arrivals import Counters, arrive, counters
+from jtile.language.atomics import (
+    atomic_add,
+    atomic_and,
+    atomic_cas,
+    atomic_max,
+    atomic_min,
+    atomic_or,
+    atomic_xchg,
+    atomic_xor,
+)
 from jtile.language.basics import (
     arange,
     assert_,
@@ -29,20 +39,7 @@ from jtile.language.block import (
 from jtile.language.compute import associative_scan, dot, dot_scaled, reduce
 from jtile.language.control import Range, cond, fori, range_, when
 from jtile.language.devices import Signals, axis_barrier, axis_index, axis_size, signal, signals, symmetric, wait
-from jtile.language.refs import (
-    Ref,
-    TileView,
-    atomic_add,
-    atomic_and,
-    atomic_cas,
-    atomic_max,
-    atomic_min,
-    atomic_or,
-    atomic_xchg,
-    atomic_xor,
-    load,
-    store,
-)
+from jtile.language.refs import Ref, TileView, load, store
 from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared, alloc, barrier
 from jtile.language.swizzle import swizzle
 

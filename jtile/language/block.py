@@ -20,7 +20,8 @@ from jtile.language import _block_primitives as prims
 from jtile.language import _level
 from jtile.language._index import Access, Span, Take
 from jtile.language._place import user_place
-from jtile.language.refs import Place, Ref, TileView, _operands, _tracer, _writable, as_ref
+from jtile.language.atomics import Place
+from jtile.language.refs import Ref, TileView, _operands, _tracer, _writable, as_ref
 from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared, checked, condition, typed
 
 # -- roles ------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Refs, tile views, loads, stores and atomics."""
+"""Refs, tile views, loads and stores."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,11 @@ from jtile.language import _index
 from jtile.language._index import Access, At, Tile
 from jtile.language._numbers import kind_of, number
 from jtile.language._place import user_place
-from jtile.language._primitives import atomic_p, load_p, store_p
+from jtile.language._primitives import load_p, store_p
 from jtile.language._sizes import as_value, is_dynamic, side, static
+
+if TYPE_CHECKING:
+    from jtile.language.atomics import Indexer
 
 
 class MissingAttributeError(KernelTypeError, AttributeError):
@@ -63,6 +66,8 @@ class Ref:
     @property
     def at(self) -> Indexer:
         """Atomic updates: `x.at[index].add(v)`, and the other atomic functions; each returns the old values."""
+        from jtile.language.atomics import Indexer
+
         return Indexer(self)
 
     def on(self, axis: str, index: Any) -> Ref:
@@ -193,6 +198,8 @@ class TileView:
 
     @property
     def at(self) -> Indexer:
+        from jtile.language.atomics import Indexer
+
         return Indexer(self)
 
     def access(self, index) -> Access:
@@ -374,119 +381,3 @@ def store(x, index, value, mask=None) -> None:
     masked = _mask(a, mask)
     value = _value(x, a, value, "store")
     store_p.bind(_tracer(x), *_operands(a), value, *masked, dims=a.dims, masked=bool(masked))
-
-
-def _atomic(fn: str, x, index, value, mask, compare=None):
-    x = as_ref(x)
-    _writable(x, f"use atomic_{fn} on")
-    if is_key(x.dtype):
-        raise KernelTypeError(f"atomic_{fn} is for numbers, and {x.name} holds random keys", user_place())
-    if is_complex(x.dtype) and fn != "add":
-        raise KernelTypeError(
-            f"atomic_{fn} is not defined for complex numbers, and {x.name} has dtype {x.dtype.name}: atomic_add adds "
-            "both parts; for another one keep real and imaginary parts in two float32 arrays",
-            user_place(),
-        )
-    if fn in ("and", "or", "xor") and jnp.issubdtype(x.dtype, np.inexact):
-        raise KernelTypeError(f"atomic_{fn} is for integers, and {x.name} has dtype {x.dtype.name}", user_place())
-    a = x.access(index)
-    masked = _mask(a, mask)
-    values = [_value(x, a, v, f"atomic_{fn}") for v in ([value] if compare is None else [value, compare])]
-    return a.after(atomic_p.bind(_tracer(x), *_operands(a), *values, *masked, fn=fn, dims=a.dims, masked=bool(masked)))
-
-
-def atomic_add(x, index, value, mask=None) -> jax.Array:
-    """`x[index] += value`, atomically: several programs, and lanes of one tile, may add to the same element.
-
-    Args:
-      x, index: a Ref, and an index as in `x[index]`.
-      value: the numbers to add, broadcast to the shape of the access.
-      mask: bool; lanes where it is false add nothing.
-
-    Returns:
-      The old values; 0 in lanes that were not written.
-    """
-    return _atomic("add", x, index, value, mask)
-
-
-def atomic_max(x, index, value, mask=None) -> jax.Array:
-    """`x[index] = max(x[index], value)`, atomically; arguments and result as in `jt.atomic_add`."""
-    return _atomic("max", x, index, value, mask)
-
-
-def atomic_min(x, index, value, mask=None) -> jax.Array:
-    """`x[index] = min(x[index], value)`, atomically; arguments and result as in `jt.atomic_add`."""
-    return _atomic("min", x, index, value, mask)
-
-
-def atomic_and(x, index, value, mask=None) -> jax.Array:
-    """`x[index] &= value` of integers or bools, atomically; arguments and result as in `jt.atomic_add`."""
-    return _atomic("and", x, index, value, mask)
-
-
-def atomic_or(x, index, value, mask=None) -> jax.Array:
-    """`x[index] |= value` of integers or bools, atomically; arguments and result as in `jt.atomic_add`."""
-    return _atomic("or", x, index, value, mask)
-
-
-def atomic_xor(x, index, value, mask=None) -> jax.Array:
-    """`x[index] ^= value` of integers or bools, atomically; arguments and result as in `jt.atomic_add`."""
-    return _atomic("xor", x, index, value, mask)
-
-
-def atomic_xchg(x, index, value, mask=None) -> jax.Array:
-    """`x[index] = value`, atomically; arguments and result (the old values) as in `jt.atomic_add`."""
-    return _atomic("xchg", x, index, value, mask)
-
-
-def atomic_cas(x, index, compare, value, mask=None) -> jax.Array:
-    """`x[index] = value` where the element has the bits of `compare`, atomically; else as `jt.atomic_add`."""
-    return _atomic("cas", x, index, value, mask, compare)
-
-
-@dataclasses.dataclass(frozen=True)
-class Indexer:
-    """`x.at`: indexed by an index, it offers the atomics of that access."""
-
-    x: Ref | TileView
-
-    def __getitem__(self, index: Any) -> Place:
-        return Place(self.x, index)
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """`x.at[index]`: read-modify-write of one access; every method gives the old values."""
-
-    x: Ref | TileView
-    index: Any
-
-    def add(self, value, mask=None) -> jax.Array:
-        return atomic_add(self.x, self.index, value, mask)
-
-    def max(self, value, mask=None) -> jax.Array:
-        return atomic_max(self.x, self.index, value, mask)
-
-    def min(self, value, mask=None) -> jax.Array:
-        return atomic_min(self.x, self.index, value, mask)
-
-    def and_(self, value, mask=None) -> jax.Array:
-        return atomic_and(self.x, self.index, value, mask)
-
-    def or_(self, value, mask=None) -> jax.Array:
-        return atomic_or(self.x, self.index, value, mask)
-
-    def xor(self, value, mask=None) -> jax.Array:
-        return atomic_xor(self.x, self.index, value, mask)
-
-    def xchg(self, value, mask=None) -> jax.Array:
-        return atomic_xchg(self.x, self.index, value, mask)
-
-    def cas(self, compare, value, mask=None) -> jax.Array:
-        return atomic_cas(self.x, self.index, compare, value, mask)
-
-    def get(self, mask=None, other=None):
-        return load(self.x, self.index, mask, other)
-
-    def set(self, value, mask=None) -> None:
-        store(self.x, self.index, value, mask)
