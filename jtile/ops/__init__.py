@@ -9,6 +9,7 @@ typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`
 from jtile.ops import collectives as collectives
 from jtile.ops.activations import geglu as geglu
 from jtile.ops.activations import swiglu as swiglu
+from jtile.ops.argmax import argmax as argmax
 from jtile.ops.bodies import n_body as n_body
 from jtile.ops.convolutions import convolution as convolution
 from jtile.ops.convolutions import convolution_transpose as convolution_transpose

@@ -1,0 +1,117 @@
+"""The place of the largest number of each row."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.ops import dispatch
+from jtile.ops._shapes import as_rows, check_float, fit, machine
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
+
+_LAST = 2**31 - 1  # of int32: the key of NaN, and a place behind all
+_TILE = 1024  # numbers that a program holds at a time on GPUs: two loads of 16 bytes of each thread
+
+
+def _keys(x):
+    """int32 in the order of floats, of which NaN is the largest and both zeros are equal."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(x != x, jnp.int32(_LAST), jnp.where(bits < 0, bits ^ jnp.int32(_LAST), bits))
+
+
+def _first_of(keys, places):
+    """(the largest of the keys, the first of its places)."""
+    top = keys.max()
+    return top, jnp.where(keys == top, places, jnp.int32(_LAST)).min()
+
+
+def _types(x, *, parts: int, **_):
+    of = lambda *shape: jax.ShapeDtypeStruct((x.shape[0], *shape), jnp.int32)
+    return of(), of(parts), of(parts)
+
+
+@jt.kernel(out_type=_types, grid=lambda x, *, parts, **_: (x.shape[0], parts))
+def argmax_rows(x, y, tops, places, *, parts: int, bn: int):
+    """y int32 [rows] of x [rows, n]; tops, places [rows, parts]: what the programs of a row have found."""
+    # y_i: the first j with x_ij = max_j x_ij
+    i, p = jt.program_id(0), jt.program_id(1)
+    X = x.tiles(None, bn, pad=-jnp.inf)
+    each = jt.cdiv(X.shape[1], parts)
+    best, at = jt.full((bn,), -(2**31), jnp.int32), jt.full((bn,), _LAST, jnp.int32)
+    for k in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
+        keys = _keys(X[i, k])
+        more = keys > best
+        best, at = jnp.where(more, keys, best), jnp.where(more, k * bn + jt.arange(bn), at)
+    top, place = _first_of(best, at)
+    if parts == 1:
+        y[i] = place
+    else:
+        tops[i, p], places[i, p] = top, place
+        if jt.arrive(jt.counters("rows", y.shape[0]), i, parts):
+            y[i] = _first_of(tops[i, :], places[i, :])[1]
+
+
+def _parts(rows: int, n: int) -> int:
+    """How many programs share a row: a power of two, so that there are enough of them for the machine."""
+    tiles, wanted = jt.cdiv(n, _TILE), jt.cdiv(machine().programs, rows)
+    return 1 << max(min(tiles, wanted).bit_length() - 1, 0)
+
+
+def _by_programs(x):
+    n = x.shape[1]
+    return argmax_rows(x, parts=_parts(*x.shape), bn=fit(n, _TILE))[0]
+
+
+def _not_by_programs(x) -> str | None:
+    return first_unmet(
+        (all(isinstance(n, int) for n in x.shape), "sizes are not known"),
+        (x.dtype.itemsize <= 4, f"keys of {x.dtype.name} are longer than 32 bits"),
+        (not dispatch.vector_cores(), "programs have no counters to arrive at"),
+    )
+
+
+def _by_sums(x):
+    """Two reductions, which XLA vectorises: of the numbers, and of the places of the largest or of NaN."""
+    top = x.max(-1, keepdims=True)
+    columns = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where((x >= top) | (x != x), columns, jnp.int32(_LAST)).min(-1)
+
+
+# int32 [rows] of x [rows, n]
+_argmax = Op(
+    "argmax",
+    Implementation("programs that share rows", _by_programs, _not_by_programs, WARPS),
+    Implementation("two reductions of XLA", _by_sums),
+)
+
+
+@functools.partial(jax.jit, inline=True)
+def argmax(x: jax.Array) -> jax.Array:
+    """`jnp.argmax(x, -1)` as int32: the place of the first of the largest numbers of each row, or of its first NaN.
+
+    On GPUs one kernel, in which several programs share a row where rows are few. Not differentiable: the result is of
+    integers.
+
+    Args:
+      x: float array [..., n].
+    Returns:
+      int32 [...].
+    Raises:
+      KernelTypeError: no floats. KernelValueError: a row has no numbers.
+    """
+    check_float("argmax", x=x)
+    if x.ndim < 1 or x.shape[-1] == 0:
+        raise KernelValueError(f"argmax: x is [..., n] of at least one number, got shape {tuple(x.shape)}")
+    if x.size == 0:
+        return jnp.zeros(x.shape[:-1], jnp.int32)
+    return _argmax(as_rows(jax.lax.stop_gradient(x))).reshape(x.shape[:-1])
+
+
+def argmax_reference(x):
+    """`argmax` in jnp."""
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
