@@ -5,6 +5,8 @@ Queries, keys and values leave the projection in one pass; in a decoding step th
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -13,10 +15,14 @@ from jtile.ops.cache_appends import heads_of, put, rotated, slot_of
 from jtile.ops.cache_appends import rope_append as rope_append
 
 
-def rows_of_split(heads: int, head_dim: int) -> int:
-    """How many positions of `heads` heads, those of keys and values too, a program of `rope_split` takes: what the
-    registers of a GPU's block hold."""
-    return max(1, min(16, 16384 // (jt.next_power_of_2(heads) * jt.next_power_of_2(head_dim))))
+def tiles_of_split(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """How many positions and heads a program of `rope_split` takes: on GPUs as much as keeps its threads busy with two
+    loads of 16 bytes each."""
+    shared = math.gcd(heads, kv_heads)
+    if jt.platform() == "cpu":
+        return dict(bt=16, bh=shared)
+    bh = math.gcd(shared, 8)
+    return dict(bt=max(1, min(64, 2048 // (bh * jt.next_power_of_2(head_dim)))), bh=bh)
 
 
 def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
@@ -24,20 +30,43 @@ def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
     return tuple(jt.like(qkv, shape=(*lead, n, head_dim)) for n in (heads, kv_heads, kv_heads))
 
 
-@jt.kernel(out_type=_split_types, grid=lambda qkv, *_, bt, **__: (qkv.shape[0], jt.cdiv(qkv.shape[1], bt)))
-def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps: float = 0.0, bt: int = 16):
+def _split_grid(qkv, *_, bt, bh, **__):
+    return qkv.shape[0], jt.cdiv(qkv.shape[1], bt), qkv.shape[2] // bh
+
+
+@jt.kernel(out_type=_split_types, grid=_split_grid)
+def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps: float = 0.0, bt: int, bh: int):
     """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin float32 [length, head_dim / 2] -> q and k rotated,
     v, of qkv's dtype.
 
-    norms: () or the weights [head_dim] of the RMS norms of queries and keys, which come before the rotation."""
-    b, t = jt.program_id(0), jt.program_id(1)
-    n, half = cos.shape[-1] * 2, cos.shape[-1]
-    X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
-    C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
-    R = rotated(heads_of(X, norms, heads, kv_heads, eps), C, S)
-    q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads].astype(q.dtype)
-    k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:].astype(k.dtype)
-    v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
+    norms: () or the weights [head_dim] of the RMS norms of queries and keys, which come before the rotation. A program
+    has `bt` positions of `bh` heads, all of one kind; both halves of a head are tiles of their own."""
+    # q_low = x_low cos - x_high sin     q_high = x_high cos + x_low sin
+    b, t, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    half, queries, keys = cos.shape[-1], heads // bh, kv_heads // bh
+    X, Q, K, V = (ref.tiles(None, bt, bh, half) for ref in (qkv, q, k, v))
+    x = X[b, t, j, 0], X[b, t, j, 1]
+    angles = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
+    if j < queries:
+        Q[b, t, j, 0], Q[b, t, j, 1] = (y.astype(q.dtype) for y in _turned(x, angles, norms[0] if norms else None, eps))
+    elif j < queries + keys:
+        at = j - queries
+        K[b, t, at, 0], K[b, t, at, 1] = (y.astype(k.dtype) for y in _turned(x, angles, norms[1] if norms else None, eps))
+    else:
+        at = j - queries - keys
+        V[b, t, at, 0], V[b, t, at, 1] = x
+
+
+def _turned(x, angles, weight, eps: float):
+    """Both halves [..., half] of heads, float32, behind their RMS norm, if there is a weight, and the rotation."""
+    low, high = (y.astype(jnp.float32) for y in x)
+    if weight is not None:
+        half = low.shape[-1]
+        squares = (low * low).sum(-1, keepdims=True) + (high * high).sum(-1, keepdims=True)
+        unit, parts = jax.lax.rsqrt(squares * (0.5 / half) + eps), weight.tiles(half)
+        low, high = (y * unit * parts[i].reshape((1,) * (low.ndim - 1) + (-1,)) for i, y in enumerate((low, high)))
+    cos, sin = angles
+    return low * cos - high * sin, high * cos + low * sin
 
 
 def scales_of(largest, dtype):

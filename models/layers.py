@@ -147,8 +147,8 @@ def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | Non
     [batch, length, (heads + 2 kv_heads) head_dim]; cos and sin [length, head_dim / 2] are those of each position."""
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
     weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-    bt = kernels.rows_of_split(*qkv.shape[2:])
-    return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps, bt=bt)
+    tiles = kernels.tiles_of_split(heads, kv_heads, qkv.shape[3])
+    return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps, **tiles)
 
 
 def tempered(qkv, cos, queries: int):

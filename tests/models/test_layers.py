@@ -13,6 +13,9 @@ from jtile.ops import QuantizedTensor, gpu_tiles
 pytestmark = pytest.mark.usefixtures("by_numpy")
 
 
+SPLIT = dict(bt=16, bh=1)
+
+
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
@@ -28,7 +31,7 @@ def rotated(x, cos, sin):
 def test_rope_split(batch, length, heads, kv_heads, head_dim):
     qkv = normal(batch, length, heads + 2 * kv_heads, head_dim)
     cos, sin = normal(length, head_dim // 2, seed=1), normal(length, head_dim // 2, seed=2)
-    q, k, v = jax.jit(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads))(qkv, cos, sin)
+    q, k, v = jax.jit(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads, **SPLIT))(qkv, cos, sin)
     expected = rotated(qkv, jnp.stack([cos] * batch), jnp.stack([sin] * batch))
     np.testing.assert_allclose(q, expected[:, :, :heads], atol=2e-6)
     np.testing.assert_allclose(k, expected[:, :, heads : heads + kv_heads], atol=2e-6)
@@ -56,7 +59,7 @@ def test_gradients_of_rope_split():
         turned = rotated(qkv, jnp.stack([cos] * 2), jnp.stack([sin] * 2))
         return turned[:, :, :heads], turned[:, :, heads:6], qkv[:, :, 6:]
 
-    assert_gradients(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads), reference, arrays)
+    assert_gradients(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads, **SPLIT), reference, arrays)
 
 
 def normalised(qkv, norms, heads, kv_heads, eps):
@@ -74,7 +77,7 @@ def test_rope_split_with_norms_of_heads_and_its_gradients(head_dim):
     norms = normal(head_dim, seed=3), normal(head_dim, seed=4)
 
     def kernel(qkv, cos, sin, *norms):
-        return kernels.rope_split(qkv, cos, sin, norms, eps=eps, **sizes)
+        return kernels.rope_split(qkv, cos, sin, norms, eps=eps, **sizes, **SPLIT)
 
     def reference(qkv, cos, sin, *norms):
         x = normalised(qkv, norms, eps=eps, **sizes)
@@ -91,8 +94,9 @@ def test_models_of_many_heads_fit_a_block_of_a_gpu(heads):
     """16 positions of 32 heads of 128 would take more shared memory than there is."""
     sizes, float32 = dict(heads=heads, kv_heads=8), lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     arrays, norms = (float32(1, 64, heads + 16, 128), float32(64, 64), float32(64, 64)), (float32(128), float32(128))
-    bt = kernels.rows_of_split(heads + 16, 128)
-    assert kernels.rope_split.lower(*arrays, norms, eps=1e-6, bt=bt, **sizes, target="cuda:sm_90").image
+    with jt.config(arch="sm_90"):
+        tiles = kernels.tiles_of_split(heads, 8, 128)
+    assert kernels.rope_split.lower(*arrays, norms, eps=1e-6, **tiles, **sizes, target="cuda:sm_90").image
     qkv = normal(1, 3, (heads + 16) * 128)
     q, k, v = layers.split_heads(qkv, jnp.ones((3, 64)), jnp.zeros((3, 64)), **sizes)  # a turn by nothing
     np.testing.assert_array_equal(jnp.concatenate([q, k, v], axis=2).reshape(1, 3, -1), qkv)
