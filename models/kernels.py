@@ -48,10 +48,11 @@ def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps:
     x = X[b, t, j, 0], X[b, t, j, 1]
     angles = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
     if j < queries:
-        Q[b, t, j, 0], Q[b, t, j, 1] = (y.astype(q.dtype) for y in _turned(x, angles, norms[0] if norms else None, eps))
+        y = _turned(x, angles, norms[0] if norms else None, eps)
+        Q[b, t, j, 0], Q[b, t, j, 1] = (part.astype(q.dtype) for part in y)
     elif j < queries + keys:
-        at = j - queries
-        K[b, t, at, 0], K[b, t, at, 1] = (y.astype(k.dtype) for y in _turned(x, angles, norms[1] if norms else None, eps))
+        y, at = _turned(x, angles, norms[1] if norms else None, eps), j - queries
+        K[b, t, at, 0], K[b, t, at, 1] = (part.astype(k.dtype) for part in y)
     else:
         at = j - queries - keys
         V[b, t, at, 0], V[b, t, at, 1] = x

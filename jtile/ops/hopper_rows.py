@@ -1,4 +1,4 @@
-"""Three to 64 rows of x times a matrix in memory, on Hopper at the block level: yᵀ = W xᵀ, W read once.
+"""Three to 16 rows of x times a matrix in memory, on Hopper at the block level: yᵀ = W xᵀ, W read once.
 
 Such a product is as fast as W comes from memory, as one of one row is (`hopper_gemv`), but so many rows take the tensor
 cores. Rows of W are the rows of the product, of which an instruction has 64, and the rows of x are its columns. A block
@@ -7,6 +7,9 @@ rows of W these belong to, and the last block that has some of a row's rounds pu
 
 Where `jt.config(overlap=True)` promises that the kernel in front does not make W, the ring is filled while that kernel
 still ends: its role is an early one. x comes by a role of its own, so that W does not wait for it.
+
+More rows are quicker in tiles (`matmul`): x comes from the cache again for each round, so that 64 rows of it are as
+many bytes as those of W in a round.
 """
 
 from __future__ import annotations
@@ -21,14 +24,13 @@ from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 
-ROWS = 64  # of W, of a consumer
-MOST = 64  # rows of x
+ROWS = 64  # of W in a tile
+MOST = 16  # rows of x
 _SLOT = 32 << 10  # bytes of W in a round
 _SLOTS, _X_SLOTS = 6, 3  # rounds of W on their way at most, and of x at least
 _RINGS = 222 << 10  # bytes of shared memory for both rings: a norm's block, which has few, finds room beside them
-_REGISTERS, _MORE = 152, 216  # of a thread that multiplies; of the former two consumers leave a quarter of all
-_SUMS = 64  # columns of sums that a consumer holds with the former
-_HELD = 4096  # numbers of a tile's parts that a consumer puts together at a time, of each weight
+_REGISTERS = 152  # of a thread that multiplies
+_HELD = 4096  # numbers of a tile's parts that are put together at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +84,11 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      rings: of each consumer and weight a ring of 64 rows of W. x: the ring of x.
+      rings: of each weight a ring of 64 rows of it. x: the ring of x.
       full, empty: a round of W has come; has been read. x_full, x_empty: likewise of x.
     """
 
-    rings: list[list[jt.Shared]]
+    rings: list[jt.Shared]
     x: jt.Shared
     full: jt.Barrier
     empty: jt.Barrier
@@ -100,13 +102,13 @@ def _place(program, begins):
 
 
 @jt.function
-def _sums(mem: _Memory, i: int, first, count):
-    """Consumer i's sums [64, columns] of each weight, over `count` rounds."""
-    sums = tuple(jt.zeros((ROWS, mem.x.shape[0]), jnp.float32) for _ in mem.rings[i])
+def _sums(mem: _Memory, first, count):
+    """The sums [64, columns] of each weight, over `count` rounds."""
+    sums = tuple(jt.zeros((ROWS, mem.x.shape[0]), jnp.float32) for _ in mem.rings)
     for k in jt.range(first, first + count):
         mem.full.at(k).wait()
         mem.x_full.at(k).wait()
-        sums = tuple(jt.dot_async(ring.at(k), mem.x.at(k).T, acc) for ring, acc in zip(mem.rings[i], sums))
+        sums = tuple(jt.dot_async(ring.at(k), mem.x.at(k).T, acc) for ring, acc in zip(mem.rings, sums))
         sums = jt.dot_wait(*sums, pending=0)
         sums = sums if isinstance(sums, tuple) else (sums,)
         mem.empty.at(k).arrive()
@@ -115,8 +117,8 @@ def _sums(mem: _Memory, i: int, first, count):
 
 
 @jt.function
-def _together(parts, share: _Share, tile, row: int, like):
-    """The sums of a tile that several programs have: of the consumer's rows from `row` on, as `like`."""
+def _together(parts, share: _Share, tile, like):
+    """The sums of a tile that several programs have, as `like`."""
     first, last = share.programs(tile)
     total = tuple(jnp.zeros(one.shape, jnp.float32) for one in like)
     side = min(max(_HELD // (len(like) * like[0].size), 1), 4)
@@ -125,32 +127,31 @@ def _together(parts, share: _Share, tile, row: int, like):
         for p in (first + c * side + k for k in range(side)):  # all on their way at once
             begins = p * share.size <= tile * share.rounds
             at, there = _place(p, begins), p <= last
-            rows = jt.ds(row, ROWS)
-            found.append([jt.load(parts, (at, w, rows, slice(None)), mask=there) for w in range(len(like))])
+            whole = slice(None)
+            found.append([jt.load(parts, (at, w, whole, whole), mask=there) for w in range(len(like))])
         for part in found:
             total = tuple(a + b for a, b in zip(total, part))
     return total
 
 
 @jt.function
-def _consume(mem: _Memory, share: _Share, i: int, bias, y, parts, activation):
-    """Role i: all of its tiles."""
-    high = len(mem.rings)
-    done = jt.counters("tiles", (jt.cdiv(y.shape[1], ROWS * high), high))
+def _consume(mem: _Memory, share: _Share, bias, y, parts, activation):
+    """The role that multiplies: all tiles of the program."""
+    done = jt.counters("tiles", jt.cdiv(y.shape[1], ROWS))
     k = jnp.int32(0)
     while k < share.count:
         u = share.at(k)
         tile, count = jax.lax.div(u, jnp.int32(share.rounds)), share.left(u)
-        sums = _sums(mem, i, k, count)
+        sums = _sums(mem, k, count)
         if count == share.rounds:
-            _write(sums, bias, y, tile * high + i, activation)
+            _write(sums, bias, y, tile, activation)
         else:
             at = _place(jt.program_id(0), u == tile * share.rounds)
             for w, one in enumerate(sums):
-                parts[at, w, jt.ds(i * ROWS, ROWS), :] = one
+                parts[at, w, :, :] = one
             first, last = share.programs(tile)
-            if jt.arrive(done, (tile, i), last - first + 1):
-                _write(_together(parts, share, tile, i * ROWS, sums), bias, y, tile * high + i, activation)
+            if jt.arrive(done, tile, last - first + 1):
+                _write(_together(parts, share, tile, sums), bias, y, tile, activation)
         k = k + count
 
 
@@ -167,15 +168,14 @@ def _write(sums, bias, y, place, activation) -> None:
 @jt.function
 def _produce(mem: _Memory, share: _Share, weights):
     """The role that fills the rings of W."""
-    high, depth = len(mem.rings), mem.x.shape[1]
+    depth = mem.x.shape[1]
     for k in jt.range(share.count):
         u = share.at(k)
         tile, r = jax.lax.div(u, jnp.int32(share.rounds)), jax.lax.rem(u, jnp.int32(share.rounds))
         mem.empty.at(k).wait(before=True)
-        mem.full.at(k).expect(sum(ring.nbytes for rings in mem.rings for ring in rings))
-        for i, rings in enumerate(mem.rings):
-            for w, ring in zip(weights, rings):
-                jt.async_copy(w.tiles(ROWS, depth).at[tile * high + i, r], ring.at(k), mem.full.at(k))
+        mem.full.at(k).expect(sum(ring.nbytes for ring in mem.rings))
+        for w, ring in zip(weights, mem.rings):
+            jt.async_copy(w.tiles(ROWS, depth).at[tile, r], ring.at(k), mem.full.at(k))
 
 
 @jt.function
@@ -188,35 +188,34 @@ def _feed(mem: _Memory, share: _Share, x):
         jt.async_copy(x.tiles(*mem.x.shape).at[0, r], mem.x.at(k), mem.x_full.at(k))
 
 
-def _types(x, weights, *_, columns: int, high: int, parts: int, out_dtype: str, **__):
+def _types(x, weights, *_, columns: int, parts: int, out_dtype: str, **__):
     y = jax.ShapeDtypeStruct((x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
-    return y, jax.ShapeDtypeStruct((2 * parts, len(weights), ROWS * high, columns), jnp.float32)
+    return y, jax.ShapeDtypeStruct((2 * parts, len(weights), ROWS, columns), jnp.float32)
 
 
 @jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)
 def hopper_rows(
     x, weights: tuple, bias, y, sums,
-    *, columns: int, high: int, depth: int, slots: int, x_slots: int, parts: int, activation, out_dtype: str,
+    *, columns: int, depth: int, slots: int, x_slots: int, parts: int, activation, out_dtype: str,
     early: bool = False,
 ):  # fmt: skip
     """y [m, out] of x [m, in], weights [out, in], one or two (y = act(x Gᵀ) * (x Uᵀ)), and bias [1, out] or None; sums:
     what programs share.
 
-    A program has `high * 64` rows of W, or of each of two, and `depth` terms in a round; `parts` programs."""
+    A tile has 64 rows of W, or of each of two, and a round `depth` terms of it; `parts` programs."""
     # Yᵀ = W Xᵀ, a sum over rounds of `depth` terms
     ring = lambda shape, n: jt.alloc(shape, x.dtype, slots=n)
     mem = _Memory(
-        rings=[[ring((ROWS, depth), slots) for _ in weights] for _ in range(high)],
+        rings=[ring((ROWS, depth), slots) for _ in weights],
         x=ring((columns, depth), x_slots),
         full=jt.barrier(slots),
-        empty=jt.barrier(slots, arrivals=high),
+        empty=jt.barrier(slots),
         x_full=jt.barrier(x_slots),
-        x_empty=jt.barrier(x_slots, arrivals=high),
+        x_empty=jt.barrier(x_slots),
     )
-    share = _share(jt.cdiv(x.shape[1], depth), jt.cdiv(y.shape[1], ROWS * high), parts)
-    for i in range(high):
-        with jt.role(f"consumer{i}", warps=4, registers=_MORE if columns * len(weights) > _SUMS else _REGISTERS):
-            _consume(mem, share, i, bias, y, sums, activation)
+    share = _share(jt.cdiv(x.shape[1], depth), jt.cdiv(y.shape[1], ROWS), parts)
+    with jt.role("consumer", warps=4, registers=_REGISTERS):
+        _consume(mem, share, bias, y, sums, activation)
     with jt.role("producer", warps=1, registers=24, early=early):
         _produce(mem, share, weights)
     with jt.role("feeder", warps=1, registers=24):
@@ -224,15 +223,13 @@ def hopper_rows(
 
 
 def choice(m: int, weights: int, itemsize: int = 2) -> dict[str, int]:
-    """Meta-parameters for m rows of x and so many weights: for many rows of x a round has more rows of W, since x comes
-    from the cache again for each round."""
+    """Meta-parameters for m rows of x and so many weights."""
     columns = max(jt.next_power_of_2(m), 8)
-    high = 1 if columns <= 16 else 2
-    depth = _SLOT // (itemsize * ROWS * high * weights)
+    depth = _SLOT // (itemsize * ROWS * weights)
     of_x = columns * depth * itemsize
     slots = min(_SLOTS, (_RINGS - _X_SLOTS * of_x) // _SLOT)
     x_slots = min((_RINGS - slots * _SLOT) // of_x, slots)
-    return dict(columns=columns, high=high, depth=depth, slots=slots, x_slots=x_slots)
+    return dict(columns=columns, depth=depth, slots=slots, x_slots=x_slots)
 
 
 def misfit(x, weights: tuple) -> str | None:

@@ -93,7 +93,12 @@ def test_top_k(k):
 
 def test_integers_have_no_gradient():
     x = normal(0, 4, 9)
-    for op in (ops.argmax, ops.argsort, lambda x: ops.top_k(x, 2)[1], lambda x: ops.histogram(x, bins=3, range=(-1.0, 1.0))):
+    for op in (
+        ops.argmax,
+        ops.argsort,
+        lambda x: ops.top_k(x, 2)[1],
+        lambda x: ops.histogram(x, bins=3, range=(-1.0, 1.0)),
+    ):
         gradient = evaluated(jax.grad(lambda x, op=op: op(x).astype(jnp.float32).sum() + x.sum()))(x)
         np.testing.assert_array_equal(gradient, np.ones(x.shape))
 
