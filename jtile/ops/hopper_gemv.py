@@ -29,6 +29,7 @@ from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import BLOCK
 from jtile.ops.streamed_numbers import (
+    EIGHT,
     LANES,
     bits_of,
     bytes_of,
@@ -69,12 +70,20 @@ class _Rows:
         return jt.cdiv(self.x.shape[1] * self.x.shape[2], PIECE)
 
     def view(self, ref):
+        """The pieces of [m, in / n, n]."""
         return ref.tiles(None, PIECE // self.x.shape[2], self.x.shape[2])
 
-    def before(self, i: int, at):
-        """Piece `at` of row i as float32, before the norm."""
-        part = self.view(self.x)[i, at, 0].astype(jnp.float32)
-        return part if self.norm is None else part + self.view(self.norm.residual)[i, at, 0].astype(jnp.float32)
+    def eights(self, at) -> list[tuple]:
+        """Where the four tiles [lanes, `EIGHT`] of a piece are."""
+        groups, eights = PIECE // self.x.shape[2] // LANES, self.x.shape[2] // EIGHT
+        return [(at * groups + group, k) for group in range(groups) for k in range(eights)]
+
+    def before(self, i: int, at, eight: tuple | None = None):
+        """Piece `at` of row i as float32, before the norm, or one of its `eights`."""
+        view = self.view if eight is None else lambda ref: ref.tiles(None, LANES, EIGHT)
+        place = (i, at, 0) if eight is None else (i, *eight)
+        x = view(self.x)[place].astype(jnp.float32)
+        return x if self.norm is None else x + view(self.norm.residual)[place].astype(jnp.float32)
 
     def scale(self, i: int):
         """1 / sqrt(mean of the squares + eps) of row i; None where there is no norm."""
@@ -83,16 +92,20 @@ class _Rows:
         squares = functools.reduce(jnp.add, [part * part for part in (self.before(i, at) for at in range(self.pieces))])
         return jax.lax.rsqrt(squares.sum() * jnp.float32(1 / (self.x.shape[1] * self.x.shape[2])) + self.eps)
 
-    def weight(self, at):
-        """That of the norm, for piece `at`; None where there is no norm."""
+    def weights(self, at, eights: bool) -> list:
+        """Those of the norm, for piece `at` or each of its `eights`; None where there is no norm."""
         if self.norm is None:
-            return None
-        return self.norm.weight.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]
+            return [None] * (len(self.eights(at)) if eights else 1)
+        w = self.norm.weight
+        if eights:
+            return [w.tiles(LANES, EIGHT)[place] for place in self.eights(at)]
+        return [w.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]]
 
-    def piece(self, i: int, at, scale, weight):
-        """Piece `at` of row i as it is multiplied; `scale`: that of the row, `weight`: that of the norm."""
-        part = self.before(i, at)
-        return part if weight is None else part * scale * weight.astype(jnp.float32)
+    def piece(self, i: int, at, scale, weights: list) -> list:
+        """Piece `at` of row i as it is multiplied, or its `eights`; `scale`: that of the row, `weights`: see there."""
+        places = [None] if len(weights) == 1 else self.eights(at)
+        parts = [self.before(i, at, eight) for eight in places]
+        return [x if w is None else x * scale * w.astype(jnp.float32) for x, w in zip(parts, weights)]
 
 
 Rings = list[list[jt.Shared]]
@@ -150,14 +163,14 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
 def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
     """Puts role j's part of x into shared memory as its rounds take it. early: x is there when the kernels in front
     have ended, and the weights of the norm before."""
-    weights = [x.weight(chunk * roles + j) for chunk in range(chunks)]
+    weights = [x.weights(chunk * roles + j, integers(kind)) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
     for i, rings in enumerate(mem.numbers[j]):
         scale = x.scale(i)
-        parts = [x.piece(i, chunk * roles + j, scale, weight) for chunk, weight in enumerate(weights)]  # at once
-        for chunk, part in enumerate(parts):
-            found = integers_of(part, kind, bytes_of(x.x.dtype)) if integers(kind) else planes_of(part, kind)
+        pieces = [x.piece(i, chunk * roles + j, scale, of_norm) for chunk, of_norm in enumerate(weights)]  # at once
+        for chunk, parts in enumerate(pieces):
+            found = integers_of(parts, kind, bytes_of(x.x.dtype)) if integers(kind) else planes_of(parts[0], kind)
             for ring, tile in zip(_leaves(rings), jax.tree.leaves(found)):
                 ring.at(chunk).store(tile)
     jt.role_barrier()

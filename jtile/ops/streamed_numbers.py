@@ -63,57 +63,69 @@ class Integers:
     """x of one role and round for products with integers: tiles, or buffers of them.
 
     Attributes:
-      planes: of each byte of x, the highest first, uint32 [2, lanes, 4]: what the words of a lane are multiplied with.
-      shifts: of each byte int32 [groups, lanes], what its sums begin with: the code that says 0 is not 0.
-      unit: float32 [groups, lanes], what brings the sums of a lane back.
-      total: float32 [groups, lanes], the sums of x.
+      planes: of each byte of x, the highest first, two of uint32 [lanes, 4]: what the words of a lane are multiplied
+        with, of codes of 4 bits their lower and their upper halves, else those of each group.
+      shifts: of each byte by group int32 [lanes], what its sums begin with: the code that says 0 is not 0.
+      unit: by group float32 [lanes], what brings the sums of a lane back.
+      total: by group float32 [lanes], the sums of x.
     """
 
     planes: list
     shifts: list
-    unit: jax.Array | jax.ShapeDtypeStruct
-    total: jax.Array | jax.ShapeDtypeStruct
+    unit: list
+    total: list
 
 
 def room_for_integers(kind: str, count: int) -> Integers:
     """The shapes and dtypes of `Integers` of `count` bytes."""
-    lanes = groups_of(kind), LANES
-    of = jax.ShapeDtypeStruct
-    planes, shifts = [of((2, LANES, 4), jnp.uint32)] * count, [of(lanes, jnp.int32)] * count
-    return Integers(planes, shifts, of(lanes, jnp.float32), of(lanes, jnp.float32))
+    of = lambda dtype, *more: jax.ShapeDtypeStruct((LANES, *more), dtype)
+    lanes = lambda dtype: [of(dtype)] * groups_of(kind)
+    planes, shifts = [[of(jnp.uint32, 4)] * 2] * count, [lanes(jnp.int32)] * count
+    return Integers(planes, shifts, lanes(jnp.float32), lanes(jnp.float32))
 
 
-def integers_of(x, kind: str, count: int) -> Integers:
-    """x [lanes * groups, of a lane], float32, as integers of `count` bytes. A lane whose largest number is infinite, or
-    none, has a unit that is none."""
+EIGHT = 8  # numbers of a lane in a tile of x that becomes integers: a thread holds them, and 1024 are four tiles
+
+
+def integers_of(x: list, kind: str, count: int) -> Integers:
+    """x, float32, in four tiles [lanes, `EIGHT`], as integers of `count` bytes: of each group those of its lanes one
+    beside the other. A lane whose largest number is infinite, or none, has a unit that is none."""
+    each = len(x) // groups_of(kind)
+    found = [_integers_of_group(x[i : i + each], kind, count) for i in range(0, len(x), each)]
+    bytes_, shifts, unit, total = ([list(of) for of in zip(*part)] for part in zip(*found))  # by group, at last
+    planes = [_in_words([part for group in of_byte for part in group], kind) for of_byte in bytes_]
+    return Integers(planes, shifts, unit[0], total[0])
+
+
+def _integers_of_group(x: list, kind: str, count: int):
+    """Of the numbers of a group: by byte its tiles and their shift, and the unit and the total in lists of one."""
     bits = 8 * count - 1
-    power = jax.lax.bitcast_convert_type(jnp.max(abs(x), axis=1), jnp.uint32) >> np.uint32(23)  # biased by 127
+    largest = functools.reduce(jnp.maximum, [abs(part) for part in x])
+    power = jax.lax.bitcast_convert_type(jnp.max(largest, axis=1), jnp.uint32) >> np.uint32(23)  # biased by 127
     power = jnp.maximum(power, np.uint32(bits))
     up = real((np.uint32(253 + bits) - jnp.minimum(power, np.uint32(254))) << np.uint32(23))
     unit = real((power - np.uint32(bits - 1)) << np.uint32(23))
     unit = jnp.where(power == np.uint32(255), jnp.float32(np.nan), unit)
-    whole = jnp.minimum(jnp.round(x * up[:, None]), jnp.float32((1 << bits) - 1)).astype(jnp.int32)
-    groups = lambda v: v.reshape(groups_of(kind), LANES)
-    bytes_ = [whole >> np.int32(bits - 7)]
-    bytes_ += [(whole >> np.int32(8 * k)) & np.int32(255) for k in reversed(range(count - 1))]
-    shifts = [groups(byte.sum(1, dtype=jnp.int32) * np.int32(-_ZERO[kind])) for byte in bytes_]
-    planes = [_in_words(byte, kind) for byte in bytes_]
-    return Integers(planes, shifts, groups(unit), groups(whole.sum(1, dtype=jnp.int32).astype(jnp.float32) * unit))
+    most = jnp.float32((1 << bits) - 1)
+    whole = [jnp.minimum(jnp.round(part * up[:, None]), most).astype(jnp.int32) for part in x]
+    total = lambda parts: functools.reduce(jnp.add, parts).sum(1, dtype=jnp.int32)
+    bytes_ = [[part >> np.int32(bits - 7) for part in whole]]
+    bytes_ += [[(part >> np.int32(8 * k)) & np.int32(255) for part in whole] for k in reversed(range(count - 1))]
+    shifts = [total(byte) * np.int32(-_ZERO[kind]) for byte in bytes_]
+    return bytes_, shifts, [unit], [total(whole).astype(jnp.float32) * unit]
 
 
-def _in_words(x, kind: str):
-    """The low bytes of integers [lanes * groups, of a lane] where the words of a lane have the codes they are
-    multiplied with; of 4 bits there are two for a word, of the lower and the upper halves of its bytes."""
-    u = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(255)
-    if bits_of(kind) == 4:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
-        u, axis = u.reshape(LANES, 2, 2, 4, 2), 1
-    else:
-        u, axis = u.reshape(2 * LANES, 1, 2, 4, 2), 2
-    at = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, u.shape, axis)
-    words = (u << (at(axis) * np.uint32(8) + at(4) * np.uint32(16))).sum((axis, 4), dtype=jnp.uint32)
-    if bits_of(kind) == 4:
-        return words.transpose(1, 0, 2)
-    return words.reshape(2, LANES, 4)
+def _in_words(x: list, kind: str) -> list:
+    """The low bytes of integers, as `integers_of` has them, where the words of a lane have the codes they are
+    multiplied with: of a block s, h, t, e, see `QuantizedTensor.packed`, and a tile has one s and one h."""
+
+    def of_pairs(part):
+        u = (jax.lax.bitcast_convert_type(part, jnp.uint32) & np.uint32(255)).reshape(LANES, 4, 2)
+        return (u << (jax.lax.broadcasted_iota(jnp.uint32, u.shape, 2) * np.uint32(16))).sum(2, dtype=jnp.uint32)
+
+    a, b, c, d = (of_pairs(part) for part in x)
+    words = ((a, c), (b, d)) if bits_of(kind) == 4 else ((a, b), (c, d))
+    return [low + (high << np.uint32(8)) for low, high in words]
 
 
 def _fields(stored, kind: str) -> list:
@@ -142,9 +154,9 @@ def held(x):
 
 
 def _held_integers(row: Integers) -> Integers:
-    words = [_along(plane.load(), 0) for plane in row.planes]
-    groups = lambda ring: _along(ring.load(), 0)
-    return Integers(words, [groups(ring) for ring in row.shifts], groups(row.unit), groups(row.total))
+    words = [[part.load() for part in plane] for plane in row.planes]
+    groups = lambda rings: [ring.load() for ring in rings]
+    return Integers(words, [groups(of_byte) for of_byte in row.shifts], groups(row.unit), groups(row.total))
 
 
 def _along(t, axis: int) -> list:
