@@ -15,7 +15,8 @@ from ascend_numbers import CASES as OTHERS
 from library_cases import POSITIVE, LibraryCase, case, f, floats
 
 from jtile import ops
-from jtile.ops import argmax, bodies, fourier, images, native_sparse, sampling, sparse_products, two_of_four
+from jtile.ops import bodies, fourier, images, native_sparse, sampling, sparse_products, two_of_four
+from jtile.ops.argmax import argmax_reference
 
 STARTS, COLUMNS = np.array([0, 2, 2, 5, 7], np.int32), np.array([3, 0, 1, 4, 2, 4, 1], np.int32)
 KEY = np.array([0, 7], np.uint32)
@@ -65,7 +66,7 @@ NEWER: dict[str, LibraryCase] = {
         ops.n_body, bodies.n_body_reference, f(5, 3), f(5, **POSITIVE), meta={"softening": 0.5},
         derivative_tolerance=1e-5,
     ),
-    "argmax": case(ops.argmax, argmax.argmax_reference, f(3, 17)),
+    "argmax": case(ops.argmax, argmax_reference, f(3, 17)),
     "sample_top_p": case(drawn(ops.sample_top_p), drawn(sampling.sample_top_p_reference), f(3, 17, low=-4, high=4)),
     "bilateral_filter": case(
         ops.bilateral_filter, images.bilateral_filter_reference, f(6, 7), meta={"space": 1.0, "level": 1.0}
