@@ -21,6 +21,7 @@ from .config import WeightSource
 from .parallel import ALONE, Axes
 
 Matrix = jax.Array | QuantizedTensor
+COMPARED = 512  # choices of experts up to which each is compared with each
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -87,6 +88,34 @@ def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
         y = gated(product(x, gate_up, biases[0]))
     shares = product(y, down, biases[1]).astype(jnp.float32) * weights[:, :, None]
     return shares.sum(1).astype(x.dtype)
+
+
+def _places(keys):
+    """Where each of keys int32 [n] stands in their order, equal ones as they come, and which stands where: int32 [n]
+    each. Few are compared with each other, which is two kernels on a GPU, and a sort with a scatter is many."""
+    n = keys.size
+    numbers = jnp.arange(n, dtype=jnp.int32)
+    if n > COMPARED:
+        order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+        return jnp.zeros_like(order).at[order].set(numbers, unique_indices=True), order
+    mine, others = keys[:, None], keys[None, :]
+    before = (others < mine) | ((others == mine) & (numbers[None, :] < numbers[:, None]))
+    place = before.sum(1, dtype=jnp.int32)
+    return place, jnp.where(place[:, None] == numbers[None, :], numbers[:, None], 0).sum(0, dtype=jnp.int32)
+
+
+def _of_own(x, experts, weights, count: int, run: Callable):
+    """`mixture` of the first `count` experts only: float32 [tokens, hidden] of x [tokens, hidden] and experts int32
+    [tokens, k], in which other numbers add nothing.
+
+    run: rows [n, hidden] sorted by expert, with others behind, and the sizes of the groups -> [n, hidden]."""
+    tokens, k = experts.shape
+    here = (experts >= 0) & (experts < count)
+    chosen = jnp.where(here, experts, count).reshape(-1)
+    place, order = _places(chosen)
+    y = run(x[order // k], (chosen[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :]).sum(0, dtype=jnp.int32))
+    shares = jnp.where(here[..., None], y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None], 0)
+    return shares.sum(1)
 
 
 def _beside(x, weight):
@@ -171,8 +200,14 @@ class Mixture(nnx.Module):
         return self.router.weight.get_value().shape[0]
 
     def __call__(self, x):
-        """x [..., hidden] -> [..., hidden], or a `Term`."""
+        """x [..., hidden] -> [..., hidden], or a `Term`.
+
+        Of few rows every device takes those of all, in which it sees to its own experts: two small collectives then,
+        which take less than to find out where each row goes and comes back from."""
         rows = x.reshape(-1, x.shape[-1])
+        gathers = self.over.gathers(rows)
+        if gathers:
+            rows = self.over.of_all(rows)
         chosen, weights = self.router(rows.astype(jnp.float32))
         if self.weighted_rows:
             tokens, k = chosen.shape
@@ -180,9 +215,14 @@ class Mixture(nnx.Module):
             chosen, weights = chosen.reshape(-1, 1), jnp.ones((tokens * k, 1), jnp.float32)
         if self.over.expert is None:
             y = self.experts(rows, chosen, weights)
+        elif gathers:
+            y = _of_own(rows, chosen - self.over.first(self._count()), weights, self.over.share(self._count()),
+                        self.experts.of_sorted)  # fmt: skip
         else:
             y = self.over.dispatched(rows, chosen, weights, self._count(), self.experts.of_sorted)
         if self.weighted_rows and k > 1:
-            y = y.reshape(tokens, k, -1).astype(jnp.float32).sum(1).astype(x.dtype)
-        y = y.reshape(x.shape)
+            y = y.reshape(tokens, k, -1).astype(jnp.float32).sum(1)
+        if gathers:
+            y = self.over.own_sums(y)
+        y = y.astype(x.dtype).reshape(x.shape)
         return self.over.term(y if self.shared is None else y + self.shared(x))

@@ -21,6 +21,7 @@ from jtile.ops import collectives
 # Bytes of a sum up to which its norm is in one kernel with it, and those that a device sends then to more than one
 # other: every device adds up everything.
 FUSED, SENT = 512 << 10, 1 << 20
+GATHERED = 1 << 20  # bytes of the rows of all devices, up to which each of them takes all instead of those it has to
 
 
 def collective(name: str, talk: bool) -> Callable:
@@ -101,6 +102,29 @@ class Axes:
     def all(self, yes):
         """Whether a bool scalar is true of all rows, those of other devices too."""
         return yes if self.expert is None else jax.lax.pmin(yes.astype(jnp.int32), self.expert) > 0
+
+    def gathers(self, x) -> bool:
+        """Whether x [tokens, hidden] of all devices that share experts are few rows."""
+        if self.expert is None or self.steady > self.talk:  # sums by XLA depend on the place in the array
+            return False
+        return jt.axis_size(self.expert) * x.size * x.dtype.itemsize <= GATHERED
+
+    def of_all(self, x):
+        """The rows [tokens, hidden] of all devices that share experts: [devices * tokens, hidden]."""
+        return collective("all_gather", self.talk)(x, self.expert)
+
+    def own_sums(self, y):
+        """This device's rows of the sum over the devices that share experts, of y [devices * tokens, hidden]."""
+        return collective("reduce_scatter", self.talk)(y, self.expert)
+
+    def share(self, count: int) -> int:
+        """How many of `count` experts a device has."""
+        assert self.expert is not None
+        return jt.cdiv(count, jt.axis_size(self.expert))
+
+    def first(self, count: int):
+        """The number of the first of them, int32."""
+        return jax.lax.axis_index(self.expert) * self.share(count)
 
     def dispatched(self, x, chosen, weights, count: int, run: Callable):
         """sum_j weights[t, j] MLP_e(x[t]) with e = chosen[t, j], of the `count` experts that devices share.
