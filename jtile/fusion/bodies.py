@@ -10,6 +10,7 @@ import jax
 
 import jtile as jt
 
+from .gathers import table_shape
 from .groups import Group, Unit
 from .loops import Loop
 from .steps import MOVES, Step, Value
@@ -54,14 +55,17 @@ class GroupKernel:
         return self._unpacked(self.kernel.interpret(*self._packed(args)))
 
     def _packed(self, args: Sequence[Any]) -> list[Any]:
-        return [x.reshape(self.group.layout.shape_of(v)) for v, x in zip(self.group.inputs, args, strict=True)]
+        group, layout = self.group, self.group.layout
+        shapes = [*map(layout.shape_of, group.loaded), *(table_shape(step, layout) for step in group.gathers)]
+        return [x.reshape(shape) for x, shape in zip(args, shapes, strict=True)]
 
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
         return [self._sums.finished(v, y) for v, y in zip(self.group.outputs, outs, strict=True)]
 
     def _body(self, *refs) -> None:
         group, frame = self.group, self.tiling.frame()
-        for value, ref in zip(group.inputs, refs):
+        frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))
+        for value, ref in zip(group.loaded, refs):
             frame.load(value, ref)
         for step in group.steps:
             frame.run(step)

@@ -25,6 +25,7 @@ MANY = 6  # arrays
 CHAINS_ON_GPUS = (
     False  # whether groups become kernels there of which no program takes an axis whole: XLA's are as quick
 )
+ROWS_ON_CPUS = False  # whether groups pick whole rows or columns there: XLA's code copies them as quickly
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
 EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time
 
@@ -103,6 +104,14 @@ def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layo
     if not layout.whole and sum(map(size_of, parts)) * 2 > sum(map(size_of, inputs)):
         return "it reads parts of arrays, which XLA does without copies"
     return None
+
+
+def picks_well(step: Step) -> bool:
+    """Whether a kernel does a gather at least as quickly as XLA. A CPU's kernel loads one element after another, each
+    by its index, where XLA copies whole rows or columns that one index picks."""
+    offsets = step.params["dimension_numbers"].offset_dims
+    rows = any(step.outs[0].shape[i] != 1 for i in offsets)
+    return not rows or ROWS_ON_CPUS or "warps" in jt.target().features
 
 
 def loop_worth(layout: Layout, length: int, steps: Sequence[Step]) -> bool:

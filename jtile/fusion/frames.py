@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,19 +10,28 @@ import jax.numpy as jnp
 
 import jtile as jt
 
+from .gathers import clipped, fill_of, table_axes
 from .layout import Layout
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
 
 class Frame:
-    """The tiles of one program. All of them have one side for every axis of the group, 1 where the value has not."""
+    """The tiles of one program. All of them have one side for every axis of the group, 1 where the value has not.
+    tables: of each gather the array that it picks from."""
 
-    def __init__(self, layout: Layout, sides: tuple[int, ...], ids: dict[int, Any], tiles: dict[Value, Any]):
-        self.layout, self.sides, self.ids, self.tiles = layout, sides, ids, tiles
+    def __init__(
+        self,
+        layout: Layout,
+        sides: tuple[int, ...],
+        ids: dict[int, Any],
+        tiles: dict[Value, Any],
+        tables: Mapping[Step, Any] | None = None,
+    ):
+        self.layout, self.sides, self.ids, self.tiles, self.tables = layout, sides, ids, tiles, tables or {}
 
     def with_tiles(self, tiles: dict[Value, Any]) -> Frame:
         """A frame of the same program that knows some tiles besides."""
-        return Frame(self.layout, self.sides, self.ids, {**self.tiles, **tiles})
+        return Frame(self.layout, self.sides, self.ids, {**self.tiles, **tiles}, self.tables)
 
     def shape_of(self, value: Operand) -> tuple[int, ...]:
         """That of the tile of a value."""
@@ -85,6 +95,8 @@ class Frame:
             return step.run([self._spread(x, shape) for x in step.ins])[0]
         if step.name == "iota":
             return self._iota(step, out)
+        if step.name == "gather":
+            return self._picked(step, out)
         if step.name not in REDUCTIONS | PLACES | RUNNING:
             return self.read(step.ins[0])  # dimensions of one element come and go, or are spread where they are used
         tiles = [self.spread(x, x) for x in step.ins]  # a sum is one of every element, equal ones too
@@ -124,6 +136,16 @@ class Frame:
         axis = self._places(out)[at]
         assert axis is not None
         return jnp.broadcast_to(self.numbers(axis).astype(out.dtype), self.shape_of(out))
+
+    def _picked(self, step: Step, out: Value):
+        """What a gather picks from its table for this program's elements."""
+        ref, (front, behind) = self.tables[step], table_axes(step, self.layout)
+        row, inside = clipped(self.read(step.ins[1]), ref.shape[len(front)])
+        tile = jt.load(ref, (*map(self.numbers, front), row, *map(self.numbers, behind)))
+        fill = fill_of(step)
+        if fill is not None:
+            tile = jnp.where(jnp.broadcast_to(inside, tile.shape), tile, jnp.full_like(tile, fill))
+        return tile.reshape(self.shape_of(out))
 
     def numbers(self, axis: int):
         """The numbers along an axis of this program's elements."""

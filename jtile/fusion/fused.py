@@ -15,6 +15,8 @@ from jtile._errors import KernelTypeError
 
 from .bodies import kernel_of
 from .chains import Chain
+from .costs import picks_well
+from .gathers import is_gather
 from .groups import Group, Plan, Unit, plan_of
 from .loops import Loop
 from .steps import Constant, Node, Step, Value, program_of
@@ -72,10 +74,11 @@ def fuse(
     """Makes tile kernels of a function of arrays.
 
     Chains of elementwise functions, broadcasts, and reductions along axes that a program can take whole (softmaxes,
-    norms) become one kernel each, which reads its inputs once and writes its outputs once. A product, a softmax of what
-    it gives, and a product with that become `jt.ops.attention`, which keeps no scores; a query whose scores are all
-    -1e30 or less gives zeros there. Everything else stays what it is in XLA: other products, gathers, sorts, loops, and
-    what is not worth a kernel (`Fused.explain` says which, and why).
+    norms) become one kernel each, which reads its inputs once and writes its outputs once; what an index picks along
+    one axis of an array is loaded in the kernel that needs it. A product, a softmax of what it gives, and a product
+    with that become `jt.ops.attention`, which keeps no scores; a query whose scores are all -1e30 or less gives zeros
+    there. Everything else stays what it is in XLA: other products, scatters, sorts, loops, and what is not worth a
+    kernel (`Fused.explain` says which, and why).
     The result is compiled as `jax.jit` does it, and composes with jit, vmap, grad and shard_map. The gradient of a
     whole function is quickest as `jt.fuse(jax.grad(f))`.
 
@@ -191,6 +194,10 @@ def _why(plan: Plan, number: int) -> str:
     node = plan.program.nodes[number]
     if node.name == "scan":
         return "not all of its body are steps of a kernel over axes that all of it has"
+    if is_gather(node.eqn) and not picks_well(node.eqn):
+        return "it picks whole rows or columns, which XLA's code for CPUs copies as quickly"
+    if is_gather(node.eqn):
+        return "no kernel alone needs what it picks"
     if not node.steps:
         return f"jt.fuse makes no kernels of {node.name}"
     for first, members, why in plan.left:

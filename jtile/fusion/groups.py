@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from .chains import Chain, chain_of
-from .costs import has_room, not_worth, once_is_quicker, reads_parts
+from .costs import has_room, not_worth, once_is_quicker, picks_well, reads_parts
+from .gathers import is_gather, tiles_of
 from .inner import functions_of
 from .layout import Layout, layout_of
 from .loops import Loop, loop_of
-from .steps import ELEMENTWISE, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
+from .steps import ELEMENTWISE, MOVES, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,7 +21,7 @@ class Group:
 
     Attributes:
       nodes: the nodes, in order; those that make constants for them first.
-      inputs, outputs: what the kernel reads and writes.
+      inputs, outputs: what the kernel reads and writes; behind all other inputs the table of each gather.
       layout: which axes the values have.
       last: sums along axes that no program takes whole.
     """
@@ -35,11 +36,21 @@ class Group:
     def steps(self) -> list[Step]:
         return [step for node in self.nodes for step in node.steps]
 
+    @functools.cached_property
+    def gathers(self) -> list[Step]:
+        """Its steps that pick from tables."""
+        return [step for step in self.steps if step.name == "gather"]
+
+    @property
+    def loaded(self) -> list[Value]:
+        """Its inputs without the tables of gathers."""
+        return self.inputs[: len(self.inputs) - len(self.gathers)]
+
     @property
     def by_equations(self) -> bool:
         """Whether its derivative is that of its equations: some have rules of their own, or a kernel's would keep all
-        partial sums."""
-        return bool(self.last) or any(node.ruled for node in self.nodes)
+        partial sums, or add to elements of a table one by one."""
+        return bool(self.last or self.gathers) or any(node.ruled for node in self.nodes)
 
 
 LARGE = 65536  # elements of an array that is worth reading once for several results
@@ -98,6 +109,7 @@ class _Cutter:
         self.members: dict[int, list[int]] = {}
         # of groups whose layout elementwise steps on values of theirs leave as it is
         self.settled: dict[int, Layout] = {}
+        self.picked: set[int] = set()  # gathers that are steps of a group
 
     def _ancestors(self) -> list[int]:
         """Of each node the set of those that it depends on, as bits."""
@@ -116,14 +128,18 @@ class _Cutter:
         for k, node in enumerate(self.nodes):
             if node.steps and not node.free:
                 self._join(k)
+        if not self.everything:
+            for first in [*self.members]:
+                self._take_gathers(first)
         groups, taken, left = [], [], []
         made_by = {v: node.name for node in self.nodes for v in node.outs}
         for first, members in self.members.items():
             group = self._group(members)
             assert group is not None
-            why = not_worth(group.steps, group.inputs, group.outputs, group.layout, everything=self.everything)
+            read = [*group.loaded, *(step.outs[0] for step in group.gathers)]
+            why = not_worth(group.steps, read, group.outputs, group.layout, everything=self.everything)
             if not self.everything:
-                why = why or reads_parts(group.inputs, made_by, group.layout)
+                why = why or reads_parts(group.loaded, made_by, group.layout)
             if why is None:
                 groups.append(group)
                 taken.append(members)
@@ -187,6 +203,57 @@ class _Cutter:
         group = self._group([k])
         if group is not None:
             self._put([k], _settled(group))
+
+    def _take_gathers(self, first: int) -> None:
+        """Puts into a group the gathers that nothing else reads, and with them what makes their indices: all together
+        if that goes, or those that do."""
+        if first not in self.members:
+            return
+        members = self.members[first]
+        group, own = self._group(members), set(members)
+        assert group is not None
+        makers = {v: self.maker[v] for v in group.inputs if v in self.maker and v not in self.results}
+        alone = [self.nodes[k].eqn for v, k in makers.items() if own.issuperset(self.users[v])]
+        found = [self.maker[eqn.outs[0]] for eqn in alone if is_gather(eqn) and picks_well(eqn)]
+        if not found or self._chain(group, members) is not None:
+            return
+        if self._takes_in(members, found) is None and len(found) > 1:
+            for k in found:
+                members = self._takes_in(members, [k]) or members
+
+    def _takes_in(self, members: list[int], gathers: list[int]) -> list[int] | None:
+        """The nodes of a group with these gathers in it, which it now is; None if they cannot be."""
+        for index in (self._index_of(gathers), []):
+            more = {*gathers, *index}
+            gone = {self.group_of[k] for k in index if k in self.group_of}
+            if any(not more.issuperset(self.members[other]) for other in gone):
+                continue
+            together = sorted({*members, *more})
+            self.picked.update(gathers)
+            if self._is_convex(together) and self._group(together) and self._runs(together, [members[0], *gone]):
+                for other in (members[0], *gone):
+                    del self.members[other]
+                self._put(together, None)
+                return together
+            self.picked.difference_update(gathers)
+        return None
+
+    def _index_of(self, gathers: Sequence[int]) -> list[int]:
+        """The elementwise nodes and moves that make nothing but indices of these gathers."""
+        found = set(gathers)
+        todo = {
+            self.maker[x] for k in gathers for x in self.nodes[k].ins[1:] if isinstance(x, Value) and x in self.maker
+        }
+        while todo:
+            k = max(todo)
+            todo.remove(k)
+            node = self.nodes[k]
+            plain = node.steps and not node.free and all(s.name in MOVES | ELEMENTWISE for s in node.steps)
+            used = {user for v in node.outs for user in self.users.get(v, ())}
+            if plain and found >= used and self.results.isdisjoint(node.outs):
+                found.add(k)
+                todo.update(m for m in self._makers(node) if m not in found)
+        return sorted(found - set(gathers))
 
     def _with(self, layout: Layout, node: Node) -> Layout | None:
         """The layout with one more node, of elementwise steps on values of one shape, whose axes they get: a long chain
@@ -260,11 +327,14 @@ class _Cutter:
 
     def _group(self, members: Sequence[int]) -> Group | None:
         """The group of these nodes; None if no kernel takes them together."""
-        nodes = [*self._constants(members), *(self.nodes[k] for k in members)]
+        nodes = [*self._constants(members), *map(self._node, members)]
         steps = [step for node in nodes for step in node.steps]
         made = {v for step in steps for v in step.outs}
         own = set(members)
-        read = dict.fromkeys(x for step in steps for x in step.ins if isinstance(x, Value) and x not in made)
+        read = dict.fromkeys(x for step in steps for x in tiles_of(step) if isinstance(x, Value) and x not in made)
+        tables = [x for step in steps if step.name == "gather" and isinstance(x := step.ins[0], Value)]
+        if not made.isdisjoint(tables):
+            return None
         written = [
             v
             for k in members
@@ -272,7 +342,11 @@ class _Cutter:
             if v in self.results or any(user not in own for user in self.users.get(v, ()))
         ]
         layout, last = _laid_out(steps, [*read], written)
-        return None if layout is None or not written else Group(nodes, [*read], written, layout, last)
+        return None if layout is None or not written else Group(nodes, [*read, *tables], written, layout, last)
+
+    def _node(self, k: int) -> Node:
+        node = self.nodes[k]
+        return dataclasses.replace(node, steps=(node.eqn,)) if k in self.picked else node
 
     def _constants(self, members: Sequence[int]) -> list[Node]:
         """The nodes that make what these ones read without any input of the program."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from .gathers import index_dimensions, table_dimensions, tiles_of
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
 MOST_AXES = 6
@@ -78,18 +79,24 @@ def layout_of(
     for x, y in same:
         for i in range(len(x.shape)):
             axes.join(x, i, y, i)
-    of_steps = (v for step in steps for v in (*step.ins, *step.outs) if isinstance(v, Value))
+    of_steps = (v for step in steps for v in (*tiles_of(step), *step.outs) if isinstance(v, Value))
     values = list(dict.fromkeys([*of_steps, *ends]))
     of = {v: [axes.find((v, i)) for i, n in enumerate(v.shape) if n != 1] for v in values}
     if any(len(set(roots)) < len(roots) for roots in of.values()):
         return None
+    tables = [
+        [axes.find((step.outs[0], i)) for i in side]
+        for step in steps
+        if step.name == "gather"
+        for side in table_dimensions(step)
+    ]
     order: list = []
     for v in sorted(values, key=lambda v: -len(of[v])):
         order += [root for root in of[v] if root not in order]
     kept = {axes.find(at) for at in whole}
     summed = {axes.find(at) for at in late} - kept
     kinds = {root: (root in kept, root in summed) for root in order}
-    runs = _merged(order, kinds, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends])
+    runs = _merged(order, kinds, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends] + tables)
     number = {root: k for k, run in enumerate(runs) for root in run[:1]}
     sizes = tuple(math.prod(root[0].shape[root[1]] for root in run) for run in runs)
     if len(sizes) > MOST_AXES:
@@ -126,6 +133,9 @@ def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None
             axes.join(step.ins[0], i, out, j)
     elif step.name == "dot_general":
         _relate_product(step, axes)
+    elif step.name == "gather":
+        for i, j in enumerate(index_dimensions(step)):
+            axes.join(step.ins[1], i, out, j)
     elif step.name == "iota":
         alone.append((out, step.params["dimension"]))
     else:  # a dimension of one element comes or goes

@@ -252,7 +252,7 @@ def _steps(step: Step, effects: Any = ()) -> tuple[Step, ...]:
 def is_fusable(step: Step) -> bool:
     """Whether steps of a kernel can stand for a primitive with these operands."""
     values = [*step.ins, *step.outs]
-    if step.name not in FUSABLE or not all(_is_tile(v) for v in values):
+    if step.name not in FUSABLE or not all(is_tile(v) for v in values):
         return False
     if any(isinstance(x, Constant) and x.shape for x in step.ins):
         return False
@@ -264,7 +264,8 @@ def is_fusable(step: Step) -> bool:
     return len(step.outs) == 1 and len(step.ins) == (step.name != "iota")
 
 
-def _is_tile(v: Operand) -> bool:
+def is_tile(v: Operand) -> bool:
+    """Whether a value has a dtype and a shape that tiles can have."""
     shape = getattr(v.aval, "shape", None)
     return shape is not None and all(isinstance(n, int) for n in shape) and str(v.dtype) in DTYPES
 

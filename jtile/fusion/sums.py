@@ -74,7 +74,8 @@ class Sums:
         """That of the kernel."""
         group, tiling, layout = self.group, self.tiling, self.group.layout
         frame, share = tiling.frame(), jt.program_id(0)
-        ins = list(zip(group.inputs, refs))
+        ins = list(zip(group.loaded, refs))
+        frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))
         outs = dict(zip(group.outputs, refs[len(group.inputs) :], strict=True))
         for value, ref in ins:
             if not layout.late & set(layout.axes[value]):
@@ -83,7 +84,7 @@ class Sums:
         until = jnp.minimum((share + 1) * each, tiling.late_blocks)
 
         def one(number, sums):
-            own = Frame(layout, frame.sides, {**frame.ids, **tiling.places(number)}, dict(frame.tiles))
+            own = Frame(layout, frame.sides, {**frame.ids, **tiling.places(number)}, dict(frame.tiles), frame.tables)
             for value, ref in ins:
                 if value not in own.tiles:
                     own.load(value, ref)

@@ -339,6 +339,30 @@ def move(draw: random.Random, values: list[Made]) -> Made | None:
     return dataclasses.replace(v, x=x)
 
 
+def gather(draw: random.Random, values: list[Made]) -> Made | None:
+    """What indices, in or out of bounds, pick along one axis of a value, and a function of it."""
+    v = _pick(draw, values, lambda v: v.x.ndim > 0 and v.x.size > 0)
+    if v is None:
+        return None
+    x, axis = v.x, draw.randrange(v.x.ndim)
+    n, dtype = x.shape[axis], draw.choice(["int32", "int32", "uint8", "int16", "uint32"])
+    least = 0 if dtype[0] == "u" else -n - 1
+    index = [draw.randint(least, n + 1) for _ in range(draw.choice([1, 3, 6]))]
+    own = _pick(draw, values, lambda w: w.exact and w.kind in "iu" and 1 <= w.x.ndim <= 2 and w.x.size > 0)
+    given = own.x if own and draw.random() < 0.5 else jnp.asarray(index, dtype)
+    if draw.random() < 0.25:  # of each row its own element
+        shape = [1 if a == axis else m for a, m in enumerate(x.shape)]
+        of_rows = jnp.asarray([draw.randrange(n) for _ in range(int(np.prod(shape)))], jnp.int32)
+        picked = jnp.take_along_axis(x, of_rows.reshape(shape), axis, mode=draw.choice(["clip", "fill"]))
+    else:
+        mode = draw.choice(["clip", "fill"])
+        picked = jnp.take(x, given, axis=axis, mode=mode, fill_value=draw.choice([0, 1]))
+    if v.kind == "f" and draw.random() < 0.7 and v.size < 100:
+        fn, size = SMOOTH[draw.choice(["tanh", "logistic", "sin", "sqrt"])]
+        return Made(fn(picked), False, size(max(v.size, 1.0)))
+    return Made(picked, v.exact, max(v.size, 1.0))
+
+
 def kept(draw: random.Random, values: list[Made]) -> Made | None:
     """What no kernel takes: it stands between them."""
     v = _pick(draw, values, lambda v: v.x.ndim > 0 and v.x.size > 0)
@@ -409,5 +433,5 @@ def control(draw: random.Random, values: list[Made]) -> Made | None:
     return Made(lax.cond(which, lambda y: lax.tanh(half(y)), lambda y: lax.add(lax.cos(y), half(y)), x), False, 101.0)
 
 
-KINDS = (smooth, sharp, binary, compare, select, cast, reduction, running, move, kept, form, control)
-WEIGHTS = (4, 2, 5, 1, 2, 1.5, 3, 1, 3, 0.7, 1, 0.3)
+KINDS = (smooth, sharp, binary, compare, select, cast, reduction, running, move, gather, kept, form, control)
+WEIGHTS = (4, 2, 5, 1, 2, 1.5, 3, 1, 3, 0.7, 0.7, 1, 0.3)

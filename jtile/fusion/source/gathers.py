@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from jtile.fusion.gathers import fill_of
 from jtile.fusion.steps import Node, Value
 
 from .expressions import number
@@ -33,6 +34,7 @@ def gather_text(name: str, node: Node, table: str, index: str) -> list[str]:
     mode = node.eqn.params["mode"].name
     rows = max(1, min(ROWS // width, math.prod(node.outs[0].shape) // width))
     fills = mode == "FILL_OR_DROP"
+    fill = number(fill_of(node.eqn), np.dtype(node.outs[0].dtype)) if fills else ""
     row = f"{index}.tiles(rows)[i][:, None]"
     return [
         "@jt.kernel(",
@@ -43,16 +45,6 @@ def gather_text(name: str, node: Node, table: str, index: str) -> list[str]:
         f"    i, columns = jt.program_id(0), {table}.shape[1]",
         f"    row = {row if fills else f'jnp.clip({row}, 0, {table}.shape[0] - 1)'}",
         f"    row_tile = jt.load({table}, (row, jt.arange(columns)[None, :])"
-        + (f", other={_fill(node)})  # rows that are not there" if fills else ")"),
+        + (f", other={fill})  # rows that are not there" if fills else ")"),
         "    out.tiles(rows, columns)[i, 0] = row_tile",
     ]
-
-
-def _fill(node: Node) -> str:
-    """What stands for rows outside of the array."""
-    given, dtype = node.eqn.params["fill_value"], np.dtype(node.outs[0].dtype)
-    if given is None and dtype.kind in "iu":
-        given = np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max
-    if given is None:
-        given = True if dtype.kind == "b" else np.nan
-    return number(given, dtype)

@@ -1,0 +1,108 @@
+"""Gathers in groups: what an index picks along one axis of an array is loaded where the group needs it.
+
+The array that is picked from, the table, is no tile: a program reads the elements that its tile of indices names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .steps import Operand, Step, Value, is_tile
+
+
+def is_gather(step: Step) -> bool:
+    """Whether an equation picks along one axis of an array, for which a group can load elements."""
+    if step.name != "gather" or not all(isinstance(x, Value) and is_tile(x) for x in step.ins):
+        return False
+    (table, index), numbers = step.ins, step.params["dimension_numbers"]
+    if 0 in table.shape or index.shape[-1] != 1 or len(numbers.start_index_map) != 1:
+        return False
+    along = _along(step)
+    batch = set(numbers.operand_batching_dims)
+    sizes = tuple(1 if d == along or d in batch else n for d, n in enumerate(table.shape))
+    modes = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
+    if tuple(numbers.collapsed_slice_dims) != (along,) or step.params["mode"].name not in modes:
+        return False
+    return tuple(step.params["slice_sizes"]) == sizes
+
+
+def tiles_of(step: Step) -> tuple[Operand, ...]:
+    """The operands of a step that are tiles: all but the table of a gather."""
+    return step.ins[1:] if step.name == "gather" else step.ins
+
+
+def _along(step: Step) -> int:
+    (along,) = step.params["dimension_numbers"].start_index_map
+    return int(along)
+
+
+def index_dimensions(step: Step) -> list[int]:
+    """The dimensions of what a gather gives that its index has, in their order."""
+    offsets = step.params["dimension_numbers"].offset_dims
+    return [i for i in range(len(step.outs[0].shape)) if i not in offsets]
+
+
+def table_dimensions(step: Step) -> tuple[list[int], list[int]]:
+    """The dimensions of what a gather gives that those of its table in front of the picked one are, and those behind
+    it; without those of one element."""
+    numbers, of_index = step.params["dimension_numbers"], index_dimensions(step)
+    batch = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    rest, along = iter(numbers.offset_dims), _along(step)
+    sides: tuple[list[int], list[int]] = ([], [])
+    for d, n in enumerate(step.ins[0].shape):
+        if d != along:
+            at = of_index[batch[d]] if d in batch else next(rest)
+            if n != 1:
+                sides[d > along].append(at)
+    return sides
+
+
+def table_axes(step: Step, layout: Any) -> tuple[list[int], list[int]]:
+    """The axes of a layout that the table of a gather has in front of the picked dimension, and those behind it."""
+    (out,) = step.outs
+    long = [i for i, n in enumerate(out.shape) if n != 1]
+    owner, left, own = {}, 1, iter(layout.axes[out])
+    for i in long:
+        if left <= 1:
+            axis = next(own)
+            left = layout.sizes[axis]
+        owner[i] = axis
+        left //= out.shape[i]
+    front, behind = table_dimensions(step)
+    return [*dict.fromkeys(owner[i] for i in front)], [*dict.fromkeys(owner[i] for i in behind)]
+
+
+def table_shape(step: Step, layout: Any) -> tuple[int, ...]:
+    """The shape of the array that stands for the table of a gather."""
+    front, behind = table_axes(step, layout)
+    rows = step.ins[0].shape[_along(step)]
+    return (*(layout.sizes[a] for a in front), rows, *(layout.sizes[a] for a in behind))
+
+
+def fill_of(step: Step) -> Any:
+    """What stands for elements outside of the table; None where indices are clipped."""
+    if step.params["mode"].name != "FILL_OR_DROP":
+        return None
+    given, dtype = step.params["fill_value"], np.dtype(step.outs[0].dtype)
+    if given is not None:
+        return given
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max
+    return True if dtype.kind == "b" else np.nan
+
+
+def clipped(row: Any, rows: int) -> tuple[Any, Any]:
+    """(indices that all lie in 0 to rows - 1, whether the ones given did), for indices of any integer type."""
+    if row.dtype.itemsize < 4:
+        row = row.astype(jnp.int32)
+    last = jnp.full(row.shape, rows - 1, row.dtype)
+    inside = row <= last
+    row = jnp.minimum(row, last)
+    if jnp.issubdtype(row.dtype, jnp.signedinteger):
+        none = jnp.zeros_like(row)
+        inside = inside & (row >= none)
+        row = jnp.maximum(row, none)
+    return row.astype(jnp.int32), inside
