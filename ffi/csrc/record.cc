@@ -173,9 +173,12 @@ class Reader {
 
   void read_attributes(const Json& json) {
     for (const auto& [key, value] : json.dict("attributes")) {
-      if (key != "programmatic" && key != "cooperative")
-        fail(Code::kInvalidArgument, "the launch has the unknown attribute '", key, "'");
-      (key == "programmatic" ? record_.programmatic : record_.cooperative) = value.boolean(key.c_str());
+      bool* known = key == "programmatic"  ? &record_.programmatic
+                    : key == "cooperative" ? &record_.cooperative
+                    : key == "node"        ? &record_.node
+                                           : nullptr;
+      if (known == nullptr) fail(Code::kInvalidArgument, "the launch has the unknown attribute '", key, "'");
+      *known = value.boolean(key.c_str());
     }
   }
 

@@ -64,6 +64,7 @@ struct Record {
   std::string name, symbol, arch;
   uint32_t threads = 0, shared = 0, cluster = 1;
   bool programmatic = false, cooperative = false;
+  bool node = false;  // of XLA's command buffer itself, instead of a graph in it
   Expression grid;
   std::vector<Param> params;
   std::vector<TensorMap> maps;

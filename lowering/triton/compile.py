@@ -275,7 +275,7 @@ def compile_kernel(
         built = stages.build(text, f, choice, where=kernel, texts=texts)
     launch = {
         "name": kernel.name,
-        "record": record.finish(kernel.name, symbol(kernel), f.arch, built),
+        "record": record.finish(kernel.name, symbol(kernel), f, built),
         "extra": record.extra,
         "resources": built.resources,
         "level": "tile",

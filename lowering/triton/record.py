@@ -24,7 +24,8 @@ A record is an object with
             "table": bytes in front of it in the block, "counters": likewise, "memory": likewise, "bytes": of the block,
             "waits": whether programs wait for each other, "grid": [sides], "list": [sites that reports name]}
   dims      four numbers for each dynamic dimension of an operand: operand, axis, symbol, multiple
-  attributes  of the launch: {"programmatic": true, "cooperative": true, ...}
+  attributes  of the launch: {"programmatic": true, "cooperative": true, ...}; "node": it is one of the command buffer
+            itself, so that what stands behind it may start early
 
 An expression is a number, or a list in postfix order: numbers, "s0" for the value of symbol 0, and the operators
 "add" "sub" "mul" "floordiv" "cdiv" "mod" "max" "min".
@@ -37,6 +38,9 @@ import json
 from typing import Any
 
 from jtile import ir
+from jtile._config import current
+
+from .features import Features
 
 Expression = int | list[int | str]
 
@@ -61,7 +65,7 @@ class Record:
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     evict: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def finish(self, name: str, symbol: str, arch: str, built: Any) -> str:
+    def finish(self, name: str, symbol: str, f: Features, built: Any) -> str:
         """The record as JSON text, with what compiling decided (a `stages.Built`)."""
         maps = [p for p in self.params if p["kind"] == "tensormap"]
         for p, d in zip(maps, built.descriptors, strict=True):
@@ -69,9 +73,10 @@ class Record:
                 d["elem_type"], d["elem_type"])}  # fmt: skip
         fields = {k: getattr(self, k) for k in ("params", "grid", "zeroed", "sites", "dims", "attributes")}
         fields |= {"devices": self.devices} if self.devices else {}
-        fields |= {"name": name, "symbol": symbol, "arch": arch, "threads": built.threads, "shared": built.shared,
+        fields |= {"name": name, "symbol": symbol, "arch": f.arch, "threads": built.threads, "shared": built.shared,
                    "cluster": built.choice.num_ctas}  # fmt: skip
         fields["attributes"] |= {"programmatic": True} if built.waits else {}
+        fields["attributes"] |= {"node": True} if f.dependents and current().overlap else {}
         # Every kernel of triton ends in two pointers: scratch of its own, which jtile's kernels do not use.
         fields["params"] = [*self.params, {"kind": "null"}, {"kind": "null"}]
         return json.dumps(fields, sort_keys=True)

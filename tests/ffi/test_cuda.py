@@ -55,16 +55,20 @@ def test_attributes_of_a_launch(driver):
 
 
 def test_nodes_of_a_graph(driver):
-    """What XLA adds to its command buffer; kernels that ask for more than a node can say are traced."""
+    """What XLA adds to its command buffer: kernels that are to overlap. Others are traced, and those that ask for more
+    than a node can say."""
     params = [buffer(1), buffer(0), {"kind": "i32", "value": -5}, {"kind": "i64", "value": 1 << 40}, {"kind": "null"}]
     eight = lambda n: n.to_bytes(8, "little").hex()
     values = f"{eight(8192)} {eight(4096)} fbffffff {eight(1 << 40)} {eight(0)}"
     for early in (False, True):
-        text = record(params=params, grid=12, threads=256, shared=1024, attributes={"programmatic": early})
+        attributes = {"node": True, "programmatic": early}
+        text = record(params=params, grid=12, threads=256, shared=1024, attributes=attributes)
         assert driver.open(text).node((4096, 16), (8192, 16)) == f"jtile_k 12 256 1024 {early:d} {values}"
-    assert driver.open(record(grid=0)).node() == ""
-    more = [{"cluster": 2}, {"attributes": {"cooperative": True}}, {"params": [buffer(0)], "zeroed": [0]}]
-    assert [driver.open(record(**change)).node((4096, 16)) for change in more] == [""] * 3
+    assert driver.open(record(grid=0, attributes={"node": True})).node() == ""
+    node = {"attributes": {"node": True}}
+    more = [{}, node | {"cluster": 2}, node | {"params": [buffer(0)], "zeroed": [0]}]
+    more += [{"attributes": {"node": True, "cooperative": True}}]
+    assert [driver.open(record(**change)).node((4096, 16)) for change in more] == [""] * 4
     assert not [line for line in driver.lines() if line.startswith("launch")]
 
 

@@ -88,7 +88,7 @@ def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: stages.Tex
     built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir", tool=tool)
     launch = {
         "name": kernel.name,
-        "record": record.finish(kernel.name, symbol(kernel), f.arch, built),
+        "record": record.finish(kernel.name, symbol(kernel), f, built),
         "extra": record.extra,
         "resources": built.resources,
         "level": "block",

@@ -219,6 +219,9 @@ def test_a_block_of_early_roles_beside_another():
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
     assert ptx.count("griddepcontrol.") == 2 and ".maxnreg 64" in ptx and launch["resources"]["blocks"] > 1
     assert json.loads(launch["record"])["attributes"] == {"programmatic": True}
+    with jt.config(overlap=True):
+        overlapping = jt.call(body, out_type=x, grid=(1,)).lower(x, target="cuda:sm_90").launch
+    assert json.loads(overlapping["record"])["attributes"] == {"programmatic": True, "node": True}
     assert jt.call(body, out_type=x, grid=(1,)).interpret(np.ones((64, 64), jnp.bfloat16)).astype(float).min() == 1
     large = ir.Roles(("a", "b"), (8, 4), (160, 160), (ir.Block(), ir.Block()))
     assert registers_at_start(large) == 0
