@@ -27,6 +27,7 @@ _SHORT = {
     "f8e5m2fnuz": "float8_e5m2fnuz", "f8e4m3b11fnuz": "float8_e4m3b11fnuz",
 }  # fmt: skip
 _TYPE = re.compile(r"\s*([a-z]\w*)\s*(?:\[([\d\s,]*)\])?\s*(?:,|$)")
+_READ = "_jtile_read"  # of a module that is a file's: which file, and how it was when it was read
 
 
 def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str], transform: str = "") -> None:
@@ -133,6 +134,11 @@ def _module(name: str) -> Any:
         path = Path(name)
         if not path.is_file():
             raise KernelValueError(f"there is no file {name}")
+        about = path.stat()
+        read = str(path.resolve()), about.st_mtime_ns, about.st_size
+        known = sys.modules.get(path.stem)
+        if known is not None and getattr(known, _READ, None) == read:
+            return known  # what a file prints is printed once, however many functions of it a command takes
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
@@ -140,6 +146,7 @@ def _module(name: str) -> Any:
         sys.modules[path.stem] = module
         sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: the file may import its neighbours
         spec.loader.exec_module(module)  # errors of the user's own file keep their traceback
+        setattr(module, _READ, read)
         return module
     if "" not in sys.path:
         sys.path.insert(0, "")  # a console script does not look in the folder where it is called

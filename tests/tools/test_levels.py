@@ -87,6 +87,16 @@ def test_a_file_may_import_its_neighbours(tmp_path, monkeypatch):
     assert levels.find(f"{tmp_path}/inspected_main.py:scaled").name == "scaled"
 
 
+def test_a_file_runs_once_until_it_changes(tmp_path, capsys):
+    path = tmp_path / "inspected_printing.py"
+    path.write_text("def f(x):\n    return x\nprint('read')\n")
+    assert levels.find(f"{path}:f") is levels.find(f"{path}:f")
+    assert capsys.readouterr().out == "read\n"
+    path.write_text("def f(x):\n    return 2 * x\nprint('read again')\n")
+    assert levels.find(f"{path}:f")(2) == 4
+    assert capsys.readouterr().out == "read again\n"
+
+
 def test_the_kernels_of_a_function_are_found_once_each(module):
     types = levels.parse_types("f32[100]")
     found = levels.lower(levels.find(f"{module}:twice"), types, "cpu", {})
