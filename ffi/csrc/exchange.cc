@@ -47,6 +47,8 @@ Kept& kept() {
 // What has begun and is not finished, by device and the array that is written.
 struct Pending {
   std::shared_ptr<Round> round;
+  const Exchange* exchange;
+  size_t device;  // of the round
   const void* from;
   int64_t run;
 };
@@ -84,30 +86,29 @@ Round::~Round() {
 }
 
 bool Round::meet(size_t device, const Part& part) {
-  std::lock_guard lock(mutex_);
   parts_[device] = part;
-  return ++came_ == parts_.size();
+  return came_.fetch_add(1, std::memory_order_acq_rel) + 1 == parts_.size();
 }
 
-void Round::put(std::string error) {
+void Round::put(const std::string& error) {
   {
     std::lock_guard lock(mutex_);
-    error_ = std::move(error);
-    put_.store(true, std::memory_order_release);
+    if (error_.empty()) error_ = error;
+    put_.fetch_add(1, std::memory_order_release);
   }
   changed_.notify_all();
 }
 
 void Round::wait(std::chrono::milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
-  auto done = [&] { return put_.load(std::memory_order_acquire); };
+  auto done = [&] { return put_.load(std::memory_order_acquire) == parts_.size(); };
   while (!done() && std::chrono::steady_clock::now() - start < kSpin) {
   }
   std::unique_lock lock(mutex_);
   if (!changed_.wait_for(lock, timeout, done))
     fail(Code::kFailedPrecondition, "an exchange between GPUs waited ", static_cast<double>(timeout.count()) / 1000,
-         " s: ", came_, " of ", parts_.size(), " devices have begun the call");
-  if (!error_.empty()) fail(Code::kFailedPrecondition, "an exchange between GPUs failed: ", error_);
+         " s: ", came_.load(), " of ", parts_.size(), " devices have begun the call");
+  if (!error_.empty()) fail(Code::kFailedPrecondition, "an exchange between GPUs failed on ", error_);
 }
 
 // -- a call site ------------------------------------------------------------------------------------------------------
@@ -190,15 +191,19 @@ void Exchange::copy(void* stream, size_t me, size_t to, const Round& round) cons
                       stream);
 }
 
-// Puts the copies of all devices on their streams.
-void Exchange::send(const Round& round) const {
-  for (size_t me = 0; me < devices_; ++me) {
-    const Round::Part& part = round.parts()[me];
+void Exchange::send(Round& round, size_t me) const {
+  if (!round.claim(me)) return;
+  const Round::Part& part = round.parts()[me];
+  std::string error;
+  try {
     for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, part.side, other.ready);
     for (size_t k = 1; k <= static_cast<size_t>(pieces_.receivers); ++k)  // the next first: not all send to one
       copy(part.side, me, (me + k) % devices_, round);
     part.driver->record(part.ordinal, part.sent, part.side);
+  } catch (const Error& found) {
+    error = concat("GPU ", part.ordinal, ": ", found.what());
   }
+  round.put(error);
 }
 
 void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, const Array& into) {
@@ -214,17 +219,10 @@ void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, 
                          kept().event(driver, ordinal),
                          kept().event(driver, ordinal)};
   driver.record(ordinal, part.ready, stream);
-  begun().add(ordinal, into.data, {round, from.data, run});
-  if (round->meet(me, part)) {
-    std::string error;
-    try {
-      send(*round);
-    } catch (const Error& found) {
-      error = found.what();
-    }
-    round->put(error);
-  }
-  if (pieces_.own) copy(stream, me, me, *round);
+  begun().add(ordinal, into.data, {round, this, me, from.data, run});
+  if (round->meet(me, part))
+    for (size_t k = 0; k < devices_; ++k) send(*round, (me + k) % devices_);
+  if (pieces_.own) copy(stream, me, me, *round);  // of all parts it reads its own, which no other thread writes
 }
 
 void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t timeout_ms) {
@@ -235,6 +233,7 @@ void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* array
   for (const Pending& pending : begun().take(ordinal, arrays[0].data)) {
     if (pending.run != run) continue;  // of an execution that failed in between
     any = true, right = right && is_here(pending);
+    if (pending.round->all_here()) pending.exchange->send(*pending.round, pending.device);
     pending.round->wait(std::chrono::milliseconds(timeout_ms));
     for (const Round::Part& part : pending.round->parts()) part.driver->await(ordinal, stream, part.sent);
   }

@@ -2,9 +2,9 @@
 //
 // Two custom calls. In the first (`Exchange::begin`) each device leaves the address of the array that the others write to,
 // and the last one to come puts the copies of all on streams of their own, behind what the compute streams of sender and
-// receiver have done so far: no device waits for another there. The second (`finish_exchanges`) lets the compute stream go
-// on when all copies into an array have come, and those out of the arrays that were sent have left. In between kernels may
-// do anything but touch what is being copied.
+// receiver have done so far: no device waits for another there, and those that are at the second call by then help. The
+// second (`finish_exchanges`) lets the compute stream go on when all copies into an array have come, and those out of the
+// arrays that were sent have left. In between kernels may do anything but touch what is being copied.
 //
 // Order is the business of events; no kernel waits for another device, so that nothing can hang on a GPU. A device that
 // does not come is an error of those that wait for it.
@@ -58,19 +58,22 @@ class Round {
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;
 
-  // Adds a device. Gives whether it was the last one, which is to make the copies.
+  // Adds a device. Gives whether it was the last one.
   bool meet(size_t device, const Part& part);
-  // The copies stand on their streams; `error` says why they do not, else it is empty.
-  void put(std::string error);
-  // Waits until they do. Throws Error, after `timeout` too.
+  bool all_here() const { return came_.load(std::memory_order_acquire) == parts_.size(); }
+  // Whether the caller is the first to ask, and so to make the copies of a device. All devices are here.
+  bool claim(size_t device) { return !(claimed_.fetch_or(uint64_t{1} << device) >> device & 1); }
+  // Those of a device stand on its stream; `error` says why they do not, else it is empty.
+  void put(const std::string& error);
+  // Waits until those of all do. Throws Error, after `timeout` too.
   void wait(std::chrono::milliseconds timeout);
-  const std::vector<Part>& parts() const { return parts_; }
+  const std::vector<Part>& parts() const { return parts_; }  // to be read when all devices are here
 
  private:
   std::vector<Part> parts_;
-  std::atomic<bool> put_{false};
+  std::atomic<size_t> came_{0}, put_{0};
+  std::atomic<uint64_t> claimed_{0};  // devices, bit by bit
   std::mutex mutex_;
-  size_t came_ = 0;
   std::condition_variable changed_;
   std::string error_;
 };
@@ -85,6 +88,8 @@ class Exchange {
   void initialize(int ordinal);
   // Begins the copies of one device. `run`: the number of the execution. Throws Error.
   void begin(int ordinal, int64_t run, void* stream, const Array& from, const Array& into);
+  // Puts the copies of a device on its stream, unless another thread does.
+  void send(Round& round, size_t me) const;
 
  private:
   struct Group {
@@ -96,7 +101,6 @@ class Exchange {
   std::shared_ptr<Round> come(int64_t run, size_t place);
   void check(const Array& from, const Array& into) const;
   void copy(void* stream, size_t me, size_t to, const Round& round) const;
-  void send(const Round& round) const;
 
   const DriverSource source_;
   const std::vector<int64_t> ordinals_;
