@@ -49,34 +49,47 @@ def fft_tiles(x, table, y, *, br: int, factors: tuple[int, ...], sign: int, scal
     y.tiles(br, n)[i, 0] = jax.lax.complex(*z)
 
 
-@jt.kernel(
-    out_type=_spectrum, grid=lambda x, table, **_: x.shape[0],
-    scratch=lambda x, table, **_: [jax.ShapeDtypeStruct((x.shape[1],), jnp.float32)] * 4,
-)  # fmt: skip
+def _between(x, table, *, factors: tuple[int, ...], **_):
+    """What is between two steps: behind the first a row for each p of all k, real parts first."""
+    n, r = x.shape[1], factors[0]
+    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n // r, 2 * r), *[(n,)] * 4)]
+
+
+@jt.kernel(out_type=_spectrum, grid=lambda x, table, **_: x.shape[0], scratch=_between)
 def fft_rows(
-    x, table, y, real, imaginary, other_real, other_imaginary, *, factors: tuple[int, ...], sign: int, scale: float
-):
+    x, table, y, begun, real, imaginary, other_real, other_imaginary, *,
+    factors: tuple[int, ...], sign: int, scale: float,
+):  # fmt: skip
     """As `fft_tiles`, a row at a time, in memory of the program: vectors run along q, in the first step along p."""
     i, n, l, more = jt.program_id(0), x.shape[1], 1, [slice(None)] * (len(x.shape) - 2)
     now, then = (real, imaginary), (other_real, other_imaginary)
     for s, r in enumerate(factors):
         m, first, last = n // (r * l), first_root(factors, s), s + 1 == len(factors)
-        b = divisor(m if s == 0 else l, 64)
+        b = divisor(m if s == 0 else l, 16)  # in a vector or two, which stay in registers
         for p in jt.range(1 if s == 0 else m):
             for c in jt.range((m if s == 0 else l) // b):
-                here = [jt.ds(j * (n // r) + p * l + c * b, b) for j in range(r)]
-                load = (lambda at, now=now: (now[0][at], now[1][at])) if s else lambda at: _pair(x[(i, at, *more)])
-                out = butterfly([load(at) for at in here], sign)
+                q = c * b
+                if s == 0:
+                    z = [_pair(x[(i, jt.ds(j * m + q, b), *more)]) for j in range(r)]
+                elif s == 1:
+                    z = [(begun[j * m + p, jt.ds(q, b)], begun[j * m + p, jt.ds(l + q, b)]) for j in range(r)]
+                else:
+                    here = [jt.ds((j * m + p) * l + q, b) for j in range(r)]
+                    z = [(now[0][at], now[1][at]) for at in here]
+                out = butterfly(z, sign)
+                for k in range(1, 1 if last else r):
+                    root = first + (k - 1) * m + (q if s == 0 else p)
+                    out[k] = multiply(out[k], pair(table[jt.ds(root, b) if s == 0 else root]))
+                if s == 0 and not last:
+                    begun[jt.ds(q, b), :] = jnp.stack([v[part] for part in (0, 1) for v in out], -1)
+                    continue
                 for k, v in enumerate(out):
-                    root = first + (k - 1) * m + (c * b if s == 0 else p)
-                    if k and not last:
-                        v = multiply(v, pair(table[jt.ds(root, b) if s == 0 else root]))
-                    at = jt.ds(c * b * r + k, b, stride=r) if s == 0 else jt.ds((p * r + k) * l + c * b, b)
+                    at = jt.ds((p * r + k) * l + q, b)
                     if last:
                         y[i, at] = jax.lax.complex(*(v if scale == 1 else (v[0] * scale, v[1] * scale)))
                     else:
                         then[0][at], then[1][at] = v
-        now, then, l = then, now, l * r
+        now, then, l = (then, now, l * r) if s else (now, then, r)
 
 
 def _forward(kernel, x, table, **meta):
@@ -96,7 +109,7 @@ for _kernel in (fft_tiles, fft_rows):
 def _rows(x, sign: int, scale: float):
     """Of the rows of x [rows, n], complex64; of x float32 [rows, n, 2] with both parts side by side."""
     n, whole = x.shape[1], machine().whole
-    factors = radices(n, 16 if whole else 8)
+    factors = radices(n, 8)
     if x.ndim == 3 and (factors is None or n > _LONGEST[whole]):
         x = jax.lax.complex(x[..., 0], x[..., 1])
     if factors is None:
@@ -165,8 +178,8 @@ def _complex(op: str, x):
 def fft(x: jax.Array, axis: int = -1) -> jax.Array:
     """`X_k = sum_j x_j e^(-2 pi i j k / n)` along an axis, as `jnp.fft.fft`, computed in float32.
 
-    Lengths whose prime factors are at most 13 go through butterflies of radix 2 to 16 (on GPUs to 8), which a program
-    computes without memory between them; longer ones than it holds in two passes, and lengths with larger primes as a
+    Lengths whose prime factors are at most 13 go through butterflies of radix 2 to 13, which a program computes
+    in registers or in a cache; longer ones than it holds in two passes, and lengths with larger primes as a
     convolution. Differentiable.
 
     Args:

@@ -1,7 +1,7 @@
-"""Tiles whose last axis is a pair, such as the parts of complex numbers: both elements side by side in registers.
+"""Tiles whose last axis is short, such as the parts of complex numbers: its elements side by side in registers.
 
-A pair is read by two loads of neighbours that are taken apart, and written by one store of both; without this each of
-its elements would be gathered and scattered by itself.
+A pair is read by two loads of neighbours that are taken apart, and written by one store of both; so are 4 to 32
+elements, in as many stores as there are vectors. Without this each of them would be gathered and scattered by itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from .evaluate import Index, Point
 
 
-def parts(op: ir.Op | None) -> tuple[ir.Value, ir.Value] | None:
-    """The two tiles [..., 1] that an op puts side by side along the last axis; None of any other op."""
-    if not isinstance(op, ir.Concat) or len(op.xs) != 2 or ir.DTYPES[op.result.dtype].bits < 16:
+_MOST = 32  # parts, each of which takes a register
+
+
+def parts(op: ir.Op | None) -> tuple[ir.Value, ...] | None:
+    """The tiles [..., 1], a power of two, that an op puts side by side along the last axis; None of any other op."""
+    if not isinstance(op, ir.Concat) or ir.DTYPES[op.result.dtype].bits < 16:
         return None
-    first, second = op.xs
-    last = op.result.type.rank - 1
-    return (first, second) if op.axis == last and first.shape == second.shape and first.shape[last] == 1 else None
+    count, last = len(op.xs), op.result.type.rank - 1
+    if count not in range(2, _MOST + 1) or count & (count - 1) or op.axis != last:
+        return None
+    return tuple(op.xs) if all(x.shape == (*op.result.shape[:last], 1) for x in op.xs) else None
 
 
 def is_stored_next(em: Emitter, op: ir.Concat) -> bool:
@@ -38,7 +42,8 @@ def is_stored_next(em: Emitter, op: ir.Concat) -> bool:
     if not isinstance(following, ir.Store) or em.plan.uses.get(op.result) != [k] or following.value is not op.result:
         return False
     *_, last = following.index
-    whole = isinstance(last, ir.Span) and (last.size, last.stride) == (2, 1) and following.ref.shape[-1] == 2
+    n = len(op.xs)
+    whole = isinstance(last, ir.Span) and (last.size, last.stride) == (n, 1) and following.ref.shape[-1] == n
     taken = any(isinstance(d, ir.Take) for d in following.index)
     return whole and not taken and following.mask is None and not _reads(op, _shared(em.kernel, following.ref))
 
@@ -62,8 +67,8 @@ def _reads(op: ir.Op, refs: set[ir.Value]) -> bool:
     return False
 
 
-def emit(em: Emitter, pair: tuple[ir.Value, ir.Value], into: Buffer, bounds: Bounds) -> None:
-    """Evaluate both parts at every place, and write them side by side."""
+def emit(em: Emitter, pair: tuple[ir.Value, ...], into: Buffer, bounds: Bounds) -> None:
+    """Evaluate all parts at every place, and write them side by side."""
     shape = pair[0].shape
     em.prepare(list(pair), shape if not bounds else ())
 
@@ -75,21 +80,37 @@ def emit(em: Emitter, pair: tuple[ir.Value, ir.Value], into: Buffer, bounds: Bou
 
 
 def write(p: Point, buf: Buffer, ix: Index, values: list[Val]) -> None:
-    """Store the pairs of two vectors at `ix`, whose last entry is 0."""
-    code, n = p.code, p.lanes.count
+    """Store vectors at `ix`, whose last entry is 0, so that their elements alternate."""
+    code, n, count = p.code, p.lanes.count, len(values)
     base, step = access.offset(code, buf, ix)
-    if n == 1 or step != 2 or buf.strides[-1] != 1:
+    if n == 1 or step != count or buf.strides[-1] != 1:
         for k, x in enumerate(values):
             access.write(code, p.em.isa, buf, (*ix[:-1], Ix(i64(k))), x, p.lanes)
         return
     wide = [x if lanes_of(x.ty) == n else code.splat(x, n) for x in values]
-    raw = _interleaved(code, *[to_memory(code, p.em.isa, x, buf.dtype) for x in wide])
+    raw = _alternating(code, [to_memory(code, p.em.isa, x, buf.dtype) for x in wide])
     mask = p.lanes.mask
-    lanes = Lanes(2 * n, None if mask is None else _interleaved(code, mask, mask))
-    ty = memory_type(buf.dtype)
-    access.store_lanes(code, p.em.isa, ty, raw, code.gep(ty, buf.ptr, base), lanes)
+    masks = [None] * count if mask is None else _alternating(code, [mask] * count)
+    ty, each = memory_type(buf.dtype), n if count > 2 else 2 * n
+    for k, (x, m) in enumerate(zip(raw, masks, strict=False)):
+        access.store_lanes(code, p.em.isa, ty, x, code.gep(ty, buf.ptr, code.add(base, k * each)), Lanes(each, m))
 
 
-def _interleaved(code: Code, a: Val, b: Val) -> Val:
-    n = lanes_of(a.ty)
-    return shuffle(code, a, b, [k // 2 + n * (k % 2) for k in range(2 * n)])
+def _alternating(code: Code, rows: list[Val]) -> list[Val]:
+    """Vectors [part][lane] as vectors that hold [lane][part] one after the other; of two as one vector."""
+    n = lanes_of(rows[0].ty)
+    if len(rows) == 2:
+        return [shuffle(code, *rows, _merged(range(2 * n), n))]
+    groups = [[row] for row in rows]
+    low, high = _merged(range(n), n), _merged(range(n, 2 * n), n)
+    while len(groups) > 1:
+        pairs = zip(groups[: len(groups) // 2], groups[len(groups) // 2 :], strict=True)
+        groups = [
+            [shuffle(code, a, b, order) for a, b in zip(*pair, strict=True) for order in (low, high)] for pair in pairs
+        ]
+    return groups[0]
+
+
+def _merged(places: range, n: int) -> list[int]:
+    """Which lanes of two vectors of n the places of their elements in turn hold."""
+    return [k // 2 + n * (k % 2) for k in places]

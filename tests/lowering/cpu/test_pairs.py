@@ -31,6 +31,33 @@ def test_pairs_of_every_width(dtype):
                 np.testing.assert_array_equal(got, want)
 
 
+def products(x, o, *, parts):
+    i = jt.program_id(0)
+    t = x.tiles(16)[i]
+    o.tiles(16, parts)[i, 0] = jnp.stack([t * t if k % 2 else t + k for k in range(parts)], -1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16"])
+@pytest.mark.parametrize("isa", ["sse2", None])
+def test_many_parts_side_by_side(dtype, isa):
+    kernel = jt.kernel(
+        out_type=lambda x, parts: jt.like(x, (*x.shape, parts)), grid=lambda x, **_: jt.cdiv(x.shape[0], 16)
+    )(products)
+    with jax.enable_x64(True), jt.config(isa=isa):
+        for n, parts in ((5, 3), (39, 4), (16, 8)):
+            x = (RNG.standard_normal(n) * 8).astype(jnp.dtype(dtype))
+            want = np.stack([x * x if k % 2 else x + x.dtype.type(k) for k in range(parts)], -1)
+            np.testing.assert_array_equal(kernel(x, parts=parts), want)
+
+
+def test_parts_are_not_scattered():
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    body = lambda x, o: products(x, o, parts=8)
+    code = jt.call(body, out_type=jax.ShapeDtypeStruct((64, 8), jnp.float32), grid=4).lower(x).texts["llvm"]
+    assert "shufflevector" in code
+    assert "masked" not in code
+
+
 def test_nothing_is_gathered():
     def body(a, b, o):
         i = jt.program_id(0)
