@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -40,11 +39,11 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ops import super_blocks
 from jtile.ops._shapes import check_float
 from jtile.ops.super_blocks import LAYOUTS, SUPER, SuperBlocks
-from jtile.ops.weight_codes import BLOCK, FLOAT8, FOUR_BIT, dequantize_rows, float4_codes, pack_codes, unpack_codes
+from jtile.ops.weight_codes import BLOCK, FOUR_BIT, dequantize_rows, pack_codes, unpack_codes
+from jtile.ops.weight_rounding import round_weights
 
 KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1", "mxfp4")
 BLOCKS = 128  # rows that share the scales of fp8 weights whose activations are rounded by "blocks"
-POWER = jnp.float8_e8m0fnu  # of the scales of mxfp4
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
 K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
 
@@ -326,9 +325,10 @@ def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
     check_float("quantize", x=x)
     _check(kind, x.shape, group)
     if not _on_host(x):
-        return _quantize(jnp, x, kind, group)
+        return QuantizedTensor(*round_weights(jnp, x, kind, group), kind)
     there = x.sharding if isinstance(x, jax.Array) and x.committed else None
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, there), _quantize(np, np.asarray(x), kind, group))
+    arrays = jax.device_put(round_weights(np, np.asarray(x), kind, group), there)
+    return QuantizedTensor(*arrays, kind)
 
 
 def from_int4(codes, scale, zero=None) -> QuantizedTensor:
@@ -384,64 +384,6 @@ def _on_host(x) -> bool:
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, jax.core.Tracer) and [d.platform for d in x.devices()] == ["cpu"]
-
-
-def _quantize(xp, x, kind: str, group: int) -> QuantizedTensor:
-    """With the functions of `xp`: NumPy's for what lies in the host's memory, where `jnp` would compile two dozen
-    programs for every shape, to the same bits."""
-    out, inner = x.shape
-    with np.errstate(over="ignore", invalid="ignore"):  # of scales beyond float16, and of what is no number
-        x = x.astype(np.float32)
-        if kind == "int8":
-            scale = xp.max(xp.abs(x), axis=1, keepdims=True, initial=0) / 127.0
-            return QuantizedTensor(_round_to_int8(xp, x * _inverse(xp, scale)), scale, None, kind)
-        if kind == "fp8":
-            scale = xp.max(xp.abs(x), axis=1, keepdims=True, initial=0) / 448.0
-            codes = xp.clip(x * _inverse(xp, scale), -448.0, 448.0).astype(FLOAT8)
-            return QuantizedTensor(codes, scale, None, kind)
-        codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // group, group))
-        scale = scale[..., 0].astype(POWER if kind == "mxfp4" else np.float16)
-        minimum = None if minimum is None else minimum[..., 0].astype(np.float16)
-    if kind != "q8_0":
-        codes = codes.reshape(out, inner // BLOCK, BLOCK)
-        codes = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << np.uint8(4))
-    return QuantizedTensor(codes.reshape(out, math.prod(codes.shape[1:])), scale, minimum, kind)
-
-
-def _quantize_q8_0(xp, blocks):
-    scale = xp.max(xp.abs(blocks), axis=-1, keepdims=True) / 127.0
-    return _round_to_int8(xp, blocks * _inverse(xp, scale)), scale, None
-
-
-def _quantize_q4_0(xp, blocks):
-    at = xp.argmax(xp.abs(blocks), axis=-1, keepdims=True)
-    scale = xp.take_along_axis(blocks, at, axis=-1) / -8.0
-    return xp.clip(xp.trunc(blocks * _inverse(xp, scale) + 8.5), 0, 15).astype(np.uint8), scale, None
-
-
-def _quantize_q4_1(xp, blocks):
-    low, high = xp.min(blocks, axis=-1, keepdims=True), xp.max(blocks, axis=-1, keepdims=True)
-    scale = (high - low) / 15.0
-    return xp.clip(xp.trunc((blocks - low) * _inverse(xp, scale) + 0.5), 0, 15).astype(np.uint8), scale, low
-
-
-def _quantize_mxfp4(xp, blocks):
-    """A power of two that brings the largest value between 4 and 8, and the number that is nearest."""
-    power = xp.frexp(xp.max(xp.abs(blocks), axis=-1, keepdims=True))[1] - 3
-    scale = xp.ldexp(np.float32(1), xp.clip(power, -126, 127)).astype(np.float32)
-    return float4_codes(xp, blocks / scale), scale, None
-
-
-_QUANTIZERS = {"q8_0": _quantize_q8_0, "q4_0": _quantize_q4_0, "q4_1": _quantize_q4_1, "mxfp4": _quantize_mxfp4}
-
-
-def _inverse(xp, scale):
-    return xp.where(scale == 0, 0.0, 1.0 / xp.where(scale == 0, 1.0, scale))
-
-
-def _round_to_int8(xp, x):
-    """Rounds half away from zero, as ggml does (round goes to even)."""
-    return (xp.sign(x) * xp.floor(xp.abs(x) + 0.5)).astype(np.int8)
 
 
 def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtile.ops.quantized_tensor import FLOAT8
+from jtile.ops.weight_codes import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
