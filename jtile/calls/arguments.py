@@ -129,3 +129,16 @@ def _from_dlpack(sig: Signature, path: tuple[Any, ...], x: Any) -> jax.Array:
             f"{_argument(sig, path)} of kernel {sig.name} is a {type(x).__name__} that DLPack cannot import: {e}",
             sig.where,
         ) from e
+
+
+class ArrayType:
+    """The concrete class of JAX's arrays, learned from the first one: it has no public name."""
+
+    type: type | None = None
+
+    def learn(self, x: Any) -> None:
+        if self.type is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            self.type = type(x)
+
+
+ARRAY = ArrayType()

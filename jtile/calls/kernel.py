@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile import _mesh
@@ -19,9 +18,9 @@ from jtile._errors import KernelTypeError
 from jtile._frames import leave_out, shows_users_frames
 from jtile._memo import Recent
 from jtile._parts import is_complex
-from jtile.calls.arguments import as_operand, as_type, key_of
+from jtile.calls.arguments import ARRAY, as_operand, as_type, key_of
 from jtile.calls.boundary import is_split, runner
-from jtile.calls.layout import Layout, Spec, lay_out
+from jtile.calls.layout import Layout, Spec, count_leaves, lay_out, shared_refs
 from jtile.calls.lowered import Lowered
 from jtile.calls.marks import declared, strip
 from jtile.calls.options import CHOICES, checked_options
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from jtile.tune.space import Tuning
 
 _TRACED = 128  # remembered (types, meta-parameters) per kernel: each keeps what was traced for it
-_SIZES = 2048  # likewise of sizes that share one traced program
+_SIZES = 2048  # remembered sizes per kernel that share one traced program
 
 
 def kernel(
@@ -216,7 +215,20 @@ class Kernel:
     def autotune(
         self, *, space: Any, key: Any = None, data: Callable[..., Any] | None = None, override: bool = False
     ) -> Kernel:
-        """The same kernel with a search space; see `jt.autotune`."""
+        """The same kernel with a search space, from which calls take the meta-parameters that they leave out.
+
+        Args:
+          space: a dict from names of meta-parameters and options to lists of values; a list of dicts; or a function of
+            the abstract inputs and meta-parameters that gives one of these.
+          key: what the choice depends on: names of inputs and meta-parameters, or a function like `space` that gives
+            something printable. Default: all inputs, and all meta-parameters that are not tuned.
+          data: a function like `space` that gives the arrays to measure with. Default: random ones.
+          override: the choice is also used in place of meta-parameters that a call gives.
+        Returns:
+          A `Kernel`; this one stays as it is.
+        Raises:
+          KernelTypeError, KernelValueError: a space or key that does not fit the kernel.
+        """
         from jtile.tune.space import Tuning
 
         out = self.with_options()
@@ -275,10 +287,16 @@ class Kernel:
         return interpreted(self, args, mesh, meta)(seed)
 
     def debug(self, *args: Any, seed: int = 0, mesh: Any = None, **meta: Any) -> Debugger:
-        """Hold the run of `interpret(*args, seed=seed, mesh=mesh, **meta)` at the first op of its first program.
+        """Start the kernel in the reference interpreter, and stop before the first op of its first program.
 
+        Args:
+          args: arrays, numbers or pytrees of them, of the types and shapes that a call takes.
+          seed, mesh, meta: as for `interpret`: the order of programs, the mesh of devices, the meta-parameters.
         Returns:
-          A `jtile.debug.Debugger`, which goes on step by step, and shows what names stand for.
+          A `jtile.debug.Debugger`, which goes on step by step, and shows what names stand for. Its `result` are the
+          results of a call, as NumPy arrays; it raises what `interpret` would raise.
+        Raises:
+          KernelTypeError, KernelValueError: arguments, meta-parameters or a mesh that do not fit the kernel.
         """
         from jtile.calls.meshes import debugger
 
@@ -315,7 +333,7 @@ class Kernel:
         Only for leaves of exactly these types: a subclass or a tracer may be no array, or need a cast first.
         """
         for x in leaves:
-            if type(x) is not _ARRAY.type and type(x) is not np.ndarray:
+            if type(x) is not ARRAY.type and type(x) is not np.ndarray:
                 return None
         try:
             key = self._key(tree, leaves, meta, defaults)
@@ -337,7 +355,7 @@ class Kernel:
                 key = self._key(tree, leaves, meta, defaults)
             (self._sized if bound.program.dynamic else self._bound).put(key, bound)
         for x in leaves:
-            _ARRAY.learn(x)
+            ARRAY.learn(x)
         return bound
 
     def _key(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any] | None) -> Any:
@@ -434,10 +452,10 @@ class Kernel:
             meta=meta, name=self.name, grid=layout.grid, axes=layout.axes, aliases=layout.aliases, inits=layout.inits,
         )  # fmt: skip
         around = Around(
-            self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,
-            layout.names, ir.Loc(*where) if where else ir.NOWHERE,
+            self.name, count_leaves(layout.inputs), count_leaves(layout.outputs), layout.grid,
+            layout.aliases, layout.inits, layout.names, ir.Loc(*where) if where else ir.NOWHERE,
             tuple(is_complex(x.dtype) for x in jax.tree.leaves((layout.inputs, layout.outputs))),
-            shared=_shared(layout),
+            shared=shared_refs(layout),
         )  # fmt: skip
         types = tree_flatten(layout.inputs)[0]
         vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout, types, meta, key)
@@ -471,27 +489,3 @@ def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:
     config = jax.config
     state = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
     return tree, tuple([(x.shape, x.dtype) for x in leaves]), key_of(meta), state
-
-
-def _shared(layout: Layout) -> tuple[tuple[int, str], ...]:
-    """The Refs of a call that every device has, with their roles."""
-    first = _leaves((layout.inputs, layout.outputs))
-    roles = [getattr(x, "role", None) for x in jax.tree.leaves(layout.scratch)]
-    return tuple((first + k, role) for k, role in enumerate(roles) if role)
-
-
-def _leaves(tree: Any) -> int:
-    return len(tree_flatten(tree)[0])
-
-
-class _ArrayType:
-    """The concrete class of JAX's arrays, learned from the first one: it has no public name."""
-
-    type: type | None = None
-
-    def learn(self, x: Any) -> None:
-        if self.type is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            self.type = type(x)
-
-
-_ARRAY = _ArrayType()

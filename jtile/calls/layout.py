@@ -69,6 +69,18 @@ class Layout:
     inits: tuple[int | float | bool | None, ...]
 
 
+def shared_refs(layout: Layout) -> tuple[tuple[int, str], ...]:
+    """The Refs of a call that every device has, with their roles."""
+    first = count_leaves((layout.inputs, layout.outputs))
+    roles = [getattr(x, "role", None) for x in jax.tree.leaves(layout.scratch)]
+    return tuple((first + k, role) for k, role in enumerate(roles) if role)
+
+
+def count_leaves(tree: Any) -> int:
+    """The number of leaves of a pytree."""
+    return len(tree_flatten(tree)[0])
+
+
 def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, Any]) -> Layout:
     """Fit a kernel's specification to abstract inputs (a tuple of pytrees of ShapeDtypeStruct)."""
     # More inputs than Refs: say so before out_type stumbles over them.

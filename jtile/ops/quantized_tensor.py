@@ -87,6 +87,7 @@ class QuantizedTensor:
 
     @property
     def ndim(self) -> int:
+        """The number of axes of `shape`: 2, or 3 for a stack."""
         return len(self.shape)
 
     @property
@@ -96,6 +97,7 @@ class QuantizedTensor:
 
     @property
     def is_4bit(self) -> bool:
+        """Whether a byte holds two codes (`q4_0`, `q4_1`, `mxfp4`)."""
         return self.kind in FOUR_BIT
 
     @property
@@ -120,7 +122,19 @@ class QuantizedTensor:
 
     @classmethod
     def quantize(cls, x, kind: str, group: int = BLOCK) -> QuantizedTensor:
-        """Quantise `x`, float [out, in]. Arguments, result and errors are those of `ops.quantize`."""
+        """Quantise a matrix of floats; `jtile.ops.quantize` is the same function.
+
+        Args:
+          x: float [out, in], of any float dtype.
+          kind: `"int8"`, `"q8_0"`, `"fp8"`, `"q4_0"`, `"q4_1"` or `"mxfp4"`.
+          group: how many weights of a row share a scale: 32 times a power of two that divides `in`. int8 and fp8 have
+            one scale for a row, whatever `in` is.
+        Returns:
+          A `QuantizedTensor` of shape [out, in].
+        Raises:
+          KernelTypeError: `x` is no float array.
+          KernelValueError: an unknown kind, an `x` that is no matrix, or a group that does not fit.
+        """
         return quantize(x, kind, group)
 
     @classmethod
@@ -172,15 +186,23 @@ class QuantizedTensor:
 
         Args:
           raw: uint8, as many bytes as the file has for the matrix.
-          kind: such as `"q4_0"` or `"q6_k"`.
-          shape: (out, in).
+          kind: `"q4_0"`, `"q4_1"`, `"q8_0"` or a K-quant, `"q2_k"` to `"q6_k"`.
+          shape: (out, in), in weights.
         Returns:
           A `QuantizedTensor` of that shape.
+        Raises:
+          KernelValueError: a kind without blocks in GGUF, or a number of bytes that does not fit `shape`.
         """
         return from_gguf_blocks(raw, kind, shape)
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """The weights [out, in] as `dtype`, computed in float32."""
+        """The weights as floats.
+
+        Args:
+          dtype: the float dtype of the result. The weights are computed in float32, and rounded to it once.
+        Returns:
+          An array of this tensor's `shape`.
+        """
         return _dequantized(self, np.dtype(dtype))
 
     def packed(self) -> QuantizedTensor:
@@ -206,7 +228,7 @@ class QuantizedTensor:
         return dataclasses.replace(self._regrouped(), codes=codes)
 
     def _regrouped(self) -> QuantizedTensor:
-        """With groups that kernels for sm_90 copy, if there are such."""
+        """The same weights in groups that kernels for sm_90 can copy; this tensor where no size of groups is one."""
         inner, bits = self.shape[-1], 4 if self.is_4bit else 8
         arrays = [a for a in (self.scale, self.minimum) if a is not None]
         size = min(a.dtype.itemsize for a in arrays)
@@ -220,20 +242,38 @@ class QuantizedTensor:
         return self if group == self.group else self.regrouped(group)
 
     def regrouped(self, group: int) -> QuantizedTensor:
-        """The same weights with smaller groups, whose scales are repeated: `group` divides that of this tensor."""
+        """The same weights in smaller groups, whose scales (and minima) are repeated; not for int8 and K-quants.
+
+        Args:
+          group: the weights of a new group, a divisor of this tensor's `group`.
+        Returns:
+          A `QuantizedTensor` of the same shape and kind.
+        Raises:
+          KernelValueError: `group` does not divide this tensor's, or the kind has no groups of a free size.
+        """
+        if group != self.group and (self.is_super or self.kind == "int8"):
+            raise KernelValueError(f"{self.kind} has no groups of another size; quantise the weights as q8_0 or q4_0")
         if self.group % group:
             raise KernelValueError(f"groups of {self.group} weights do not divide into groups of {group}")
         wide = lambda a: None if a is None else jnp.repeat(a, self.group // group, axis=-1)
         return dataclasses.replace(self, scale=wide(self.scale), minimum=wide(self.minimum))
 
     def with_minima(self) -> QuantizedTensor:
-        """A Q4_0 as the Q4_1 of the same weights, for where others have minima; other kinds as they are."""
+        """Turn a Q4_0 into a Q4_1 of the same weights, so that it can be put together with others of that kind.
+
+        Returns:
+          A `QuantizedTensor` of kind `"q4_1"` with minima in float32; a tensor of another kind is returned unchanged.
+        """
         if self.kind != "q4_0":
             return self
         return dataclasses.replace(self, minimum=-8 * self.scale.astype(jnp.float32), kind="q4_1")
 
     def unpacked(self) -> QuantizedTensor:
-        """The inverse of `packed`."""
+        """The same weights with their codes as bytes, as `quantize` makes them: this undoes `packed`.
+
+        Returns:
+          A `QuantizedTensor` of the same shape. Groups that `packed` has halved stay so.
+        """
         if self.is_super:
             return dataclasses.replace(
                 self, codes=super_blocks.as_bytes(self.codes), high=super_blocks.as_bytes(self.high)
@@ -241,7 +281,13 @@ class QuantizedTensor:
         return dataclasses.replace(self, codes=unpack_codes(self.codes, self.kind))
 
     def rows(self, index) -> QuantizedTensor:
-        """The rows `index` (int array [n]) as a tensor of shape (n, in)."""
+        """Some rows as a tensor of its own.
+
+        Args:
+          index: int [n], rows from 0 to out - 1; negative ones count from the end.
+        Returns:
+          A `QuantizedTensor` of shape [n, in]. The weights of a row that does not exist are NaN.
+        """
         index = jnp.asarray(index)
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0), self)
 
@@ -255,11 +301,18 @@ class QuantizedTensor:
           A `QuantizedTensor` whose `out` is the sum of theirs.
         Raises:
           KernelTypeError: the kinds differ, or only some are packed.
+          KernelValueError: `in` or the size of the groups differs.
         """
         kinds = sorted({"packed " * part.is_packed + part.kind for part in parts})
         if len(kinds) != 1:
             raise KernelTypeError(
                 f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them"
+            )
+        if len({tuple((*a.shape[:-2], a.shape[-1]) for a in jax.tree.leaves(part)) for part in parts}) != 1:
+            found = ", ".join(f"{list(part.shape)} in groups of {part.group}" for part in parts)
+            raise KernelValueError(
+                f"cannot concatenate quantised tensors {found}: expected one `in` and one size of groups; "
+                "`regrouped` makes larger groups smaller"
             )
         ways = {part.activations for part in parts}
         blocks_meet = all(part.shape[-2] % BLOCKS == 0 for part in parts[:-1])
@@ -292,7 +345,7 @@ class QuantizedTensor:
 
     @property
     def storage(self) -> tuple:
-        """What tensors have in common that `concatenate` takes, and kernels of two weights."""
+        """The kind, and the last side and dtype of each array: what two weights of one kernel have in common."""
         sides = ((*leaf.shape[:-2], leaf.shape[-1], leaf.dtype.name) for leaf in jax.tree.leaves(self))
         return self.kind, *sides
 
@@ -332,7 +385,7 @@ def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
 
 
 def from_int4(codes, scale, zero=None) -> QuantizedTensor:
-    """See `QuantizedTensor.from_int4`."""
+    """Checks the shapes; `QuantizedTensor.from_int4` says what arguments and result are."""
     (out, inner), groups = codes.shape, scale.shape[-1]
     if scale.shape != (out, groups) or (zero is not None and zero.shape != scale.shape):
         raise KernelValueError(f"codes {codes.shape} and scales {scale.shape} are not [out, in] and [out, groups]")
@@ -342,7 +395,7 @@ def from_int4(codes, scale, zero=None) -> QuantizedTensor:
 
 
 def from_int8(codes, scale) -> QuantizedTensor:
-    """See `QuantizedTensor.from_int8`."""
+    """Makes int8 of one scale a row, and q8_0 of more; `QuantizedTensor.from_int8` says what the arguments are."""
     (out, inner), groups = codes.shape, scale.shape[-1]
     if groups == 1 and scale.shape[0] in (1, out):
         return QuantizedTensor(codes, jnp.broadcast_to(scale, (out, 1)).astype(jnp.float32), None, "int8")
@@ -352,7 +405,7 @@ def from_int8(codes, scale) -> QuantizedTensor:
 
 
 def from_float8(codes, scale) -> QuantizedTensor:
-    """See `QuantizedTensor.from_float8`."""
+    """Makes fp8 of e4m3 codes; `QuantizedTensor.from_float8` says what the arguments are."""
     (out, inner), groups = codes.shape, scale.shape[-1]
     if scale.shape[0] not in (1, out) or groups == 0 or (groups > 1 and inner % (groups * BLOCK)):
         raise KernelValueError(f"scales {scale.shape} do not divide codes {codes.shape} into multiples of {BLOCK}")

@@ -7,7 +7,7 @@ import pytest
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ops import quantized_tensor
-from jtile.ops.quantized_tensor import BLOCK_BYTES, QuantizedTensor
+from jtile.ops.quantized_tensor import BLOCK_BYTES, KINDS, QuantizedTensor
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
 
@@ -127,3 +127,25 @@ def test_kinds_do_not_mix():
     parts = [QuantizedTensor.quantize(weights(), kind) for kind in ("q4_0", "q8_0")]
     with pytest.raises(KernelTypeError, match="q4_0, q8_0"):
         QuantizedTensor.concatenate(parts)
+
+
+@pytest.mark.parametrize(("sides", "groups"), [((64, 128), (32, 32)), ((128, 128), (32, 64))])
+def test_matrices_of_several_widths_or_groups_are_not_concatenated(sides, groups):
+    parts = [QuantizedTensor.quantize(weights((4, n)), "q8_0", g) for n, g in zip(sides, groups, strict=True)]
+    with pytest.raises(KernelValueError, match="expected one `in` and one size of groups"):
+        QuantizedTensor.concatenate(parts)
+
+
+def test_one_scale_for_a_row_is_not_cut_into_groups():
+    tensor = QuantizedTensor.quantize(weights((4, 64)), "int8")
+    assert tensor.regrouped(64).group == 64
+    with pytest.raises(KernelValueError, match="int8 has no groups of another size"):
+        tensor.regrouped(32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_count_from_the_end_and_those_that_do_not_exist_are_no_numbers(kind):
+    tensor = QuantizedTensor.quantize(weights((4, 64)), kind)
+    found = np.asarray(tensor.rows([-1, 9]).dequantize())
+    assert np.array_equal(found[0], tensor.dequantize()[3])
+    assert np.isnan(found[1]).all()
