@@ -26,7 +26,7 @@ from jtile._errors import CacheError, CacheWarning
 
 FORMAT = "jtile-cache-1"
 SUFFIX = ".jtile"
-_STALE_SECONDS = 3600  # of a temporary file whose writer died
+_STALE_SECONDS = 3600  # age from which a temporary file's writer counts as dead
 _KEEP = 0.9  # of the limit, after an eviction: the next writes need none
 _SHARE = 16  # of the room that is left, a process fills one part before it looks at the folder again
 

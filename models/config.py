@@ -17,7 +17,7 @@ from .entries import number
 from .rope import Rope, read_rope
 
 LONGEST = 2**30  # no sequence has more tokens: positions and sums of two of them are int32
-# of an expert that another device has: None
+# Loads a weight by name and shape; the weight of an expert that another device has is None.
 WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 

@@ -19,8 +19,8 @@ from jtile.ops import QuantizedTensor
 from . import layers
 
 MOST = 128  # tokens whose scores programs of a few experts compute; for more, tiles of a product are as fast
-TOGETHER = 8  # of these tokens go through the weights that a program holds
-ROWS = 4  # of a matrix in a program
+TOGETHER = 8  # tokens that go through the weights that a program holds at a time
+ROWS = 4  # rows of a matrix in a program
 WIDEST = 4096  # columns of a matrix that a program holds at once
 
 

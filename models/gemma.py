@@ -53,7 +53,7 @@ class GemmaConfig(DecoderConfig):
             scale=number(config, "query_pre_attn_scalar", 256, float) ** -0.5,
             softcap=_bound(config, "attn_logit_softcapping", None if third else 50.0),
         )
-        pattern = config.get("_sliding_window_pattern") or 6  # of so many layers the last one sees all keys
+        pattern = config.get("_sliding_window_pattern") or 6  # of each run of so many layers, the last sees all keys
         every = number(config, "sliding_window_pattern", pattern) if third else 2
         window = number(config, "sliding_window", 4096)
         return cls(

@@ -161,7 +161,7 @@ class LanguageModel:
         length = prompt.mask.shape[1]
         size = kv.bucket(max(prompt.ids.shape[1], length), self.config.max_length)
         mask = widen(prompt.mask, size)
-        slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where a position's token was packed
+        slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where each position's token is packed
         run, _ = self._compiled(programs.logits, widen(prompt.ids, size), slot, mask)
         out = run(self._weights, widen(prompt.ids, size), slot, mask)[:rows, :length]
         return out[0] if prompt.single else out

@@ -120,7 +120,7 @@ def rope_append_scaled(
         jt.store(scales, (row, slice(None), at), scale, mask=there)
 
 
-HEADS = 8  # of one program of `latent_append` and `latent.rotate_tail`
+HEADS = 8  # heads in one program of `latent_append` and `latent.rotate_tail`
 
 
 def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, table, **_):

@@ -13,7 +13,7 @@ from .experts import Experts, Mixture
 from .llama import LlamaConfig
 from .qwen3 import MixtureConfig, Router
 
-NAMES = {"gate": "w1", "up": "w3", "down": "w2"}  # of an expert's matrices in checkpoints
+NAMES = {"gate": "w1", "up": "w3", "down": "w2"}  # what checkpoints call the matrices of an expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,5 +14,5 @@ def from_hf(config: Mapping) -> Qwen3Config:
     Raises:
       ModelError: a required key is missing, or the model uses a variant that `jtile.models` does not implement.
     """
-    found = Qwen3Config.from_hf(config)  # which has norms where this one has biases
+    found = Qwen3Config.from_hf(config)  # Qwen3's attention has norms where that of Qwen2 has biases
     return dataclasses.replace(found, attention=dataclasses.replace(found.attention, norm_eps=None, biased=True))

@@ -35,7 +35,7 @@ def custom_vjp(
     fwd, bwd = rule
     out_tree, results = layout.out_tree, tree_leaves(layout.outputs)
     seen: dict[str, Structure] = {}  # the structure of the residuals, which fwd decides
-    kept: list[Any] = []  # and their types
+    kept: list[Any] = []  # the types of the residuals
 
     def flat_fwd(*arrays: Any) -> Sequence[Any]:
         args = tree_unflatten(in_tree, typed(arrays, operands))

@@ -98,7 +98,7 @@ class Breakpoint:
     part: Any = None
     kinds: tuple[str, ...] = ()
     hits: int = 0
-    held: set[tuple[Walker, int]] = dataclasses.field(default_factory=set)  # whose condition held a moment ago
+    held: set[tuple[Walker, int]] = dataclasses.field(default_factory=set)  # walkers for which the condition just held
 
     def __str__(self) -> str:
         what = f"watch {self.ref} ({', '.join(self.kinds)})" if self.ref else "breakpoint"
@@ -263,7 +263,7 @@ class Session:
             return b.holds(frame, self.look)
         except JtileError as error:
             self._hold(f"the condition of breakpoint {b.number} fails: {error.message}")
-        except Exception as error:  # of the user's function
+        except Exception as error:  # the condition is a function of the user's, which may raise anything
             self._hold(f"the condition of breakpoint {b.number} fails: {type(error).__name__}: {error}")
         return False
 

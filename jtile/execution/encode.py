@@ -13,7 +13,7 @@ from .boxes import parts
 from .schedule import Schedule
 from .tasks import TaskGraph, footprint_of
 
-VERSION = 1  # of the form; ffi/csrc/tasks.cc refuses others
+VERSION = 1  # the version of this format; ffi/csrc/tasks.cc refuses others
 ALIGNMENT = 64  # bytes
 OPERAND, RESULT, ARENA = range(3)
 AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in how many parts

@@ -19,7 +19,7 @@ from jtile.ir.types import DTYPES
 
 EVENTS = 12_000  # accesses that a record holds with their rounds, and of one program at most
 WALKED = 60_000  # accesses that programs are walked for
-PROGRAMS = 1024  # that are shown, at most
+PROGRAMS = 1024  # programs that are shown, at most
 
 Touch = ir.Load | ir.Store | ir.Atomic | ir.AsyncLoad | ir.AsyncStore
 

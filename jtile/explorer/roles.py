@@ -16,8 +16,8 @@ from jtile.lowering.targets import Target
 from jtile.primitive import lowering
 from jtile.tune.timeline import COPIED, READ, Timeline, title
 
-ELEMENTS = 1 << 24  # of all arrays of a kernel whose timeline is simulated
-PROGRAMS, STAMPS = 2, 1500  # that are watched, and notes of a role
+ELEMENTS = 1 << 24  # a timeline is simulated if all arrays of a kernel have at most so many
+PROGRAMS, STAMPS = 2, 1500  # programs that are watched, and notes that a role may leave
 
 _READS = (ir.LoadShared, ir.DotAsync, ir.AsyncStore)
 _WRITES = (ir.StoreShared, ir.AsyncLoad)

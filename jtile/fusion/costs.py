@@ -15,8 +15,8 @@ from .steps import ELEMENTWISE, MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
 
 LEAST = 4096  # elements of the largest array: below, a kernel is not quicker than XLA
 ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
-ALONE = 4096  # the same where there is one program only
-TILE = 65536  # elements of such a tile
+ALONE = 4096  # elements that a program takes whole where the grid has only one program
+TILE = 65536  # elements of a tile that is whole along an axis which is not the last
 # Functions that XLA's code for CPUs takes 1.5 to 50 times as long for as that of kernels, even alone.
 SLOW = frozenset(
     ["sin", "cos", "tan", "asin", "acos", "sinh", "cosh", "exp", "exp2", "expm1", "log", "log1p", "pow", "cbrt"]

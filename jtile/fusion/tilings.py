@@ -14,8 +14,8 @@ from jtile.ops._shapes import fit, machine
 from .frames import Frame
 from .layout import COLUMNS, Layout
 
-LOOP_TILE = 256  # elements that a program takes through all rounds of a loop
-LANES = 16  # and at least
+LOOP_TILE = 256  # elements that a program takes through all rounds of a loop at most
+LANES = 16  # elements that such a program takes at least
 
 
 class Tiling:

@@ -73,7 +73,7 @@ class Machine:
         self.kernel, self.check, self.seed, self.watch = kernel, check, seed, _WATCHER.get()
         self.crew: Crew | None = None
         self.part: Part | None = None  # on a mesh: this program among those of all devices
-        self.where = ""  # and what messages call its device
+        self.where = ""  # the name of its device in messages
         self.silent = False  # prints nothing
         self.env: dict[Value, Any] = {}
         self.pid: tuple[int, ...] = ()

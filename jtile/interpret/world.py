@@ -41,7 +41,7 @@ from .turns import Steps, Turns, Walker
 
 Place = tuple[int, ...]  # of a device: its place along each axis of the call
 Span = tuple[int, int, int, Op]  # line, how much of it had happened, call, op
-SETS = 2  # of symmetric memory: calls take them in turn
+SETS = 2  # sets of symmetric memory, which calls take in turn
 
 
 class Clocks(Order[Span]):
@@ -213,7 +213,7 @@ class World:
     def start(self, rank: int, call: int) -> None:
         """A device begins a call: with memory that its peers may have written already."""
         m = self.machines[rank] = Machine(self.kernel, list(self.inputs[rank]), self.check, self.seed)
-        m.silent = call + 1 < self.calls  # one of the calls is heard
+        m.silent = call + 1 < self.calls  # only the last call prints
         self.left[rank] = self.programs
         for v in self.kernel.shared:
             m.env[v] = self.of(v, self.places[rank], call)

@@ -33,8 +33,8 @@ from .printer import print_op
 from .reductions import UserReduce, UserScan
 from .types import DTYPES, BarrierType, RefType, SharedType
 
-REGISTERS = 65536  # of a multiprocessor
-WARPS = 32  # of a block
+REGISTERS = 65536  # registers of a multiprocessor
+WARPS = 32  # warps of a block, at most
 SLOTS = 4096  # barriers of a block, and buffers of a ring: more than 227 KiB have room for buffers of 64 bytes
 IN_ROLES = (
     LoadShared,

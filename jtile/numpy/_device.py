@@ -50,7 +50,8 @@ def argmax(a: jax.Array, axis: int | None = None, *, keepdims: bool = False) -> 
 def _first(a: jax.Array, extreme: Callable, axis: int | None, keepdims: bool) -> jax.Array:
     """Where the extreme is, or the first NaN."""
     if jnp.iscomplexobj(a) or not a.size:
-        raise TypeError("NumPy orders complex numbers, and refuses to choose from none")  # and is asked then
+        # The error makes the caller ask NumPy itself, which computes this or raises an error of its own.
+        raise TypeError("NumPy orders complex numbers, and refuses to choose from none")
     flat = a.reshape(-1) if axis is None else a
     along = 0 if axis is None else range(a.ndim)[axis]
     best = extreme(flat, along, keepdims=True)

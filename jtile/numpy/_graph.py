@@ -15,7 +15,7 @@ from jtile._memo import Recent
 
 type Shape = tuple[int, ...]
 
-NANOSECONDS_A_NODE = 1000  # that NumPy takes for a call of any size
+NANOSECONDS_A_NODE = 1000  # the time of a call of NumPy besides that for its elements
 DEVICE_DTYPES = frozenset(
     numpy.dtype(name)
     for name in (

@@ -13,7 +13,7 @@ from jtile.numpy._now import SMALL
 _DIVISIONS = frozenset(("floor_divide", "remainder", "fmod", "divmod"))
 _PARTS = frozenset(("index", "roll", "pad", "take by", "diff", "gradient"))
 STENCILS = 4  # values whose neighbours are read: with as many, little else is computed
-SHARE = 5  # of the calls, one that reads neighbours: the same
+SHARE = 5  # if more than one call in so many reads neighbours, little else is computed either
 LONG = 16.0  # nanoseconds for an element in NumPy: to compute it anew takes longer than to write and to read it
 MANY = 4  # arrays that it is computed from: to read them again takes as long
 

@@ -83,7 +83,7 @@ def flash_attention_backward(
         j = share + turn * splits
         columns = j * bk + jt.arange(bk)[:, None]
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
-        if lengths is not None:  # what stands behind the length may be anything
+        if lengths is not None:  # keys and values behind the length may hold anything, NaN too
             k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
         lo, inner_lo, inner_hi, hi = query_blocks(j * bk, bk, bq, t, offset, length, window)
         dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))

@@ -54,7 +54,7 @@ def attention_gradient_of_keys(
     offset = 0 if offsets is None else offsets[b]
     columns = j * bk + jt.arange(bk)[:, None]
     k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
-    if lengths is not None:  # what stands behind the length may be anything
+    if lengths is not None:  # keys and values behind the length may hold anything, NaN too
         k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
 
     def step(i, h, dk_j, dv_j, edge: bool):

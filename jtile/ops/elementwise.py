@@ -52,7 +52,7 @@ def bias_gelu_residual(x: jax.Array, bias: jax.Array, residual: jax.Array, *, ap
         return x
     rows = as_rows(x)
     tiles = {"br": rows_per_tile(*rows.shape)}
-    if dispatch.vector_cores():  # which have room for fewer of the many steps of a derivative
+    if dispatch.vector_cores():  # their memory holds fewer of the many values of a derivative
         bn = fit(rows.shape[1], machine().tile)
         tiles = {"br": rows_per_tile(rows.shape[0], bn), "bn": bn}
     return bias_gelu_residual_rows(rows, bias, as_rows(residual), approximate=bool(approximate), **tiles).reshape(

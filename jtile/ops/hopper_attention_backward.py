@@ -17,7 +17,7 @@ from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
 from jtile.ops.dispatch import first_unmet
 
-KEYS = 64  # of a role; a program has two
+KEYS = 64  # keys of one role; a program has two such roles
 EMPTY = 1e30  # the log-sum-exp of no scores
 NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second cache holds beside keys and values
 
@@ -104,7 +104,7 @@ def hopper_attention_backward(
         offset = offsets[b] if counted else 0
         return length, offset, *query_blocks(j * 2 * KEYS, 2 * KEYS, bq, t, offset, length, window)
 
-    def zero_behind(length, w):  # what stands behind the length may be anything
+    def zero_behind(length, w):  # keys and values behind it may hold anything, NaN too
         if (j + 1) * 2 * KEYS > length:
             for tile in (K, V):
                 tile[half(w)].store(jnp.where(of_keys(w) < length, tile[half(w)].load(), jnp.zeros((), dtype)))

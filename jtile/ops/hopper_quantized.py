@@ -30,7 +30,7 @@ DEPTH = 256  # weights of a row, of a round
 WORDS = 32  # of a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
 _UP, _DOWN = 2.0**110, 2.0**23  # both bring codes times 2^-133 back; a float16 times the first is a bfloat16
-_UP_FLOAT8 = 2.0 ** (120 - 23)  # so does this with _DOWN to codes times 2^-120
+_UP_FLOAT8 = 2.0 ** (120 - 23)  # this and _DOWN bring codes times 2^-120 back
 
 
 def _codes(words, kind: str, dtype):
@@ -341,7 +341,8 @@ def _copied(array, inner: int) -> bool:
 
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:
     """[m, out] of x [m, in] and a packed weight."""
-    like = kind if kind != "fp8" else "int8" if weight.scaled_last(kind) else "q8_0"  # in bytes
+    # fp8 has the tiles of the kind of one-byte integers whose scales lie like its own.
+    like = kind if kind != "fp8" else "int8" if weight.scaled_last(kind) else "q8_0"
     meta = choice(x.shape[0], weight.codes.shape[0], x.shape[1], like)
     whole = meta["splits"] == 1
     meta |= {"out_dtype": jnp.dtype(out_dtype if whole else jnp.float32).name}

@@ -24,12 +24,12 @@ from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 
-ROWS = 64  # of W in a tile
-MOST = 16  # rows of x
+ROWS = 64  # rows of W in a tile
+MOST = 16  # rows of x, at most
 _SLOT = 32 << 10  # bytes of W in a round
 _SLOTS, _X_SLOTS = 6, 3  # rounds of W on their way at most, and of x at least
 _RINGS = 222 << 10  # bytes of shared memory for both rings: a norm's block, which has few, finds room beside them
-_REGISTERS = 152  # of a thread that multiplies
+_REGISTERS = 152  # registers of a thread that multiplies
 _HELD = 4096  # numbers of a tile's parts that are put together at a time
 
 

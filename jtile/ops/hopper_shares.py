@@ -17,8 +17,8 @@ import jtile as jt
 from jtile.ops._shapes import tuned
 from jtile.ops.flash_attention import NOTHING
 
-_ROWS = 128  # whose lengths are looked at together
-_PROGRAMS = 1056  # at most, that put parts together
+_ROWS = 128  # rows whose lengths are looked at together
+_PROGRAMS = 1056  # programs that put parts together, at most
 _TILE = 4096  # numbers of a part that one of them holds at a time
 _LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as many do after another launch
 

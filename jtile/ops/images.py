@@ -308,7 +308,7 @@ def resize(x: jax.Array, shape: tuple[int, ...], *, method: str = "linear", anti
         raise KernelValueError(f"resize: shape {tuple(shape)} for an array of shape {tuple(x.shape)}")
     if 0 in shape:
         return jnp.zeros(shape, x.dtype)
-    dtype, x = x.dtype, wide(x)  # what is between two axes is not rounded
+    dtype, x = x.dtype, wide(x)  # the array between two axes' steps stays wide, and is rounded once
     for axis, (n, m) in enumerate(zip(x.shape, shape, strict=True)):
         if n == m:
             continue

@@ -45,7 +45,7 @@ def latent_gradient_of_keys(
         rope.tiles(None, bk, dim_r)[b, j, 0],
         v.tiles(None, bk, None, dim_v)[b, j, h, 0],
     )
-    if lengths is not None:  # what stands behind the length may be anything
+    if lengths is not None:  # keys and values behind the length may hold anything, NaN too
         of_keys = tuple(jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in of_keys)
     k_j, r_j, v_j = of_keys
 

@@ -178,7 +178,7 @@ def native_sparse_attention_reference(
     t, groups = q.shape[1], k.shape[2]
     kc, vc = compressed or (_compressed(x, block, stride) for x in (k, v))
     seen = _seen(block, stride)
-    if not kc.shape[1]:  # one that nobody sees
+    if not kc.shape[1]:  # no window fits: one key stands in, which no query sees
         kc, vc = (jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype) for x in (kc, vc))
         seen = lambda b, h, i, j: (i < 0) & (j < 0)
     first = attention_reference(q, kc, vc, mask=seen, scale=scale)

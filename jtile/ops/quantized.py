@@ -163,7 +163,7 @@ def _beside(numbers, lead: tuple[int, ...]):
 
 def dequantized_tile(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
     """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
-    last = weight.scaled_last(kind)  # one scale for every chunk
+    last = weight.scaled_last(kind)  # a row has one scale, which every chunk shares
     groups = 1 if last else weight.scale.shape[1] // chunks
     at, lead = 0 if last else c, _lead(weight, kind, groups, inner)
     scale = _beside(weight.scale.tiles(rows, groups)[r, at].astype(jnp.float32), lead)
@@ -260,7 +260,7 @@ def in_chunks(weight: Weight, kind: str, inner: int, out: int) -> tuple[Weight, 
     if not last and (times := inner // max(weight.scale.shape[-1], 1) // width) > 1:
         wide = lambda a: None if a is None else jnp.repeat(a, times, axis=-1)
         weight = weight._replace(scale=wide(weight.scale), minimum=wide(weight.minimum))
-    units = inner if last else weight.scale.shape[-1]  # what a chunk is made of
+    units = inner if last else weight.scale.shape[-1]  # a chunk is made of whole units: weights, or groups
     chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
     return weight, {"rows": rows, "chunks": chunks}
 

@@ -57,7 +57,7 @@ def top_p_rows(x, p, heat, drawn, y, weights, *, bn: int):
         found = jnp.minimum(found, jnp.where(reached, at, n).min())
         last = jnp.maximum(last, jnp.where(w > 0, at, 0).max())
         before = before + w.sum()
-    y[i] = jnp.where(found < n, found, last)  # of a sum that is rounded below the goal: the last one
+    y[i] = jnp.where(found < n, found, last)  # if rounding leaves the sum below the goal: the last with a weight
 
 
 @functools.partial(jax.jit, inline=True)

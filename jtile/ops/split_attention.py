@@ -301,7 +301,7 @@ def _in_splits(
     *, scale: float, softcap: float | None, window: int | None, splits: int | None = None, sinks=None,
 ):  # fmt: skip
     splits = _splits(q, k, table) if splits is None else splits
-    splits = splits if sinks is None else max(splits, 2)  # of which parts come out
+    splits = splits if sinks is None else max(splits, 2)  # sinks are added to parts, which one split does not give
     options = {"splits": splits, "softcap": softcap, "window": window, "scale": scale}
     parts = _parts(q, k, v, lengths, table, scales, **options)
     parts = parts if sinks is None else with_sinks(*parts, sinks)

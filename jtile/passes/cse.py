@@ -25,7 +25,7 @@ class _Numbering:
         self.roots = buffers(kernel)
         self.env: dict[Value, Value] = {}
         self.number: dict[Value, int] = {}
-        self.version: dict[Value, int] = {}  # of each buffer: changes with every write
+        self.version: dict[Value, int] = {}  # a number for each buffer, which changes with every write to it
         self.versions = 0
 
     def look(self, v: Value) -> Value:

@@ -110,7 +110,7 @@ class _Walk:
         self.kernel, self.cuts, self.parts, self.stages = kernel, cuts, parts, stages
         self.grid: list[Any] = []
         self.values: dict[int, Value] = {}  # the program ids of the old kernel
-        self.entry: dict[int, Value] = {}  # of each cut axis: which chunk or colour this is
+        self.entry: dict[int, Value] = {}  # for each cut axis, which chunk or colour the program has
         self.number: Value | None = None
         rules = Rules()
         rules(ProgramId)(lambda op, rw: self.values[op.axis])

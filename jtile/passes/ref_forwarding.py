@@ -183,7 +183,7 @@ class _Forward(Copier):
     def __init__(self, kernel: Kernel):
         super().__init__()
         self.roots = buffers(kernel)
-        self.last: dict[Value, Store] = {}  # to each buffer, in the region at hand
+        self.last: dict[Value, Store] = {}  # the last store to each buffer in the region at hand
 
     def block(self, old: Block) -> Block:
         outside, self.last = self.last, {}

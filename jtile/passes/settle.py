@@ -62,7 +62,7 @@ def decoded(number: Sequence[Digit], gap: int, wanted: type) -> set[Any]:
     An element's number is the sum of its digits, smaller ones first: one is told from the value of the sum where it
     counts in larger steps than all smaller ones reach together, as the tens of a number are told from its ones.
     """
-    reach = gap  # of the smaller digits
+    reach = gap  # how far the sum of the smaller digits reaches
     found: set[Any] = set()
     for digit in number:
         if digit.count == 1 or _symbol(digit):
@@ -84,7 +84,7 @@ def told_apart(forms: Forms, where: Sequence[Site], colours: Mapping[int, int] =
     """
     grid = forms.kernel.grid
     found = {a for a, n in colours.items() if isinstance(grid[a], int) and grid[a] <= n}
-    while True:  # what one dimension has told is equal in the others
+    while True:  # an axis that one dimension tells is known to the others, which may tell more
         more = set().union(*(_told(forms, where, dim, found, colours) for dim in range(len(where[0].op.index))))
         if more <= found:
             return found

@@ -138,7 +138,7 @@ class _Turned(Copier):
                 if len(x.shape) == 2:  # one of the axes has one element
                     return b.value(Broadcast(b.value(Reshape(x, x.shape[::-1])), shape, dims), result.name)
                 return b.value(Broadcast(x, shape, tuple(1 - d for d in dims)), result.name)
-        new = build(op.clone(self.operand), op.loc, (result.name,))  # of another type
+        new = build(op.clone(self.operand), op.loc, (result.name,))  # `build` derives the type of its result anew
         self.b.block.ops.append(new)
         return new.result
 

@@ -86,7 +86,7 @@ def _into_the_other(op: Dot, found: _Scaled, right: bool, rw: Rewriter):
         return None
     if DTYPES[other.dtype].kind != "f":
         return None
-    axis = int(right) if not turned else int(not right)  # of its terms
+    axis = int(right) if not turned else int(not right)  # the axis of the terms that are summed
     factor = _column(found.s, other.shape[axis], other.shape, axis, rw)
     scaled = rw.new(Cast(rw.new(Map(found.fn, (other.op.x, factor))), other.dtype))
     a, b = (scaled, found.load) if right else (found.load, scaled)

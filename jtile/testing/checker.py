@@ -39,7 +39,7 @@ Job = tuple[str, str, Callable[[], "Measured"]]  # transform, subject, run
 
 _DIFFERENTIABLE = ("float64", "float32", "bfloat16", "float16", "complex64")
 _HALF = ("float16", "bfloat16")
-_SLICES = 3  # of a batch
+_SLICES = 3  # slices in a batch
 
 
 @dataclasses.dataclass(frozen=True)

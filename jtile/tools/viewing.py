@@ -22,7 +22,7 @@ def show(what: str, *, out: str | None, **options: Any) -> None:
 
 def serve(what: str, *, port: int, **options: Any) -> None:
     """Answer with the page of "file.py:function", which is made anew when the file or its neighbours change."""
-    sys.dont_write_bytecode = True  # which goes by whole seconds
+    sys.dont_write_bytecode = True  # cached bytecode goes by whole seconds, and would hide quick edits
     server = server_of(what, port=port, **options)
     sys.stdout.write(f"{what} is at {server.url}; Ctrl-C ends it\n")
     sys.stdout.flush()

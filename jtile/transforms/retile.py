@@ -53,7 +53,7 @@ def retile(found: Factors, sizes: Mapping[str, int]) -> ir.Kernel | None:
     kernel = _Retile(found, new).run(())
     for op in kernel.body.walk():
         if isinstance(op, ir.Load | ir.Store):
-            op.checked = True  # what was proved was proved of other tiles
+            op.checked = True  # the proof that it is in bounds was of the old tiles
     return dce(canonicalise(bounds(kernel)))
 
 

@@ -132,7 +132,7 @@ def _trace(closed: Any, spec: Spec, roles: _Roles, activity: Activity, aliases: 
         slots = [Slot(primals[v], cts.get(v), "input") for v in ins]
         for k, v in enumerate(outs):
             slots.append(Slot(primals.get(v), cts.get(v), "memory" if k in (*roles.mutable, *roles.again) else "once"))
-        for i, o in aliases.items():  # one memory
+        for i, o in aliases.items():  # an input and its output share one memory
             kind = "memory" if o in (*roles.mutable, *roles.again) else "input"
             slots[i] = Slot(primals.get(outs[o], primals[ins[i]]), cts.get(outs[o]), kind)
         for v in roles.scratch:

@@ -12,7 +12,7 @@ import numpy as np
 from jtile import ir
 
 SAMPLES = 4096  # programs of a large grid that stand for all of them
-TRIPS = 8  # of a loop whose bounds depend on what a program loads
+TRIPS = 8  # rounds assumed for a loop whose bounds depend on what a program loads
 # Functions that GPUs compute an eighth as fast as a multiplication, and CPUs by a polynomial.
 SPECIAL = frozenset((
     "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "asin", "acos",

@@ -16,7 +16,7 @@ from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
 from jtile.tune.warpgroups import LINE, Form
 
 VALUES = 64, 128, 256
-TRIED = 4  # of the best by the model, that are asked for a plan
+TRIED = 4  # candidates, the best by the model, for which a plan is sought
 
 
 def choose(asked: Asked, target: Any, make: Callable[[Any], Any]) -> tuple[dict[str, int], float] | None:

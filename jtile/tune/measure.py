@@ -26,7 +26,7 @@ SETS = 64  # argument sets in one program at most
 MEMORY = 8 << 30  # bytes that they take at most
 SAMPLE_S = 4e-3  # of one sample at least: many times what waiting for the device costs
 PROGRAM_US = 2000.0  # of one program on a GPU: the host needs up to 0.5 ms to start one
-CALLS = 128  # in one program at most
+CALLS = 128  # calls in one program, at most
 SLACK = 8  # how many times `TOLERANCES` two candidates may be apart: they add in different orders
 
 

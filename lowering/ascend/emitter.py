@@ -6,7 +6,7 @@ from ..triton.emitter import Emitter
 from ..triton.lanes import fold
 from ..triton.ttir import Code, Val, bits
 
-_ORDERED = {"ult": "oge", "ule": "ogt", "ugt": "ole", "uge": "olt"}  # not the one is the other
+_ORDERED = {"ult": "oge", "ule": "ogt", "ugt": "ole", "uge": "olt"}  # an unordered comparison is the negation of this
 _UNSIGNED = ("ult", "ule", "ugt", "uge")
 _PLAIN = {"tt.precise_divf": "arith.divf", "tt.precise_sqrt": "math.sqrt"}  # the adapter crashes on these of scalars
 _DIVISIONS = ("arith.divui", "arith.remui", "arith.divsi")

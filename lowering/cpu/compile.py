@@ -170,7 +170,7 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     import llvmlite.binding as llvm
 
     initialize(isa)
-    module = llvm.parse_assembly(text, llvm.create_context())  # what the common one is given stays in it
+    module = llvm.parse_assembly(text, llvm.create_context())  # the global context would keep all that is parsed in it
     tm = machine(isa)
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)

@@ -31,7 +31,7 @@ def part(em: Emitter, buf: Buffer, starts: list[Val | int], shape, steps=None) -
 def _concat(em: Emitter, op: ir.Concat) -> None:
     pair = pairs.parts(op)
     if pair is not None and pairs.is_stored_next(em, op):
-        em.env[op.result] = LAZY  # what it reads stays until the store
+        em.env[op.result] = LAZY  # the operands' buffers stay as they are until the store
         return
     out = em.new_buffer(op.result.shape, op.result.dtype)
     if pair is not None:

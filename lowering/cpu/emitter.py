@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .emit_devices import Devices
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
-REPEAT = 0.9  # the same for a reader that reads every element many times
+REPEAT = 0.9  # RECOMPUTE for a reader that reads every element many times
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
 Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]

@@ -160,7 +160,7 @@ def _float_to_int(x: X, dst: str) -> X:
         return y.cast("fptosi", "i32").to_int(elem_of(dst))
     above = x.ge(float(high + 1))
     limit, below = (float(low), "lt") if signed else (-1.0, "le")
-    outside = above | x.cmp(f"u{below}", limit)  # or NaN
+    outside = above | x.cmp(f"u{below}", limit)  # the unordered comparison includes NaN
     y = outside.where(0.0, x).cast("fptosi" if signed else "fptoui", elem_of(dst))
     return above.where(high, x.cmp(f"o{below}", limit).where(low, y))
 

@@ -44,7 +44,7 @@ ALIGN = 256  # of the block, of the table's unit, and of each Ref
 FAULT, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 16, 24, 32
 FAULTS = ("", "wait", "barrier", "device", "signal", "value")  # what a report begins with is a place in this list
 CLEARED = 1024  # signals that a program clears at once
-SETS = 4  # of signals
+SETS = 4  # sets of signals
 KEPT = 4  # devices up to which a program has the whole table in registers from its beginning
 
 # One thread polls. $0 is 0 where the counter at $1 has come to $2, 1 where $4 ns have passed, 2 where the flag at $3

@@ -35,7 +35,7 @@ def load_packed(em: Emitter, buf: Buffer, found: list[Line], op: ir.Load, pad: i
         inside = resolve(em, _bytes(buf), _halved(em, found, half), bytes_shape, op.checked)
         v = _split(em, _load_bytes(em, pointers(em, buf.pointer, inside), inside.mask), buf.dtype, padded(shape))
     if mask is None or (not op.checked and op.mask is None):
-        return v  # of lanes that are not the tile's own, anything
+        return v  # lanes beyond the tile may hold anything
     out = code.select(mask, v, code.const(pad, "i8", v.shape))
     return dataclasses.replace(out, fill=pad)
 

@@ -22,7 +22,7 @@ def rounded(kernel: ir.Kernel) -> set[ir.Value]:
             users[v].append(op)
         for inner in op.blocks():
             for v in inner.yields:
-                users[v].append(None)  # who uses it then is not asked
+                users[v].append(None)  # a value that leaves its block has unknown users
     known: dict[ir.Value, bool] = {}
     for op in reversed(list(kernel.body.walk())):  # users stand behind what they use, but in loops
         for r in op.results:

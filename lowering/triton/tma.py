@@ -25,7 +25,7 @@ FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
 # ones gain nothing besides.
 SMALLEST = 2048
 BOX, RANK = 256, 5  # what a tensor map can say: elements along an axis of its box, axes
-MAPS = 32  # of a kernel at most: kMaxMaps of the launcher
+MAPS = 32  # tensor maps of a kernel, at most: kMaxMaps of the launcher
 _PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # between a load and the product that it feeds
 
 

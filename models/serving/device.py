@@ -36,7 +36,7 @@ class Row:
 
 
 WHOLE = (0, 0)  # the place of a model's only device
-Parts = Mapping[tuple[int, int], Adapter]  # of an adapter, by places as `LanguageModel.shares`
+Parts = Mapping[tuple[int, int], Adapter]  # an adapter's parts by places of devices, as in `LanguageModel.shares`
 
 LEVELS = (programs.GREEDY, programs.DRAWS, programs.ALL)
 

@@ -189,7 +189,7 @@ class Engine:
                     streams.append(self.submit(requests[0]))
                     requests.popleft()
             except QueueFullError:
-                if ended == len(streams):  # of others
+                if ended == len(streams):  # the queue is full of other callers' requests
                     self._worker.wait(0.1)
                     continue
             streams[ended].result()

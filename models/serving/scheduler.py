@@ -336,7 +336,7 @@ class Scheduler:
             whole = self._missing(sequence) - len(found.pages)
             idle = sum(self.pool.owners(page) == 1 for page in found.pages)
             if self.running and whole + promised > self.pool.available - idle:
-                break  # those behind it do not come first
+                break  # first come, first served: shorter requests behind it wait too
             self._seat(sequence, found, copies)
             seats.append(sequence)
             left -= 1
@@ -374,7 +374,7 @@ class Scheduler:
         sequence.pages, sequence.computed = list(found.pages), len(found.pages) * self.page
         sequence.inserted = len(found.pages)
         if found.partial is not None and found.partial not in {target for _, target in copies}:
-            self.pool.share(found.partial)  # so that it does not become the copy
+            self.pool.share(found.partial)  # keeps the page from being taken as the copy's place
             if self._reserve(1):
                 sequence.pages.append(self.pool.take())
                 sequence.computed += found.count

@@ -115,7 +115,7 @@ def _(c: Lowering, x, w, *, window_strides, padding, lhs_dilation, rhs_dilation,
     return c.call(conv, x, w)
 
 
-_MOST_DOTS = 128  # that a convolution becomes
+_MOST_DOTS = 128  # products that a convolution becomes, at most
 
 
 def _grouped(x, axis: int, groups: int):

@@ -10,10 +10,10 @@ from .analysis import COLUMNS, product_layout
 from .code import LaidCode
 from .emitter import BLOCK, BlockEmitter
 
-REGISTERS = 65536  # of a block on sm_90
-SHARE = 49152  # of a block that names what it takes, beside which there is room for another
-LEAST, MOST = 24, 240  # that a thread may ask for
-AROUND = 26  # that an instruction for products takes besides those of its sums
+REGISTERS = 65536  # registers of a block on sm_90
+SHARE = 49152  # registers of a block that names what it takes, beside which there is room for another
+LEAST, MOST = 24, 240  # registers that a thread may ask for
+AROUND = 26  # registers that an instruction for products takes besides those of its sums
 ROLES = 13  # triton has barriers for 14 partitions besides the first role, and 3.6 fills warpgroups up with some
 
 

@@ -101,7 +101,7 @@ def _same_rows(op: Op, axis: int | None, d: Dim, n: int) -> bool:
 def boxes(b: Builder, d: Dim, n: int, rows: int) -> list[tuple[int, Dim]]:
     """The boxes of `rows` rows that an index dimension of an axis of n elements comes in: the first row of the buffer,
     and where it lies in the array."""
-    assert isinstance(d, Tile)  # whose size is its step
+    assert isinstance(d, Tile)  # a Tile: its size is the step of its index
     first = b.map("mul", d.index, b.index(d.size))
     out: list[tuple[int, Dim]] = []
     for row in range(0, d.size, rows):

@@ -33,8 +33,8 @@ from jtile.passes.rewrite import Copier, Form
 from .chains import Chain, Products
 
 LINE = 128  # bytes: buffers are cut side by side where their swizzle begins anew
-COLUMNS = 256  # of a warpgroup's product at most
-REGISTERS = 200  # that a thread needs for one
+COLUMNS = 256  # columns of a warpgroup's product, at most
+REGISTERS = 200  # registers that a thread needs for such a product
 
 
 def run(kernel: Kernel) -> Kernel:

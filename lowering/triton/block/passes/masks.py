@@ -40,7 +40,7 @@ def run(kernel: Kernel) -> Kernel:
     known = ranges(kernel)
     forms: dict[Op, Form] = {}
     for body in (b for op in kernel.body.walk() for b in op.blocks()):
-        if any(isinstance(op, Dot) for op in body.ops) and body.params:  # of a loop
+        if any(isinstance(op, Dot) for op in body.ops) and body.params:  # only the body of a loop has parameters
             found = ((op, _needed(op, body, known)) for op in body.ops if isinstance(op, Select))
             forms |= branches(body, {op: needed for op, needed in found if needed is not None})
     return dce(Copier(forms).whole(kernel))

@@ -18,7 +18,7 @@ from jtile.passes.rewrite import Copier, free_values, is_pure
 from .chains import Products, rounds_held
 from .plan import for_tiles
 
-ROUNDS = 2  # at a time
+ROUNDS = 2  # rounds of a loop that become one
 
 
 def run(kernel: Kernel) -> Kernel:

@@ -26,7 +26,7 @@ class Bands:
     rows: int
 
 
-Order = Uneven | Bands | None  # by length, in bands, as they come
+Order = Uneven | Bands | None  # tiles by length, in bands, or as they come
 
 
 def bands(kernel: Kernel, blocks: int) -> Bands | None:
