@@ -103,7 +103,7 @@ def reach(platform: str, device: int, other: int, library_file: str | None = Non
     """Let kernels on one device of this process access the memory of another, by their numbers.
 
     Args:
-      library_file: of the driver; None: the usual one.
+      library_file: path of the driver's library; None: the usual one.
     Returns:
       "", or why they cannot.
     """

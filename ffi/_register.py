@@ -1,4 +1,4 @@
-"""Registering the handlers with XLA. Which there are, the native library says: each of its handler files has a line."""
+"""Registering the handlers with XLA. The native library lists them: each of its handler files adds a line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _registered: set[str] = set()
 
 @functools.cache
 def handlers() -> dict[str, tuple[Handlers, ...]]:
-    """Those of each of jtile's platforms, by their names: the order of the lines is the linker's. Raises FfiError when
-    the native library is missing."""
+    """The handlers of each of jtile's platforms, by the platform's name; sorted, since the order of the lines is the
+    linker's. Raises FfiError when the native library is missing."""
     found: dict[str, tuple[Handlers, ...]] = {}
     for line in library().jtile_handlers().decode().splitlines():
         name, platform, target, stages = line.split()
@@ -67,5 +67,5 @@ def _register(found: Handlers) -> None:
 
     lib = library()
     capsules = {stage: jax.ffi.pycapsule(getattr(lib, f"{found.target}_{stage}")) for stage in found.stages}
-    # Before there is a backend, JAX keeps these and hands them on when it makes one.
+    # Before there is a backend, JAX keeps the handlers and hands them on when it makes one.
     jax.ffi.register_ffi_target(found.target, capsules, platform=found.platform)

@@ -20,13 +20,13 @@ class LoadedImage:
 
     Args:
       image: the relocatable ELF object, exporting `jtile_entry`.
-      programs: number of programs of the grid (the product of its sides); not read where there are `dims`.
+      programs: number of programs of the grid (the product of its sides); ignored where there are `dims`.
       workspace: bytes of scratch for each worker.
       isa: `"x86_64:feature,..."`, checked against the machine; None: this machine's architecture, no features.
       sites: the print and assert sites, as JSON text or the list that it encodes.
       name: the kernel's name in messages.
       cost: estimated nanoseconds of one program: threads take chunks of at least a few microseconds.
-      dims: of a kernel with dynamic sizes, four numbers for each such dimension of an operand: operand, axis, place of
+      dims: for a kernel with dynamic sizes, four numbers for each such dimension of an operand: operand, axis, place of
         its symbol, and how many times the symbol it is.
     Raises:
       FfiError: the object is damaged, foreign, or needs a CPU feature that the machine lacks.

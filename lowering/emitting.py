@@ -35,11 +35,11 @@ class Marks:
         self._numbers: dict[ir.Loc, int] = {}
 
     def __call__(self, loc: ir.Loc) -> str:
-        """What stands behind the lines of an op of this place; nothing where it has no place."""
+        """The comment behind the lines of an op at `loc`; an empty text where the op has no place."""
         return f" {self.comment} @{self._numbers.setdefault(loc, len(self._numbers))}" if loc.file else ""
 
     def places(self, text: str) -> list[ir.Loc]:
-        """Of each line of a text, where in the source it comes from (`ir.NOWHERE`: that is not known)."""
+        """The place in the source that each line of a text comes from (`ir.NOWHERE`: that is not known)."""
         every, mark = [*self._numbers], re.compile(rf" {self.comment} @(\d+)$")
         found = map(mark.search, text.splitlines())
         return [every[int(m[1])] if m else ir.NOWHERE for m in found]

@@ -15,8 +15,8 @@ from .targets import Target
 
 
 def kept(kernel: ir.Kernel, target: Target, error: Exception) -> str:
-    """Write the IR of a kernel that a compiler failed on into a file; a sentence that says where it is, and how to
-    compile it again."""
+    """Write the IR of a kernel that a compiler failed on into a file, and return a sentence that says where it is and
+    how to compile it again."""
     text = ir.print_kernel(kernel, locations=True)
     trace = "".join(traceback.format_exception(error))
     notes = [f"target {target.name} {target.arch}", f"config {current()}", *trace.splitlines()]

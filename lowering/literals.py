@@ -1,7 +1,7 @@
 """Literal tiles of many numbers on GPUs: made explicit as operands of the call.
 
 Code of a GPU has no tables (TTIR no constants but splats): a literal is a line of integers, or a selection for each run
-of equal numbers. One of more runs is loaded like an array that the caller passed.
+of equal numbers. A literal of more runs is loaded like an array that the caller passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jtile import ir
 from jtile.passes.rewrite import Rewriter, Rules
 
 Number = int | float | bool
-MAX_RUNS = 1024  # of equal numbers, that code makes by selections
+MAX_RUNS = 1024  # runs of equal numbers that code makes by selections, at most
 
 
 def as_inputs(kernel: ir.Kernel) -> tuple[ir.Kernel, tuple[np.ndarray, ...]]:
@@ -45,12 +45,12 @@ def as_inputs(kernel: ir.Kernel) -> tuple[ir.Kernel, tuple[np.ndarray, ...]]:
 
 
 def is_table(values: Sequence[Number]) -> bool:
-    """Whether these numbers are neither a line nor few runs."""
+    """Whether numbers need a table, as they are neither a line nor a few runs."""
     return not line_of(values) and len(runs(values)) > MAX_RUNS
 
 
 def same(a: Number, b: Number) -> bool:
-    """Also the sign of zero, and NaN."""
+    """Whether two numbers are the same, with the sign of zero; two NaNs are."""
     return a == b and math.copysign(1, a) == math.copysign(1, b) if a == a else b != b
 
 

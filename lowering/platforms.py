@@ -110,11 +110,11 @@ _RECORDS = {
 _added: dict[str, Platform] = {}
 
 
-FOREVER = 1e9  # seconds: what waits for longer waits for ever, and clocks can count it
+FOREVER = 1e9  # seconds: a longer time to wait counts as for ever, and clocks can still count this one
 
 
 def milliseconds() -> np.int64:
-    """How long a kernel waits for other devices, as handlers take it."""
+    """How long a kernel waits for other devices, in milliseconds, as the handlers in ffi/csrc take it."""
     return np.int64(round(min(current().timeout, FOREVER) * 1000))
 
 
@@ -166,12 +166,12 @@ def _load(where: str) -> Platform:
 
 @functools.cache
 def _installed() -> tuple[tuple[Platform, tuple[str, ...]], ...]:
-    """Those of packages from outside, by their entry points, each with name and version of its package."""
+    """The platforms of installed packages, found by their entry points, each with name and version of its package."""
     found = []
     for point in importlib.metadata.entry_points(group="jtile.platforms"):
         try:
             record = point.load()
-        except Exception as e:  # of a package that may miss what it needs: no reason for kernels of others to fail
+        except Exception as e:  # the package may miss what it needs: kernels of other platforms must not fail for that
             warnings.warn(
                 f"the platform {point.name} = {point.value} of an installed package cannot be loaded and is left out "
                 f"({type(e).__name__}: {e}): repair or uninstall the package",
@@ -205,7 +205,7 @@ def on(host: str, *, own: bool = False) -> Platform:
     calls can be part of programs there; else the host's own.
 
     Args:
-      own: the host's own comes first, as in exports, where `arch` is about the other platforms of the list.
+      own: the host's own platform comes first, as in exports, where `arch` is about the other platforms of the list.
     """
     able = [p for p in every() if host in p.hosts]
     asked = [p for p in able if asked_of(p.claims)]
@@ -214,7 +214,7 @@ def on(host: str, *, own: bool = False) -> Platform:
 
 
 def asked_of(claims: Callable[[str], bool]) -> str | None:
-    """What the option `arch` says to a platform: the first of its words that the platform claims."""
+    """The first word of the option `arch` that a platform claims; None where it claims none."""
     words = (current().arch or "").split(",")
     return next((word for word in words if word and claims(word)), None)
 
@@ -228,14 +228,14 @@ def claiming(arch: str) -> Platform:
 
 
 def check_arch(option: str) -> str | None:
-    """What is wrong with a value of the option `arch`, if anything is."""
+    """A sentence that says what is wrong with a value of the option `arch`; None where it is right."""
     wrong = [word for word in option.split(",") if not any(p.claims(word) for p in every())]
     return unknown_arch(option) if wrong else None
 
 
 def variables() -> tuple[str, ...]:
-    """Variables of the environment that platforms read themselves: those of jtile and of this process, since plug-ins
-    are loaded later than options are."""
+    """Names of environment variables that platforms read themselves: those of jtile's platforms and of the ones that
+    this process registered. Plug-ins are left out, since they are loaded later than options are."""
     return tuple(name for p in (*_own(), *_added.values()) for name in p.variables)
 
 

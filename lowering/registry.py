@@ -71,7 +71,7 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
         return _lower(kernel, lambda k: backend(k, target, options, texts))
     except JtileError:
         raise
-    except Exception as e:  # whatever a compiler trips over: the user gets one type, and the IR
+    except Exception as e:  # whatever fails in a compiler, the user gets one type of error, and the kernel's IR
         raise _failure(kernel, target, e) from e
 
 
@@ -121,7 +121,7 @@ def _no_room(error: Exception) -> str | None:
     return f"its temporary files go to {folder}, where {free} bytes are free: make room, or set TMPDIR to another"
 
 
-_FEW, _MANY = 4 << 20, 128 << 20  # bytes of artifacts
+_FEW, _MANY = 4 << 20, 128 << 20  # bytes of artifacts in memory, with and without a disk cache that holds all of them
 
 
 def _limit(on_disk: bool) -> int:
@@ -144,7 +144,7 @@ class _Memory:
         self._lock = threading.Lock()
         self._entries: collections.OrderedDict[str, Artifact] = collections.OrderedDict()
         self._size = 0
-        self._on_disk = True  # all that was put, until one was not
+        self._on_disk = True  # whether every artifact that was put here is in the disk cache too
 
     def get(self, key: str) -> Artifact | None:
         with self._lock:
@@ -153,7 +153,7 @@ class _Memory:
             return self._entries.get(key)
 
     def put(self, key: str, artifact: Artifact, *, on_disk: bool) -> None:
-        if artifact.texts:  # several times the image, and nobody asks a cache for them
+        if artifact.texts:  # texts are several times as large as the image, and nobody asks a cache for them
             artifact = dataclasses.replace(artifact, texts={})
         with self._lock:
             old = self._entries.pop(key, None)

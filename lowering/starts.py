@@ -25,7 +25,7 @@ class Start:
 
 
 def with_starts(kernel: ir.Kernel, *, poison: bool) -> tuple[ir.Kernel, tuple[Start, ...]]:
-    """The kernel with an input more for each output that has an `init`, aliased to it, and what to pass for those.
+    """The kernel with a further input, aliased to it, for each output that has an `init`, and what to pass for these.
 
     With `poison`, outputs that would start undefined get NaN (integers: a pattern). Aliased outputs keep their operand.
     """

@@ -147,7 +147,7 @@ def without_devices() -> list[Gap]:
 
 # -- the capability check -------------------------------------------------------------------------------------------
 
-# What to use where a dtype is missing; the first that the target has.
+# The dtypes to use where one is missing: the error names the first of them that the target has.
 _NEAREST = {
     "bfloat16": ("float32", "float16"),
     "float16": ("float32", "bfloat16"),

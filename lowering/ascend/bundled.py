@@ -30,21 +30,21 @@ ABI = {
 
 
 def tools_of() -> dict[str, Any]:
-    """Versions and digests of what made a bundle."""
+    """Versions and digests of jtile and of the tools that made a bundle."""
     digests = dict(zip((tools.ADAPTER, tools.COMPILER), tools.versions(), strict=True))
     return {"jtile": importlib.metadata.version("jtile"), "jax": importlib.metadata.version("jax"),
             "sha256": digests}  # fmt: skip
 
 
 def checked(text: str, record: dict[str, Any], kernel: ir.Kernel) -> str:
-    """Run the checker of HIVM on a compiled kernel; what the manifest says of it. Raises the first defect.
+    """Run the checker of HIVM on a compiled kernel; returns what the manifest says of it. Raises the first defect.
 
     Args:
-      record: the launch record; kernel: with what outputs start from and tables, as it was compiled.
+      record: the launch record; kernel: as it was compiled, with start values of outputs and tables as inputs.
     """
     from . import check
 
-    first = 3  # arguments of the vendor's, in front of the kernel's own
+    first = 3  # number of the vendor's arguments, which stand in front of the kernel's own
     at = {p["buffer"]: first + k for k, p in enumerate(record["params"]) if p["kind"] == "buffer"}
     aliases = {at[len(kernel.inputs) + o]: at[i] for i, o in kernel.aliases}
     try:
@@ -58,7 +58,7 @@ def checked(text: str, record: dict[str, Any], kernel: ir.Kernel) -> str:
 
 
 def build_script(manifest: dict[str, Any]) -> str:
-    """`build.sh`: linalg to an object, for each kernel, by the tools of the user."""
+    """The text of `build.sh`, which makes an object of each kernel's linalg by the tools of the user."""
     lines = [
         "#!/bin/sh",
         "# Makes the object of each kernel with bishengir-compile (AscendNPU-IR) and hivmc, a part of CANN:",
@@ -91,7 +91,7 @@ def build_script(manifest: dict[str, Any]) -> str:
 
 
 def readme(manifest: dict[str, Any]) -> str:
-    """`README.md`."""
+    """The text of the bundle's `README.md`."""
     takes = "\n".join(f"| `{a['name']}` | {a['dtype']} | {a['shape']} |" for a in manifest["inputs"])
     gives = "\n".join(f"| `{a['name']}` | {a['dtype']} | {a['shape']} |" for a in manifest["outputs"])
     kernels = "\n".join(

@@ -26,8 +26,8 @@ from . import hivm, tools
 from .emitter import NpuEmitter
 from .targets import features
 
-FORMAT = 2  # of an image
-LONGEST = 49  # characters of the name of a kernel, in the vendor's run time
+FORMAT = 2  # version of the format of an image
+LONGEST = 49  # characters of a kernel's name, at most, in the vendor's run time
 LEVELS = ("ttir", "linalg", "hivm")
 _TO_LINALG = (
     "--discrete-mask-access-conversion=compile-on-910-95=False force-simt-template=False",
@@ -66,8 +66,8 @@ def compile_kernel(
       texts: keep the text of every level: `ttir`, `linalg` and `hivm`.
 
     Returns:
-      Its `launch`: `name`, `symbol` (of the function), `record` (JSON text, see `lowering/triton/record.py`; without
-      what only GPUs have, and with `arch`, `task`, `kind` and `workspace`), `extra` (bytes of further results),
+      An artifact. Its `launch`: `name`, `symbol` (of the function), `record` (JSON, see `lowering/triton/record.py`;
+      without what only GPUs have, and with `arch`, `task`, `kind` and `workspace`), `extra` (bytes of further results),
       `workspace` (bytes a block), `task`, `kind` ("aiv", "aic", "mix"), `buffers` (of what loops load, 1 or 2) and
       `resources` (bytes of each memory).
 
@@ -115,7 +115,7 @@ def emit(kernel: ir.Kernel, target: Target) -> tuple[str, Record, str]:
 
 
 def _short(name: str) -> str:
-    """A name whose symbol the run time takes: of a long one the beginning, and a digest."""
+    """A name whose symbol the run time takes: a long name is cut to its beginning and a digest."""
     if len("jtile_") + len(name) <= LONGEST:
         return name
     return f"{name[:30]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
@@ -142,7 +142,7 @@ def to_linalg(ttir: str, folder: Path, kernel: ir.Kernel) -> str:
 
 
 def arguments(source: str, out: str, arch: str, buffers: int) -> list[str]:
-    """Of bishengir-compile, which writes HIVM into the folder `out`, and the object `kernel.o` where it finds hivmc."""
+    """The arguments of bishengir-compile, which writes HIVM into `out`, and `kernel.o` too where it finds hivmc."""
     here = lambda name: f"{tools.HERE}/{name}"
     return [here(source), *TO_HIVM, f"--enable-auto-multi-buffer={buffers > 1}", f"--target={arch}",
             f"--save-temps={here(out)}", "-o", here("kernel.o")]  # fmt: skip

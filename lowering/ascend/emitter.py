@@ -8,7 +8,8 @@ from ..triton.ttir import Code, Val, bits
 
 _ORDERED = {"ult": "oge", "ule": "ogt", "ugt": "ole", "uge": "olt"}  # an unordered comparison is the negation of this
 _UNSIGNED = ("ult", "ule", "ugt", "uge")
-_PLAIN = {"tt.precise_divf": "arith.divf", "tt.precise_sqrt": "math.sqrt"}  # the adapter crashes on these of scalars
+# The adapter crashes on these ops of triton where operands are scalars.
+_PLAIN = {"tt.precise_divf": "arith.divf", "tt.precise_sqrt": "math.sqrt"}
 _DIVISIONS = ("arith.divui", "arith.remui", "arith.divsi")
 
 
@@ -47,14 +48,14 @@ class NpuCode(Code):
         return super().op(name, *args, elem=elem)
 
     def _divided(self, name: str, a: Val, b: Val) -> Val:
-        """In 64 bits: the compiler divides integers of 32 as floats of 32, which do not hold them."""
+        """Divide in 64 bits: the compiler divides 32-bit integers as 32-bit floats, which do not hold them."""
         signed = name.endswith("si")
         wide = "i32" if bits(a.elem) < 16 else "i64"
         a64, b64 = (self.to_int(x, wide, signed=signed) for x in (a, b))
         return self.to_int(super().op(name.removesuffix("ui").removesuffix("si") + "si", a64, b64), a.elem)
 
     def _shifted(self, a: Val, by: Val) -> Val:
-        """A shift to the right that lets zeros in, of one that repeats the sign: the compiler makes no difference."""
+        """A shift to the right that lets zeros in, by one that repeats the sign: the compiler makes that of both."""
         width = bits(a.elem)
         moved = super().op("arith.shrsi", a, by)
         if by.number is not None:
@@ -67,7 +68,7 @@ class NpuCode(Code):
         return super().op("arith.andi", moved, kept)
 
     def unsplat(self, a: Val) -> Val:
-        """A sum of one element: the adapter does not know `tt.unsplat`."""
+        """The only element of a tensor, as a sum over it: the adapter does not know `tt.unsplat`."""
         return fold(self, a, "arith.addf" if a.is_float else "arith.addi")
 
     def cmp(self, predicate: str, a: Val, b: Val) -> Val:
@@ -85,7 +86,7 @@ class NpuCode(Code):
         return super().cmp(predicate, a, b)
 
     def _biased(self, a: Val) -> Val:
-        """An unsigned number as a signed one in the same order: less half of what the width holds."""
+        """An unsigned number as a signed one in the same order: the number less half of the range of its width."""
         least = -(1 << (bits(a.elem) - 1))
         if a.number is not None:
             return self.const(int(a.number) ^ least, a.elem, a.shape)
@@ -102,7 +103,8 @@ class NpuCode(Code):
         return super().cast(name, a, elem)
 
     def _float_of_unsigned(self, a: Val, elem: str) -> Val:
-        """Of 64 bits the upper half of the numbers lose their last bit, which is kept where it decides the rounding."""
+        """A float of an unsigned integer. Numbers in the upper half of 64 bits lose their last bit, which is kept where
+        it decides the rounding."""
         if bits(a.elem) < 64:
             return super().cast(
                 "arith.sitofp", self.to_int(a, "i32" if bits(a.elem) < 32 else "i64", signed=False), elem
@@ -115,7 +117,7 @@ class NpuCode(Code):
         return self.select(self.cmp("slt", a, zero), large, super().cast("arith.sitofp", a, elem))
 
     def _unsigned_of_float(self, a: Val, elem: str) -> Val:
-        """The caller keeps `a` in range."""
+        """An unsigned integer of a float; the caller keeps `a` in range."""
         if bits(elem) < 64:
             return self.to_int(super().cast("arith.fptosi", a, "i64"), elem)
         limit = self.const(2.0**63, a.elem, a.shape)

@@ -20,10 +20,10 @@ class Facts:
     """How a kernel is launched.
 
     Attributes:
-      task: the compiler's number of the kind of task: 10 on vector cores, 20 on cube cores, 32 on both, one and two.
+      task: the compiler's number of the kind of task: 10 on vector cores, 20 on cube cores, 32 on two and one of them.
       workspace: bytes of memory of each block, for what cube and vector cores hand each other.
       lock: bytes of memory for locks between blocks.
-      used: memory -> bytes of it that its buffers reach up to.
+      used: memory -> bytes of the memory that buffers reach up to.
     """
 
     task: int
@@ -38,7 +38,7 @@ class Facts:
 
     @property
     def of_launch(self) -> dict[str, str | int]:
-        """What a launch record says of them."""
+        """The fields that these facts have in a launch record."""
         return {"task": self.task, "kind": self.kind, "workspace": self.workspace, "lock": self.lock}
 
 
@@ -61,7 +61,7 @@ def _returned(text: str, name: str) -> int | None:
 
 
 def used(text: str) -> dict[str, int]:
-    """Memory -> bytes that buffers reach up to, by their planned addresses."""
+    """For each memory the bytes that buffers reach up to, by their planned addresses."""
     out: dict[str, int] = {}
     constants: dict[str, int] = {}
     for line in text.splitlines():
@@ -86,5 +86,5 @@ def _bytes(shape: str, elem: str) -> int:
 
 
 def machine(text: str) -> dict[str, int]:
-    """What the compiler wrote down of the NPU: `CUBE_CORE_COUNT`, `UB_SIZE` (bits), and so on."""
+    """The numbers of the NPU that the compiler wrote into the text: `CUBE_CORE_COUNT`, `UB_SIZE` (bits), and so on."""
     return {name: int(value) for name, value in _SPEC.findall(text.partition("\n")[0])}

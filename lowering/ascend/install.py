@@ -4,7 +4,7 @@
 
 Two wheels are downloaded (not installed: one of them holds a package named triton, which would hide the real one), and
 the three programs that jtile runs are taken out of them. Wheels and programs are checked against the hashes below. The
-licences are theirs: triton-ascend MIT, ascendnpu-ir Apache-2.0; nothing else of the wheels is kept.
+programs keep their licences: triton-ascend MIT, ascendnpu-ir Apache-2.0. Nothing else of the wheels is kept.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _is_there(path: Path, digest: str) -> bool:
 
 
 def _fetch(wheel: Wheel, where: Path) -> str | None:
-    """Download a wheel and keep its programs; gives what went wrong."""
+    """Download a wheel and keep its programs; returns a text that says what went wrong, or None."""
     with tempfile.TemporaryDirectory(prefix="jtile-ascend-") as folder:
         wanted = Path(folder, "requirements.txt")
         wanted.write_text(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.digest}\n")
@@ -96,7 +96,7 @@ def _fetch(wheel: Wheel, where: Path) -> str | None:
 
 
 def unpack(path: Path, wheel: Wheel, where: Path) -> str | None:
-    """Keep the programs of a downloaded wheel; gives what is wrong with one, which is not kept."""
+    """Keep the programs of a downloaded wheel; returns a text that says what is wrong with one, which is not kept."""
     with zipfile.ZipFile(path) as archive:
         for member, digest in wheel.members:
             data = archive.read(member)

@@ -31,8 +31,8 @@ def for_launch(image: bytes, record: str) -> tuple[bytes, str]:
 
 @functools.lru_cache(maxsize=64)
 def build(image: bytes) -> tuple[bytes, hivm.Facts]:
-    """Compile the linalg text of an image to an object, with as many buffers as its HIVM has; and what the object's own
-    HIVM says of its launch, which may be that of another compiler than the image's.
+    """Compile the linalg text of an image to an object, with as many buffers as its HIVM has. Returns the object, and
+    the launch facts of its own HIVM, which may be that of another compiler than the image's.
 
     Raises:
       CompileError: `bishengir-compile` or `hivmc` failed, or did not end; the message has what it said.

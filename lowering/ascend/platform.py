@@ -30,7 +30,7 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
 
 
 def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """As the handler in ffi/csrc/ascend.cc declares them."""
+    """The attributes of the custom call, as the handler in ffi/csrc/ascend.cc declares them."""
     from .objects import for_launch
 
     image, record = for_launch(artifact.image, artifact.launch["record"])

@@ -15,7 +15,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-MAGIC = {"aiv": 0x41415246, "aic": 0x41494343, "mix": 0x43554245}  # what cores a binary is for
+MAGIC = {"aiv": 0x41415246, "aic": 0x41494343, "mix": 0x43554245}  # kind of cores -> CANN's number of binaries for it
 
 
 class BundleError(RuntimeError):
@@ -33,12 +33,12 @@ class _Options(ctypes.Structure):
 def pack(
     params: list[dict[str, Any]], addresses: list[int], blocks: int, *, sync: int = 0, workspace: int = 0
 ) -> bytes:
-    """The arguments of a launch, each at a multiple of its size: the address of the flags between cores, that of locks
-    (none), that of the workspace, the kernel's own, and three sides of the grid.
+    """The arguments of a launch, each at a multiple of its size: the addresses of the flags between cores, of locks
+    (none) and of the workspace, the kernel's own arguments, and three sides of the grid.
 
     Args:
-      params: those of the kernel's record.
-      addresses: of its arrays: inputs, then outputs.
+      params: the parameters in the kernel's record.
+      addresses: the addresses of its arrays: inputs, then outputs.
     """
     out = struct.pack("<QQQ", sync, 0, workspace)
     for p in params:
@@ -80,7 +80,7 @@ class Runtime:
         return function
 
     def sync_address(self) -> int:
-        """Where cube and vector cores find the flags between them."""
+        """The address at which cube and vector cores find the flags between them."""
         out = ctypes.c_void_p()
         self._call("aclrtGetHardwareSyncAddr", ctypes.byref(out))
         return out.value or 0
@@ -114,7 +114,7 @@ class Bundle:
                     f"{w['dtype']}"
                 )
         device = inputs[0].device if inputs else "npu"
-        given, made = list(inputs), []  # behind the inputs: what kernels make for those behind them
+        given, made = list(inputs), []  # `made`: the arrays that kernels make for the kernels behind them
         for number, k in enumerate(self.manifest["kernels"]):
             made.append(self._run(torch, k, [given[i] for i in k["inputs"]], device))
             given += [made[number][r["output"]] for r in self.manifest["between"] if r["kernel"] == number]
@@ -127,7 +127,7 @@ class Bundle:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _run(self, torch: Any, kernel: dict[str, Any], inputs: list[Any], device: Any) -> list[Any]:
-        """One kernel: what outputs start from, tables and scratch are made here."""
+        """Launch one kernel; the start values of its outputs, its tables and its scratch arrays are made here."""
         arrays = list(inputs)
         for start in kernel["starts"]:
             dtype = getattr(torch, start["dtype"])
@@ -177,7 +177,7 @@ def _load(path: Path) -> Any:
 
 
 def main() -> None:
-    """Run it on random numbers and print what comes out."""
+    """Run the bundle of this folder on random numbers, and print what comes out."""
     import torch
     import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
 

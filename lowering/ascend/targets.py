@@ -70,7 +70,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Target:
-    """The target of `"ascend:910b1"`, `"ascend:9382"`."""
+    """The target of a name such as `"ascend:910b1"` or `"ascend:9382"`."""
     arch = name.partition(":")[2]
     if not arch:
         raise UnsupportedError(f"target {name!r} names no NPU: write 'ascend:910b1', or another of {names()}")
@@ -86,8 +86,9 @@ def cores(target: Target) -> tuple[int, int]:
 
 
 def features(target: Target, *, products: bool) -> Features:
-    """What emission goes by. One program runs on a vector core; of a kernel with products on a cube core and its two
-    vector cores. There are as many as cores: each starts once and loops, since starting costs more than a turn."""
+    """The features that emission goes by. A program runs on one vector core, or, in a kernel with products, on a cube
+    core and its two vector cores. As many blocks start as there are such cores, and each loops over programs, since to
+    start a block costs more than a turn of its loop."""
     cubes, vectors = cores(target)
     ub = next(m.size for m in target.memories if m.name == "ub")
     return Features(

@@ -24,16 +24,16 @@ from jtile._errors import CompileError, UnsupportedError
 
 ADAPTER, COMPILER, OPT = "triton-adapter-opt", "bishengir-compile", "bishengir-opt"
 VARIABLES = {ADAPTER: "JTILE_TRITON_ADAPTER", COMPILER: "JTILE_BISHENGIR"}
-# Bytes that freed memory is filled with (0: with none), from try to try.
+# The byte that freed memory is filled with (0: it is not filled), for one try after the other.
 _FILLS = {ADAPTER: ("85", "170", "0"), COMPILER: ("0", "85", "170")}
 # The folder of a run, by a name that is the same for all: the shell opens it as its file 9.
 HERE = "/proc/self/fd/9"
 _SHELL = ("/bin/sh", "-c", 'exec 9<"$0"; cd /; exec "$@"')
-SECONDS = 600  # that a tool may take for one kernel; most take a tenth of a second
+SECONDS = 600  # seconds that a tool may take for one kernel; most take a tenth of a second
 
 
 def folder() -> Path:
-    """Where `make ascend-tools` puts the tools: in the environment of the Python that runs."""
+    """The folder into which `make ascend-tools` puts the tools; it is in the environment of the Python that runs."""
     return Path(sys.prefix) / "ascend-tools"
 
 
@@ -68,7 +68,7 @@ def needed(name: str) -> Path:
 
 
 def versions() -> tuple[str, ...]:
-    """What tells the tools that are found from others: a digest of each, or "" where one is missing."""
+    """A digest of each tool, which tells it from other versions; "" for a tool that is missing."""
     return tuple(_digest(str(p), p.stat().st_mtime_ns) if p else "" for p in map(find, (ADAPTER, COMPILER)))
 
 
@@ -85,11 +85,11 @@ def run(name: str, arguments: Sequence[str], where: Path, *, alone: bool = True)
     makes by where they lie: it gets the same addresses each time, and the same names of files and folders.
 
     Args:
-      arguments: in which `HERE` stands for the folder `where`.
-      alone: it finds no other programs: what the vendor's closed compiler (`hivmc`) would do with the result is not
+      arguments: the tool's arguments, in which `HERE` stands for the folder `where`.
+      alone: the tool finds no others: what the vendor's closed compiler (`hivmc`) would do with the result is not
         part of an artifact, which must not depend on whether it is installed.
     Raises:
-      CompileError: it has not ended after `SECONDS`.
+      CompileError: the tool has not ended after `SECONDS`.
     """
     hidden = ("PATH", "BISHENG_INSTALL_PATH") if alone else ()
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | ({"PATH": "/nowhere"} if alone else {})
@@ -113,12 +113,12 @@ def run(name: str, arguments: Sequence[str], where: Path, *, alone: bool = True)
     return done
 
 
-_ASK, _NO_RANDOM_ADDRESSES = 0xFFFFFFFF, 0x0040000  # of personality(2)
+_ASK, _NO_RANDOM_ADDRESSES = 0xFFFFFFFF, 0x0040000  # arguments of personality(2)
 
 
 @contextlib.contextmanager
 def _same_addresses() -> Iterator[None]:
-    """What this thread starts meanwhile has its memory at the same addresses each time, where the system lets it."""
+    """Let programs that this thread starts inside have the same memory addresses each time, if the system can."""
     personality = getattr(ctypes.CDLL(None), "personality", None)
     if personality is None:
         yield

@@ -49,7 +49,7 @@ def iota_vector(code: Code, lanes: int, scalar: str = "i64", step: int = 1) -> V
 
 
 def tail_mask(code: Code, lanes: int, count: Val) -> Val:
-    """Lane l is real when l < count."""
+    """A mask of lanes, in which lane l is real when l < count."""
     return code.cmp("icmp", "slt", iota_vector(code, lanes), code.splat(count, lanes))
 
 
@@ -84,7 +84,7 @@ def read(code: Code, isa: Isa, buf: Buffer, ix: tuple[Ix, ...], lanes: Lanes) ->
 
 
 def _read_vector(code: Code, ty: str, ptr: Val, step: int | Val, lanes: Lanes, pairs: bool) -> Val:
-    """`pairs`: the elements lie in rows of two."""
+    """Elements of memory, `step` apart, in the lanes of a vector. `pairs`: the elements lie in rows of two."""
     n = lanes.count
     if step == 1:
         return load_lanes(code, ty, ptr, lanes)

@@ -175,21 +175,21 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)
     if current().optimize:
-        # A builder of its own, though 2 to 3 KiB of each stay when llvmlite frees it: every run leaves callbacks in
-        # it, which all later ones call.
+        # Each module gets its own builder, though 2 to 3 KiB of it stay when llvmlite frees it: a run leaves
+        # callbacks in its builder, which all later runs of that builder would call.
         _optimise(module, llvm.create_pass_builder(tm, _tuning()))
     levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
     return tm.emit_object(module), levels
 
 
 def _optimise(module: Any, builder: Any) -> None:
-    """Inline first (the text says what), then simplify every function once. LLVM's own order simplifies a function
-    before and after it is inlined into its caller: twice the time for the same machine code."""
+    """Inline first the functions that the text marks so, then simplify every function once. LLVM's own order simplifies
+    a function before and after it is inlined into its caller: twice the time for the same machine code."""
     import llvmlite.binding as llvm
 
     with _freed(llvm.create_new_module_pass_manager()) as inliner:
         inliner.add_always_inliner_pass()
-        inliner.add_ipsccp_pass()  # what all calls of a function pass alike
+        inliner.add_ipsccp_pass()  # arguments that are the same in all calls of a function become constants in it
         inliner.run(module, builder)
     with _freed(builder.getFunctionPassManager()) as simplifier:
         for function in module.functions:

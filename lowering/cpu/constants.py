@@ -13,7 +13,7 @@ from .values import Buffer, dense_strides
 
 
 def dense_global(module: Module, op: ir.Dense) -> Buffer:
-    """A `Dense` literal as bytes of a private global, in the memory form of its dtype, a byte and more each."""
+    """A `Dense` literal as bytes of a private global, in the memory form of its dtype: each element has whole bytes."""
     array = np.ascontiguousarray(op.reference())
     data = (
         array.astype(np.int8 if is_signed(op.dtype) else np.uint8).tobytes() if is_narrow(op.dtype) else array.tobytes()

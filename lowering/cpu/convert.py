@@ -54,7 +54,7 @@ def is_signed(dtype: str) -> bool:
 
 
 def is_narrow(dtype: str) -> bool:
-    """Whether these are integers of less than a byte."""
+    """Whether values of dtype are integers of less than a byte."""
     return INT_BITS.get(dtype, 8) < 8
 
 
@@ -76,7 +76,7 @@ def memory_type(dtype: str) -> str:
 
 
 def from_memory(code: Code, isa: Isa, x: Val, dtype: str) -> Val:
-    """Memory element (or vector of them) -> register form; of a byte of 2 or 4 bits only these count."""
+    """Memory element (or vector of them) -> register form; only the bits of a 2- or 4-bit value in its byte count."""
     e = X(code, isa, x)
     if dtype == "bool":
         return e.ne(0).v
@@ -176,11 +176,11 @@ def _round_small(x: X, dtype: str) -> X:
     drop = 23 - fmt.mantissa
     bits = a.bits()
     nearest = (bits + ((1 << (drop - 1)) - 1) + (bits.lshr(drop) & 1)) & -(1 << drop)
-    # Below the normal range the spacing is fixed: let the adder round at the last place of this power of two.
+    # Below the normal range the spacing is fixed: adding this power of two rounds at the spacing's place.
     magic = 2.0 ** (1 - fmt.bias - fmt.mantissa + 23)
     y = (a < 2.0 ** (1 - fmt.bias)).where(a + magic - magic, nearest.as_float())
     y = (y > fmt.largest).where(fmt.overflow, y)
-    # Where there is no NaN, ml_dtypes gives zero with the sign flipped.
+    # For a format without NaN, ml_dtypes converts NaN to a zero with the sign flipped.
     nan = y.const(fmt.nan) if fmt.nan != fmt.nan else y.const(fmt.nan).xor_sign(x)
     signed = y.copysign(x)
     if fmt.unsigned_zero:
@@ -196,7 +196,7 @@ def _round_bfloat16(x: X) -> X:
 
 
 def _round_power_of_two(x: X) -> X:
-    """float8_e8m0fnu: ties go up; zero, negative and too large values are NaN."""
+    """Round to float8_e8m0fnu, powers of two only: ties go up; zero, negative and too large values are NaN."""
     bits = x.bits()
     normal = (bits + 0x400000) & 0x7F800000
     low = (bits > 0x400000).where(normal.const(0x800000), 0x400000)  # ml_dtypes rounds up above the smallest

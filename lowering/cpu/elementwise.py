@@ -73,7 +73,7 @@ def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
     if fn == "nextafter":
         return _next_after(xs[0], xs[1], dtype)
     y = _FLOAT[fn](*xs)
-    # Others lack a sign, a zero or a NaN that the result may need.
+    # The dtypes named here lack a sign, a zero or a NaN that the result may need.
     whole = dtype not in ("float8_e8m0fnu", "float4_e2m1fn", *ir.FNUZ)
     if fn == "is_finite" or (fn in EXACT and whole):
         return y
@@ -81,8 +81,8 @@ def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
 
 
 def _float_max(a: X, b: X) -> X:
-    # On x86 without the sign of zero: `maxps`, which gives b when either is NaN, then a NaN in a is passed on. (Spelled
-    # as two selects, LLVM merges their conditions and no longer sees the maximum.)
+    # On x86 the sign of zero is given up for `maxps`, which gives b when either is NaN; a NaN in a is passed on. (If
+    # this were spelled as two selects, LLVM would merge their conditions and no longer see the maximum.)
     flags = "" if a.isa.arch == "aarch64" else "nsz"
     return a.new(a.code.intrinsic("maximum", a.ty, a.v, b.v, flags=flags))
 
@@ -194,7 +194,7 @@ def _divide(dtype: str, a: X, b: X) -> tuple[X, X, X]:
     """(quotient, remainder, b == 0), truncating; the divisor is guarded, so that nothing traps."""
     zero = b.eq(0)
     signed = is_signed(dtype)
-    constant = not b.v.name.startswith("%")  # LLVM turns these into multiplications
+    constant = not b.v.name.startswith("%")  # LLVM turns divisions by constants into multiplications
     guard = zero
     if signed:
         overflow = a.eq(-(1 << (int(a.scalar[1:]) - 1))) & b.eq(-1)
@@ -255,7 +255,7 @@ def _shift_right(dtype: str, a: X, s: X) -> X:
 
 
 def _own_bits(dtype: str, a: X) -> X:
-    """An integer without the copies of its sign in the bits of the register that are not its own."""
+    """An integer whose register has zeros, instead of copies of the sign, in the bits beyond the dtype's width."""
     return a & (1 << INT_BITS[dtype]) - 1 if is_narrow(dtype) else a
 
 

@@ -13,14 +13,14 @@ NUMBER = "jtile_counters"
 
 
 def emit_number(module: Module, kernel: ir.Kernel) -> None:
-    """`int64_t jtile_counters()`: how many counters a call has; of kernels that have any."""
+    """Emit `int64_t jtile_counters()`, which says how many counters a call has, if the kernel has any."""
     sizes = [size for _, size in ir.counters_of(kernel).values()]
     if sizes:
         Code(module, NUMBER, [], ret="i64", linkage="dso_local").finish(i64(sum(sizes)))
 
 
 def shared_refs(kernel: ir.Kernel) -> set[ir.Value]:
-    """Refs through which programs of a kernel with arrivals or signals tell each other: what they read and write."""
+    """Refs through which programs of a kernel with arrivals or signals exchange data: all that they read and write."""
     ops = list(kernel.body.walk())
     if not kernel.devices and not any(isinstance(op, ir.LastArrival) for op in ops):
         return set()
@@ -38,7 +38,7 @@ def _last_arrival(em: Emitter, op: ir.LastArrival) -> None:
     counter = code.gep("i32", base, at)
     old = code.let("i32", f"atomicrmw add {counter}, i32 1 acq_rel")
     come = code.binary("add", old, Val("i32", "1"))
-    # Of programs that go round and round, some may come again before the last has taken its own off.
+    # Programs that arrive again and again may come back before the last one has subtracted the arrivals of its round.
     last = code.cmp("icmp", "eq", code.binary("srem", come, count), Val("i32", "0"))
     with code.when(last):
         code.let("i32", f"atomicrmw sub {counter}, {count} monotonic")

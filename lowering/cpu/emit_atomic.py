@@ -28,7 +28,7 @@ def _atomic(em: Emitter, op: ir.Atomic) -> None:
     takes = [d.indices for d in op.index if isinstance(d, ir.Take)]
     roots = [op.value, *takes, *(v for v in (op.mask, op.compare) if v is not None)]
     em.prepare(roots, ())
-    for v in roots:  # lanes go one by one below: compute what they need in vectors before
+    for v in roots:  # the update goes lane by lane below: compute its operands in vectors before
         if isinstance(em.rep(v), Lazy) and not isinstance(v.op, ir.Full | ir.Iota):
             em.materialise(v)
     em.arena.touch(em.rep(op.ref).alloc)
@@ -53,7 +53,7 @@ def _atomic(em: Emitter, op: ir.Atomic) -> None:
 
 
 def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
-    """One element; gives the old value in register form."""
+    """Update one element; returns its old value in register form."""
     code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
     info = ir.DTYPES[dtype]
     if is_packed(op.ref):
@@ -79,7 +79,7 @@ def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None
 
 
 def _private(em: Emitter, op: ir.Atomic, ptr: Val, value: Val, compare: Val | None) -> Val:
-    """An element that no other program sees: load, compute, store."""
+    """Update an element that no other program sees: load, compute, store."""
     code, dtype = em.code, op.ref.dtype
     ty = memory_type(dtype)
     raw = code.load(ty, ptr, align=access._BYTES[ty])
@@ -91,7 +91,7 @@ def _private(em: Emitter, op: ir.Atomic, ptr: Val, value: Val, compare: Val | No
 
 
 def exchange_loop(em: Emitter, ptr: Val, word: str, update) -> Val:
-    """Compare-and-exchange until nobody came between; gives the old bits."""
+    """Compare and exchange until no other program wrote between the read and the exchange; returns the old bits."""
     code = em.code
     size = int(word[1:]) // 8
     slot = code.var(word, code.let(word, f"load atomic {word}, {ptr} monotonic, align {size}"))
@@ -108,7 +108,7 @@ def exchange_loop(em: Emitter, ptr: Val, word: str, update) -> Val:
 
 
 def _apply(em: Emitter, fn: str, old: Val, value: Val, compare: Val | None, dtype: str, old_bits: Val) -> Val:
-    """The new element."""
+    """The element that an atomic operation stores in place of the old one."""
     code = em.code
     if fn == "xchg":
         return value
@@ -121,7 +121,7 @@ def _apply(em: Emitter, fn: str, old: Val, value: Val, compare: Val | None, dtyp
 
 
 def _packed_loop(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
-    """A packed element: exchange the whole byte."""
+    """Update a packed element by exchanging its whole byte."""
     code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
     ptr = code.gep("i8", ref.ptr, bytes_of(code, spot.linear, dtype))
     shift, keep = in_byte(code, spot.linear, dtype)

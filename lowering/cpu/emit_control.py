@@ -23,7 +23,7 @@ class Carry:
 
     @staticmethod
     def start(em: Emitter, op: ir.For | ir.While) -> Carry:
-        """Copy the initial values, or take over a buffer that nobody else reads any more."""
+        """Copy the initial values, or take over the buffer of one that nobody else reads any more."""
         inner = {v for b in op.blocks() for o in b.ops for v in used_by(o)} | {v for b in op.blocks() for v in b.yields}
         slots: list[Buffer | Val] = []
         for v in op.inits:
@@ -84,7 +84,7 @@ def copy_buffer(em: Emitter, src: Buffer, dst: Buffer) -> None:
 
 
 def settle(em: Emitter, op: ir.Op) -> None:
-    """Before a region: compute what it reads from outside once, and what its code could not see being overwritten."""
+    """Compute the lazy outer values that a region reads, once, before it: the region may overwrite their operands."""
     for b in op.blocks():
         inner = [v for o in b.ops for v in used_by(o)] + list(b.yields)
         for v in dict.fromkeys(inner):
@@ -97,7 +97,7 @@ def settle(em: Emitter, op: ir.Op) -> None:
 def carry_places(block: ir.Block, owners, slots) -> Places:
     """Results that become the next carry may be computed right there once the old value is dead.
 
-    A value of an outer block may not: it lives on after this one.
+    A value of an outer block may not be computed there: it lives on after this block.
     """
     own = {r for op in block.ops for r in op.results}
     places: Places = {}
@@ -126,7 +126,7 @@ def _for(em: Emitter, op: ir.For) -> None:
         em.block(op.body, prefer=carry_places(op.body, params, carry.slots))
         carry.leave(op.body.yields)
         em.leave()
-    em.env = outer  # what the body computed of outer values is not there when it never ran
+    em.env = outer  # a body that never ran has computed none of the outer values that it would keep
     em.arena.tick()
     em.arena.close_loop(start)
     carry.finish(op.results)

@@ -49,7 +49,7 @@ def _print(em: Emitter, op: ir.Print) -> None:
     for k, a in enumerate(op.args):
         shown.append(em.copy(a, em.new_buffer(a.shape, a.dtype)))
         code.store(shown[-1].ptr, code.gep("ptr", table, k))
-    for buf in shown:  # all of them are read by the call
+    for buf in shown:  # the call below reads all of these buffers
         em.arena.touch(buf.alloc)
     code.do(f"call void {_callback(em, PRINT_SLOT).name}({HOST}, {site}, {_program_ids(em)}, {table})")
 

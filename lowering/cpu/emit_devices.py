@@ -19,13 +19,13 @@ from .llvm import Val, i64
 from .values import Buffer, dense_strides
 
 MEMORY_SLOT, PLACE_SLOT, SIGNAL_SLOT, WAIT_SLOT, BARRIER_SLOT, OUTSIDE_SLOT = range(3, 9)  # in struct jtile_host
-ALIGN = 64  # of each Ref in the block of memory
+ALIGN = 64  # alignment, in bytes, of each Ref in the block of memory
 
 Place = tuple[Val, ...]
 
 
 def layout(kernel: ir.Kernel) -> tuple[dict[ir.Value, int], dict[str, Any]]:
-    """Where each Ref that every device has begins (bytes of memory, numbers of signals), and what the launch says."""
+    """Where each symmetric Ref begins (in bytes of memory, or in numbers of signals), and the launch's attributes."""
     first: dict[ir.Value, int] = {}
     memory = signals = 0
     for v in kernel.refs("symmetric"):
@@ -63,7 +63,7 @@ class Devices:
         return out if isinstance(out, Val) else i64(out)
 
     def put(self, v: ir.Value, param: ir.Value, place: Place) -> None:
-        """Let `v` be a parameter on the device at a place."""
+        """Bind `v` to the Ref of a parameter on the device at a place."""
         self.places[v] = place
         if param.type.role == "signal":  # type: ignore[union-attr]
             return

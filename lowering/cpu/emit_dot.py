@@ -75,7 +75,7 @@ def _dropped(store: ir.Store) -> int:
 def _operand_refs(em: Emitter, op: ir.Dot) -> set[ir.Value]:
     """Refs that the operands may still read in place, and those that share their memory."""
     refs, todo, seen = set(), [op.a, op.b], {op.a, op.b}
-    while todo:  # through views too, which have a buffer and yet read the Ref
+    while todo:  # the search goes through views too: they have a buffer and yet read the Ref
         source = todo.pop().op
         if isinstance(source, ir.Load):
             refs.add(source.ref)
@@ -96,7 +96,7 @@ def _starts_at_zero(acc: ir.Value | None) -> bool:
 
 
 def stored(dtype: str) -> str:
-    """The dtype that `gemm.py` knows it by: integers of less than a byte stand one a byte in our buffers."""
+    """The dtype that `gemm.py` gets for a dtype: integers of less than a byte stand one a byte in our buffers."""
     return ("int8" if is_signed(dtype) else "uint8") if is_narrow(dtype) else dtype
 
 

@@ -154,7 +154,7 @@ def _load(em: Emitter, op: ir.Load) -> None:
 
 
 def _read_often(p: plan.BlockPlan, v: ir.Value) -> bool:
-    """Do several ops read the value, or one that reads each element many times?"""
+    """Whether several ops read the value, or one op that reads each element many times."""
     uses = p.uses.get(v, [])
     users = [p.block.ops[k] for k in uses if k < len(p.block.ops)]
     return len(uses) > 1 or any(plan.amplifies(u, v) or u.blocks() for u in users)
@@ -211,7 +211,7 @@ def _padded(em: Emitter, op: ir.Load, axes: list[Axis], direct: Buffer, checked:
 
 
 def _snapshot_safe(em: Emitter, op: ir.Load) -> bool:
-    """May the value be read from the Ref later? Yes if nothing writes the Ref before the last reader is done."""
+    """Whether the value may be read from the Ref later: nothing writes the Ref before the last reader is done."""
     last = _last_read(em, op.result)
     group = _buffer_group(em.kernel, op.ref)
     ops = em.plan.block.ops
@@ -247,14 +247,14 @@ def _buffer_group(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
 def _writes(op: ir.Op, group: set[ir.Value]) -> bool:
     if isinstance(op, ir.Store | ir.Atomic):
         return ir.root(op.ref) in group
-    # from here on others' stores are seen, and others may overwrite what was read
+    # behind an op that meets other programs, their stores are seen, and they may overwrite what was read
     if isinstance(op, (ir.LastArrival, *ir.MEETING)):
         return True
     return any(_writes(inner, group) for b in op.blocks() for inner in b.ops)
 
 
 def _same_element(em: Emitter, load: ir.Load, store: ir.Op) -> bool:
-    """Does the store write each element of the load right when it has been read, and nothing else?"""
+    """Whether the store writes each element of the load right when it has been read, and nothing else."""
     if not isinstance(store, ir.Store) or store.index != load.index or load.result.type.rank == 0:
         return False
     if store.mask is not None or any(isinstance(d, ir.Take) for d in store.index):
@@ -395,7 +395,7 @@ def _store(em: Emitter, op: ir.Store) -> None:
 
 
 def _all(shape) -> Bounds:
-    """Bounds that say: this nest may not run, so it covers nothing."""
+    """Run-time bounds of a whole shape; they tell the nest that it may not run, so that it keeps no values."""
     return {0: (i64(0), i64(shape[0]))} if shape else {}
 
 
@@ -447,7 +447,7 @@ def _raw_store(p: Point, ref: Buffer, spot: Spot, raw: Val) -> None:
 
 
 def _store_packed(p: Point, ref: Buffer, op: ir.Store, spot: Spot, value: Val) -> None:
-    """Another program may own the other bits of the byte: two atomic steps change only ours."""
+    """Store packed elements by two atomic steps that change only their bits: another program may own the others."""
     code = p.code
     with code.when(spot.ok if spot.ok is not None else Val("i1", "true")):
         ptr = code.gep("i8", ref.ptr, bytes_of(code, spot.linear, ref.dtype))

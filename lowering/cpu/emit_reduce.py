@@ -18,9 +18,9 @@ from .nest import emit_nest, next_power_of_2, vector_axis, width
 from .values import Buffer, Ix
 
 CHAINS = 4  # independent accumulators of a sum that is alone, to hide the latency of an add
-OF_ROW = 2  # those of a row where there may be others: as many however many there are, so that its bits are the same
+OF_ROW = 2  # accumulators of a row, whether or not rows share a pass: the bits of its sum do not depend on other rows
 COLUMNS = 8  # accumulators of sums whose lanes run along a kept axis
-COPIED = 64  # vector instructions of all copies of the expression in an unrolled reduction
+COPIED = 64  # vector instructions of all copies of the operand's expression in an unrolled reduction, at most
 ROWS = 4  # rows that share one pass over the reduced axes
 
 
@@ -85,7 +85,7 @@ def _accumulator(dtype: str) -> str:
 
 
 def _trivial(em: Emitter, jobs: list[Job]) -> None:
-    """Nothing to add up: the identity, or the operand itself when no axis is reduced."""
+    """A reduction of nothing: the results are the identity, or the operand itself when no axis is reduced."""
     for job in jobs:
         start = const_value(ir.identity(job.op.fn, job.op.x.dtype), job.op.x.dtype)
 
@@ -109,7 +109,7 @@ def _emit(em: Emitter, jobs: list[Job], shape, axes, bits: int) -> None:
 
 
 def _copies(em: Emitter, jobs: list[Job], shape, bits: int) -> int:
-    """How many times the expression may stand in the code: less for a long one, or where the tile is small anyway."""
+    """How many times the operand's expression is repeated in the code: less for a long one, or for a small tile."""
     cost = sum(em.expression_cost(job.op.x) for job in jobs)
     return max(1, min(int(COPIED // max(cost, 1)), math.prod(shape) // (4 * em.isa.lanes(bits))))
 
@@ -136,7 +136,7 @@ def _value(em: Emitter, p: Point, job: Job) -> Val:
 
 def _across(em: Emitter, jobs: list[Job], shape, axes, lane: int, bits: int, copies: int) -> None:
     """Lanes run along a kept axis: every lane is its own reduction, the reduced axes are inner loops. Several vectors
-    of lanes share a pass over these, which hides the latency of an add; no sum has other terms or another order."""
+    of lanes share a pass over the reduced axes to hide the latency of an add, which changes no sum's terms or order."""
     code, n = em.code, shape[lane]
     wide = width(em, n, bits)
     many = max(1, min(COLUMNS // len(jobs), copies, n // wide))
@@ -351,7 +351,7 @@ def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> None:
 
 
 def _better(em: Emitter, fn: str, x: Val, old: Val, dtype: str) -> Val:
-    """x strictly beats old, or x is the first NaN."""
+    """Whether x replaces the old extreme: it is strictly better, or the first NaN."""
     code = em.code
     wins = emit_elementwise(code, em.isa, "gt" if fn == "max" else "lt", [x, old], dtype)
     if ir.DTYPES[dtype].kind != "f":

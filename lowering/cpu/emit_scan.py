@@ -179,14 +179,14 @@ def _user_reduce(em: Emitter, op: ir.UserReduce) -> None:
 
 
 def _nothing(em: Emitter, op: ir.UserReduce) -> list[ir.Value]:
-    """Operands of the shape of the results, and an axis of length 0 behind it."""
+    """Empty operands: they have the shape of the results and an axis of length 0 behind it."""
     out = [ir.Value(ir.TileType((*op.results[0].shape, 0), x.dtype)) for x in op.xs]
     em.env.update((v, em.new_buffer(v.shape, v.dtype)) for v in out)
     return out
 
 
 def _from_start(em: Emitter, op: ir.UserReduce, start: list[Val], step: Step) -> None:
-    """`body(inits, xs)`, lane by lane."""
+    """Evaluate `body(inits, xs)` once at each place of the results, on vectors of lanes."""
     xs, shape = list(op.xs), op.xs[0].shape
     em.prepare(xs, shape)
     outs = [em.new_buffer(shape, x.dtype) for x in xs]

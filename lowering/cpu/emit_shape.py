@@ -79,7 +79,7 @@ def _dynamic_update(em: Emitter, op: ir.DynamicUpdate) -> None:
 
 @emits(ir.Scatter)
 def _scatter(em: Emitter, op: ir.Scatter) -> None:
-    """In order of the updates, one by one: duplicates meet in program order."""
+    """Apply the updates one by one, in their order, so that updates of one element meet in program order."""
     code = em.code
     em.materialise(op.indices)
     em.materialise(op.updates)

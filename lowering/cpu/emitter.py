@@ -66,8 +66,8 @@ class Emitter:
         self.written = plan.written_refs(kernel)
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
-        self.sizes: dict[ir.Extent, Val] = {}  # of the dynamic dimensions, as i64
-        self.devices: Devices | None = None  # of a kernel that talks to others
+        self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
+        self.devices: Devices | None = None  # set in a kernel that talks to other devices
 
     # -- representations ------------------------------------------------------------------------------------------
     def rep(self, v: ir.Value) -> Rep:
@@ -115,7 +115,7 @@ class Emitter:
         return self.new_buffer(v.shape, v.dtype)
 
     def set_buffer(self, v: ir.Value, buf: Buffer) -> None:
-        """`v` stands in `buf` from here on; a scalar is read back into a register."""
+        """Record that `v` stands in `buf` from here on; a scalar is read back into a register."""
         self.arena.touch(buf.alloc)
         if v.type.rank == 0:
             self.env[v] = access.read(self.code, self.isa, buf, (), Lanes(1))
@@ -158,7 +158,7 @@ class Emitter:
 
     @contextlib.contextmanager
     def marking(self, op: ir.Op) -> Iterator[None]:
-        """What is emitted inside comes from the line of an op."""
+        """A context in which emitted lines are marked with the place of an op in the user's source."""
         before = self.code.mark
         self.code.mark = self.marks(op.loc) if self.marks else ""
         yield
@@ -192,7 +192,7 @@ class Emitter:
             self.postpone(v)
 
     def postpone(self, v: ir.Value) -> None:
-        """`v` is computed where it is read, unless it stands on too long a chain of such values."""
+        """Leave `v` to be computed where it is read, unless that makes a chain of lazy values too long."""
         self.env[v] = LAZY
         below = (self.depth[a] for a in v.op.operands() if isinstance(self.env.get(a), Lazy))
         self.depth[v] = 1 + max(below, default=0)
@@ -272,7 +272,7 @@ class Emitter:
         self.keeping = outer
 
     def keep(self, p: Point, v: ir.Value, x: Val) -> None:
-        """A flagged value is computed in a nest that covers it: store it for its other readers."""
+        """Store a flagged value, computed in a nest that covers it, for its other readers."""
         if v not in self.keeping:
             self.keeping[v] = self.new_buffer(v.shape, v.dtype)
         access.write(self.code, self.isa, self.keeping[v], p.ix, x, p.lanes)

@@ -49,7 +49,7 @@ class Point:
         return self.memo[key]
 
     def full(self, v: ir.Value, ix: Index) -> Val:
-        """`at`, with all lanes present."""
+        """The value of `v` at `ix` as `at` gives it, with one scalar for all lanes broadcast to a vector."""
         x = self.at(v, ix)
         return x if lanes_of(x.ty) == self.lanes.count else self.code.splat(x, self.lanes.count)
 
@@ -101,7 +101,7 @@ FUSABLE = (
 )  # a product and the sum it goes into may round once (fused multiply-add), as XLA's CPU code does
 
 PREFETCH = 12 << 10  # bytes ahead: about 0.4 us at the bandwidth of one core
-PREFETCH_ROW = 4 << 10  # longer rows are streams of their own
+PREFETCH_ROW = 4 << 10  # bytes of a row: the hardware prefetches longer ones by itself
 
 Rule = Callable[[Point, ir.Op, Index], Val]
 RULES: dict[type[ir.Op], Rule] = {}

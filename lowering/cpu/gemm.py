@@ -172,7 +172,7 @@ def _even(size: int, limit: int, unit: int) -> list[tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """One k block: start, elements, groups (also the partial one), whole groups, is it last, does it add to C."""
+    """One k block: start, elements, groups (also the partial one), whole groups, whether it is last or adds to C."""
 
     k0: Val
     kc: Val

@@ -62,7 +62,7 @@ class Mode:
 
     @property
     def flip(self) -> bool:
-        """vpdpbusd wants one signed and one unsigned side: where both are alike, A's sign bits are flipped."""
+        """Whether A's sign bits are flipped: vpdpbusd wants a signed and an unsigned side, and here both are alike."""
         return self.kind == "vnni" and _BYTE_SIGNED[self.a] == _BYTE_SIGNED[self.b]
 
     def swapped(self) -> Mode:
@@ -115,7 +115,7 @@ class Mode:
         return c.binary("xor", a, const(a.ty, "-128" if scalar_of(a.ty) == "i8" else str(0x80808080 - (1 << 32))))
 
     def column_sum(self, c: Code, acc: Val, b: Val) -> Val:
-        """`acc + sum of b's group`: what `corrected` needs of B. Only where `flip`."""
+        """`acc + sum of b's group`, the column sums of B that `corrected` needs. Only for modes that `flip` signs."""
         return self.mac(c, acc, const(b.ty, str(0x01010101)), b)
 
     def corrected(self, c: Code, acc: Val, sums: Val) -> Val:

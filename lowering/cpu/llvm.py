@@ -106,10 +106,10 @@ class Code:
         attributes: str = "",
     ):
         self.module, self.name, self.params, self.ret, self.linkage = module, name, params, ret, linkage
-        self.attributes = attributes  # of this function, beside the module's
+        self.attributes = attributes  # attributes of this function, beside the module's
         self._entry: list[str] = []
         self._body: list[str] = []
-        self.mark = ""  # behind each line: see `emitting.Marks`
+        self.mark = ""  # a comment behind each line: see `emitting.Marks`
         self._count = 0
 
     # -- instructions -------------------------------------------------------------------------------------------
@@ -284,6 +284,6 @@ def _literal(x: Val) -> int | None:
 
 
 def shuffle(c: Code, a: Val, b: Val, lanes: list[int]) -> Val:
-    """The lanes of two vectors with these numbers, those of the second behind those of the first; -1: any."""
+    """A vector of the given lanes of a and b, where b's are numbered behind a's; -1: the lane may hold anything."""
     mask = ", ".join("i32 poison" if i < 0 else f"i32 {i}" for i in lanes)
     return c.let(vec(len(lanes), scalar_of(a.ty)), f"shufflevector {a}, {b}, <{len(lanes)} x i32> <{mask}>")

@@ -31,7 +31,7 @@ _FIRST = 4  # number of the first node behind those of `_UNIT`
 
 def located_levels(kernel: ir.Kernel, isa: Isa) -> tuple[dict[str, str], list[ir.Loc]]:
     """The texts `llvm` (as emitted), `llvm_opt` and `asm`, the last two with debug information whose lines are those of
-    the first; and of each line of the first, where in the source it comes from."""
+    the first; and for each line of the first its place in the source."""
     marks = Marks(";")
     marked, _ = emit_kernel(kernel, isa, marks)
     places = marks.places(marked)

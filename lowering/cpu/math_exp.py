@@ -29,10 +29,10 @@ LN2_PARTS = {
     32: (float.fromhex("0x1.62e4p-1"), float.fromhex("0x1.7f7d1cp-20")),
     64: (float.fromhex("0x1.62e42fefa38p-1"), float.fromhex("0x1.ef35793c76730p-45")),
 }
-# Below the first every result is zero, above the second infinite.
+# Below the first number of a pair every result is zero, above the second infinite.
 EXP_RANGE = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
 EXP2_RANGE = {32: (-151.0, 129.0), 64: (-1076.0, 1025.0)}
-# log(1.41..) / the exponent of a subnormal: multiply by this power of two first.
+# A subnormal is multiplied by 2 to this power before its exponent is split off for a logarithm.
 SUBNORMAL_SHIFT = {32: 24, 64: 54}
 SQRT_HALF = 0.70710678118654752
 
@@ -80,7 +80,7 @@ def exp2(x: X) -> X:
 
 
 def _expm1(x: X) -> X:
-    """expm1 without the sign of zero; |x| below the overflow of exp."""
+    """expm1 of x below the overflow of exp; a zero may lose its sign."""
     r, _, t = _reduce(x)
     p = (r * r).fma(horner(r, tables.EXP[x.fmt.bits]), r)
     # 2^n (p + 1) - 1 = 2 (2^(n-1) p + (2^(n-1) - 1/2)): n = 128 would overflow in the direct form.
@@ -127,7 +127,7 @@ def _int_to_float(e: X) -> X:
 
 
 def _normalised(x: X) -> tuple[X, X]:
-    """As `_split_exponent`, also for subnormal x."""
+    """The parts (f, e) that `_split_exponent` gives, also for subnormal x."""
     shift = SUBNORMAL_SHIFT[x.fmt.bits]
     tiny = x < 2.0 ** (1 - x.fmt.bias)
     f, e = _split_exponent(tiny.where(x * 2.0**shift, x))
@@ -223,13 +223,13 @@ def pow_(x: X, y: X) -> X:
     hi, lo = _log_double_word(a)
     p, q = two_product(hi, y)
     q = q + lo * y
-    representable = p.abs() < 1000.0  # else the clamp decides, and the error term must not
+    representable = p.abs() < 1000.0  # beyond, the clamp decides the result, and the error term must not change it
     r = scale(*exp_parts(_clamp_exp(p), representable.where(q, 0.0)))
     half = y * 0.5
     integer, odd = floor(y).eq(y), floor(half).ne(half)
     odd = odd & integer
     y_inf = y.abs().eq(INF)
-    # |x| is 0 or infinite, or |y| infinite: the limit by the signs.
+    # Where |x| is 0 or infinite, or |y| infinite, the result is a limit that the signs choose.
     grows = (a > 1.0).where(y, -y) > 0.0
     extreme = a.eq(0.0) | a.eq(INF) | y_inf
     r = extreme.where(grows.where(x.const(INF), 0.0), r)

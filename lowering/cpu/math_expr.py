@@ -204,7 +204,7 @@ class X:
         return self.cast("bitcast", "float" if self.scalar == "i32" else "double")
 
     def to(self, scalar: str) -> X:
-        """Between float and double."""
+        """The value converted between float and double."""
         return self.cast("fpext" if scalar == "double" else "fptrunc", scalar)
 
     def abs(self) -> X:
@@ -214,7 +214,7 @@ class X:
         return self.new(self.code.intrinsic("copysign", self.ty, self.v, sign.v))
 
     def xor_sign(self, sign: X) -> X:
-        """Negated where `sign` has its sign bit set."""
+        """The value, negated where `sign` has its sign bit set."""
         return (self.bits() ^ (sign.bits() & (1 << (self.fmt.bits - 1)))).as_float()
 
     def any(self) -> Val:
@@ -335,20 +335,20 @@ def _concat(a: X, b: X) -> X:
 
 # -- double-word arithmetic: a value as an unevaluated sum hi + lo ----------------------------------------------------
 def two_sum(a: X, b: X) -> tuple[X, X]:
-    """a + b exactly (Knuth)."""
+    """a + b exactly, as a rounded sum and its error (Knuth)."""
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)
 
 
 def fast_two_sum(a: X, b: X) -> tuple[X, X]:
-    """a + b exactly when |a| >= |b| or a is 0 (Dekker)."""
+    """a + b exactly, as a rounded sum and its error, when |a| >= |b| or a is 0 (Dekker)."""
     s = a + b
     return s, b - (s - a)
 
 
 def two_product(a: X, b: X) -> tuple[X, X]:
-    """a * b exactly; without fused multiply-add by splitting both into halves (Dekker)."""
+    """a * b exactly, as a rounded product and its error; without fused multiply-add both are split (Dekker)."""
     p = a * b
     if has_fma(a.isa):
         return p, a.fma(b, -p)

@@ -68,7 +68,7 @@ def erf_inv(x: X) -> X:
 
 
 def _erf_inv_start(x: X) -> X:
-    """Relative error 1e-9, as x times a polynomial in w = -log(1 - x^2), or in sqrt(w) for the tail."""
+    """erf_inv to a relative error of 1e-9: x times a polynomial in w = -log(1 - x^2), or in sqrt(w) for the tail."""
     a = x.abs()
     w = -log((1.0 - a) * (1.0 + a))
     w = w.at_most(40.0).at_least(0.0)
@@ -114,7 +114,7 @@ def lgamma(x: X) -> X:
     by_fit = u * horner(u, tables.LGAMMA[64]) + (steps < 0.0).where(-log_product, log_product)
     y = near.where(by_fit, stirling)
     s, _ = _sin_cos_pi(x)
-    tiny = x.abs() < 2.0**-1000  # there sin(pi x) = pi x loses bits to the subnormals
+    tiny = x.abs() < 2.0**-1000  # for such x, sin(pi x) = pi x loses bits to the subnormals
     y = reflect.where(tiny.where(x.const(0.0), math.log(math.pi)) - log(tiny.where(x, s).abs()) - y, y)
     return x.abs().eq(INF).where(INF, y)
 
@@ -127,7 +127,7 @@ def digamma(x: X) -> X:
     # Between 1 and 2 a polynomial times the distance to the root, which keeps the relative accuracy there.
     middle = (z >= 1.0) & (z <= 2.0)
     by_fit = ((z - psi.ROOT[0]) - psi.ROOT[1]) * horner(z - 1.5, psi.MIDDLE)
-    # Else the series at z + 10, less the sum of 1 / (z + k) as one fraction.
+    # Elsewhere take the series at z + 10, less the sum of 1 / (z + k) as one fraction.
     small = z < float(psi.SHIFT)
     num, den = z.const(1.0), z
     for k in range(1, psi.SHIFT):

@@ -21,7 +21,7 @@ REDUCTION_LIMIT = 2.0**20
 
 
 def _reduce_medium(x: X) -> tuple[X, X, X]:
-    """|x| <= 2^20: (r, r_lo, q) with x = q pi/2 + r + r_lo, |r| <= pi/4; q an i64."""
+    """Reduce |x| <= 2^20 to (r, r_lo, q) with x = q pi/2 + r + r_lo, |r| <= pi/4; q is an i64."""
     n, t = magic_round(x * TWO_PI_INVERSE)
     r = x - n * PI_2_PARTS[0]
     r, e1 = two_sum(r, -n * PI_2_PARTS[1])
@@ -53,12 +53,12 @@ def _words_of_two_over_pi(x: X, k: X, count: int) -> list[X]:
 
 
 def _reduce_huge(x: X) -> tuple[X, X, X]:
-    """Any finite x, by a fixed-point product of its mantissa with the bits of 2/pi that matter (Payne and Hanek)."""
+    """Reduce any finite x by a fixed-point product of its mantissa and the needed bits of 2/pi (Payne and Hanek)."""
     low32 = (1 << 32) - 1
     bits = x.bits()
     mantissa = (bits & ((1 << 52) - 1)) | (1 << 52)
     shift = (bits.lshr(52) & 0x7FF) - (1075 - 64)  # |x| = mantissa 2^(shift - 64); the words begin with 64 zero bits
-    shift = shift.at_least(32)  # lanes below the limit: any index that exists
+    shift = shift.at_least(32)  # a lane of small x, whose result is not used, gets an index that exists
     k = shift.lshr(5)
     s = shift & 31
     w = _words_of_two_over_pi(x, k - 1, 8)
@@ -119,7 +119,7 @@ def sin_cos_kernel(r: X, lo: X | None) -> tuple[X, X]:
 def _sin_cos(x: X) -> tuple[X, X, X]:
     """sin and cos of the reduced argument in x's own width, and the quadrant (an integer of x's width)."""
     if x.scalar == "float":
-        # Reduced in double, where 33 + 53 bits of pi/2 leave 24 good bits at the worst float; evaluated in float.
+        # x is reduced in double, where 33 + 53 bits of pi/2 leave 24 good bits at the worst float, and sin in float.
         r, _, q = _reduced(x.to("double"))
         s, c = sin_cos_kernel(r.to("float"), None)
         return s, c, q.cast("trunc", "i32")
@@ -129,7 +129,7 @@ def _sin_cos(x: X) -> tuple[X, X, X]:
 
 
 def _quadrant(s: X, c: X, q: X) -> X:
-    """sin of the full argument: swap for odd q, negate for q = 2, 3 modulo 4."""
+    """sin of the full argument from s and c of the reduced one: swapped for odd q, negated for q = 2, 3 modulo 4."""
     bits = s.fmt.bits
     value = (q & 1).ne(0).where(c, s)
     return (value.bits() ^ ((q & 2) << (bits - 2))).as_float()
@@ -155,7 +155,7 @@ def tan(x: X) -> X:
 # -- inverses ---------------------------------------------------------------------------------------------------------
 def _atan_positive(num: X, den: X) -> X:
     """atan(num / den) for 0 <= num <= den, den > 0."""
-    # Beyond tan(pi/8): pi/4 + atan((num - den) / (num + den)).
+    # Where num / den is beyond tan(pi/8), take pi/4 + atan((num - den) / (num + den)).
     upper = num > den * 0.41421356237309503
     t = upper.where(num - den, num) / upper.where(num + den, den)
     z = t * t
@@ -185,7 +185,7 @@ def atan2(y: X, x: X) -> X:
     steep = a > b
     num, den = steep.where(b, a), steep.where(a, b)
     both_inf, both_zero = num.eq(inf), den.eq(0.0)
-    # Scaled so that num + den does not overflow and num * 0.41 keeps its bits.
+    # The operands are scaled so that num + den does not overflow and num * 0.41 keeps its bits.
     large, small = den > 1e300, den < 1e-290
     factor = large.where(den.const(2.0**-60), small.where(den.const(2.0**110), 1.0))
     den_scaled = both_zero.where(1.0, den * factor)

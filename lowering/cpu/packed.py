@@ -8,17 +8,17 @@ from .llvm import Code, Val, i64, lanes_of, like
 
 
 def is_packed(ref: ir.Value) -> bool:
-    """Whether the elements of a Ref share bytes: those of less than 8 bits, but in scratch."""
+    """Whether the elements of a Ref share bytes: elements of less than 8 bits do, except in scratch."""
     return ir.DTYPES[ref.dtype].bits < 8 and ref.type.role != "scratch"  # type: ignore[union-attr]
 
 
 def bytes_of(code: Code, linear: Val, dtype: str) -> Val:
-    """The numbers of the bytes that hold these elements."""
+    """The numbers of the bytes that hold the elements numbered `linear`."""
     return code.binary("lshr", linear, code.splat(i64(_places(dtype)), lanes_of(linear.ty)))
 
 
 def extract(code: Code, raw: Val, linear: Val, dtype: str) -> Val:
-    """Elements of bytes, sign- or zero-extended to i8."""
+    """The elements numbered `linear` out of their bytes `raw`, sign- or zero-extended to i8."""
     n, info = lanes_of(raw.ty), ir.DTYPES[dtype]
     number = lambda k: code.splat(Val("i8", str(k)), n)
     which = code.binary("and", code.cast("trunc", linear, like(raw.ty, "i8")), number(8 // info.bits - 1))
@@ -41,7 +41,7 @@ def in_byte(code: Code, linear: Val, dtype: str) -> tuple[Val, Val]:
 
 
 def _places(dtype: str) -> int:
-    """Elements of a byte, as a power of two."""
+    """The binary logarithm of the number of elements in a byte."""
     return {4: 1, 2: 2}[ir.DTYPES[dtype].bits]
 
 

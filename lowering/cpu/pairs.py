@@ -1,7 +1,7 @@
-"""Tiles whose last axis is short, such as the parts of complex numbers: its elements side by side in registers.
+"""Tiles whose last axis is short, such as the parts of complex numbers: that axis stands side by side in registers.
 
 A pair is read by two loads of neighbours that are taken apart, and written by one store of both; so are 4 to 32
-elements, in as many stores as there are vectors. Without this each of them would be gathered and scattered by itself.
+elements, in as many stores as there are vectors. Otherwise each element would be gathered and scattered by itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _shared(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
 
 
 def _reads(op: ir.Op, refs: set[ir.Value]) -> bool:
-    """Whether an expression loads from one of the Refs: then it is computed before anything is stored to it."""
+    """Whether an expression loads from one of the Refs: then it is computed before anything is stored to the Ref."""
     todo, seen = [op], {op}
     while todo:
         at = todo.pop()
@@ -68,7 +68,7 @@ def _reads(op: ir.Op, refs: set[ir.Value]) -> bool:
 
 
 def emit(em: Emitter, pair: tuple[ir.Value, ...], into: Buffer, bounds: Bounds) -> None:
-    """Evaluate all parts at every place, and write them side by side."""
+    """Evaluate all parts of a pair at every place within the bounds, and write them side by side."""
     shape = pair[0].shape
     em.prepare(list(pair), shape if not bounds else ())
 
@@ -112,5 +112,5 @@ def _alternating(code: Code, rows: list[Val]) -> list[Val]:
 
 
 def _merged(places: range, n: int) -> list[int]:
-    """Which lanes of two vectors of n the places of their elements in turn hold."""
+    """For a vector that takes elements of two vectors of n lanes in turn: the lane that each of the places holds."""
     return [k // 2 + n * (k % 2) for k in places]

@@ -28,7 +28,7 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
 
 
 def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """As the handler in ffi/csrc/cpu.cc declares them."""
+    """The attributes of the custom call, as the handler in ffi/csrc/cpu.cc declares them."""
     from .cost import cost_of_call
 
     launch = artifact.launch | cost_of_call(kernel, values)

@@ -25,7 +25,7 @@ def load_symbols(code: Code, kernel: ir.Kernel, dims: Val) -> dict[str, Val]:
 
 
 def emit_size(code: Code, n: ir.Size, symbols: dict[str, Val]) -> Val:
-    """An i64 from the symbols' values."""
+    """The value of a size, as an i64, from the symbols' values."""
     if isinstance(n, int):
         return i64(n)
     total = i64(0)
@@ -58,8 +58,8 @@ def _floor(code: Code, a: Val, b: Val) -> Val:
 
 
 def emit_grid(module: Module, kernel: ir.Kernel) -> None:
-    """`int64_t jtile_grid(const int64_t* dims, int64_t* sides)`: the number of programs on each axis; gives how many
-    axes there are."""
+    """Emit `int64_t jtile_grid(const int64_t* dims, int64_t* sides)`, which writes the number of programs on each axis
+    to `sides` and returns how many axes there are."""
     dims, sides = Val("ptr", "%dims"), Val("ptr", "%sides")
     code = Code(module, GRID, [dims, sides], ret="i64", linkage="dso_local")
     symbols = load_symbols(code, kernel, dims)
@@ -69,7 +69,7 @@ def emit_grid(module: Module, kernel: ir.Kernel) -> None:
 
 
 def dims_attribute(kernel: ir.Kernel) -> list[int]:
-    """What fills `dims`: four numbers a dynamic dimension of an input: input, axis, place in `dims`, multiple."""
+    """What the host fills `dims` from: for each dynamic dimension of an input its input, axis, place and multiple."""
     places = {name: k for k, name in enumerate(ir.launch_symbols(kernel))}
     if len(places) > MAX_SYMBOLS or len(kernel.grid) > MAX_AXES:
         raise UnsupportedError(

@@ -58,7 +58,7 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
 
 
 def _matrix_shapes(features: set[str]) -> tuple[tuple[int, int, int, str], ...]:
-    """What one instruction does to one vector of accumulators: 16 columns, 2 or 4 products each."""
+    """The matrix shapes of instructions that add 2 or 4 products to each of 16 columns of a vector of accumulators."""
     shapes = [(1, 16, 2, "bfloat16")] if "avx512bf16" in features else []
     shapes += [(1, 16, 4, "int8")] if "avx512vnni" in features else []
     return tuple(shapes)
@@ -94,14 +94,14 @@ def _host_arch() -> str:
 
 
 def _processor() -> str:
-    """What tells this machine's processor from another's."""
+    """A text that tells this machine's processor from others."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU implementer",
               "CPU architecture", "CPU variant", "CPU part", "CPU revision")  # fmt: skip
     lines = {platform.machine(): platform.processor()}
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
         for line in f:
             if not line.strip():
-                break  # the first processor stands for all
+                break  # /proc/cpuinfo repeats these lines for each processor, and the first stands for all
             name, _, value = line.partition(":")
             if name.strip() in wanted:
                 lines[name.strip()] = value.strip()

@@ -12,7 +12,7 @@ import re
 
 from .llvm import Val
 
-_TOKEN = re.compile(r"@\{\d+\}@")  # of an offset that is not known yet
+_TOKEN = re.compile(r"@\{\d+\}@")  # the token of an offset that is not known yet
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,13 +107,13 @@ class Arena:
         return self.clock
 
     def close_loop(self, start: int) -> None:
-        """What was alive before a loop and is used in it lives until the loop ends."""
+        """Let buffers that were alive before a loop and are used in it live until the loop ends."""
         for a in self.allocations:
             if a.first < start <= a.last:
                 a.last = self.clock
 
     def assign(self) -> int:
-        """First fit, largest first; returns the workspace size in bytes."""
+        """Give every allocation its offset, by first fit, the largest first; returns the workspace size in bytes."""
         placed: list[Allocation] = []
         for a in sorted(self.allocations, key=lambda a: (-a.size, a.first)):
             busy = sorted((p.offset, p.offset + p.size) for p in placed if p.first <= a.last and a.first <= p.last)

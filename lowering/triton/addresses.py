@@ -17,7 +17,7 @@ from jtile.passes.intervals import Interval, Intervals, walk
 from .emitter import Buffer, Emitter, padded
 from .ttir import Val, bits
 
-BIG = 2**31  # what i32 cannot hold
+BIG = 2**31  # the least number that i32 cannot hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Line:
     """One dimension of an access: elements `first * scale + lane * step` for lane < size.
 
     Attributes:
-      first: a scalar of at least 32 bits; of a gather the tile of positions.
+      first: a scalar of at least 32 bits; for a gather the tile of positions.
       signed: how to read `first`.
-      known: what `first` lies between, or None.
-      side, stride: of the array; i32 and i64 scalars where they are known when the kernel runs.
-      size: None of a dimension that is dropped, and of a gather.
-      axis: of the tile, the first one of a gather.
+      known: the bounds that `first` lies between, or None.
+      side, stride: side and stride of the array; i32 and i64 scalars where they are known when the kernel runs.
+      size: number of lanes; None for a dimension that is dropped, and for a gather.
+      axis: the axis of the tile; for a gather the first of its axes.
     """
 
     first: Val
@@ -45,18 +45,18 @@ class Line:
 
     @property
     def extent(self) -> int:
-        """From the first lane to the last."""
+        """The distance from the first lane to the last."""
         return max((self.size or 1) - 1, 0) * abs(self.step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The lanes of an access: element `base + lanes`, where `mask` (None: all).
+    """The lanes of an access: they stand at elements `base + lanes`, and count where `mask` is true (None: all count).
 
     Attributes:
       base: scalar offset in elements, i32 or i64.
       lanes: offsets of vectors and tiles, each with its first axis in the tile.
-      shape: of the access, not padded.
+      shape: the shape of the access, not padded.
     """
 
     base: Val
@@ -72,12 +72,12 @@ def addresses(em: Emitter, buf: Buffer, index: ir.Index, checked: bool = True) -
 
 
 def touches_nothing(buf: Buffer, index: ir.Index) -> bool:
-    """No lane, or no element: such an access must not follow a pointer."""
+    """Whether an access has no lane, or its array no element: it must not follow a pointer then."""
     return 0 in ir.index_shape(index) or any(isinstance(n, int) and n == 0 for n in buf.shape)
 
 
 def ranges(em: Emitter) -> dict[int, list[Interval | None]]:
-    """What the numbers in the index of each access lie between, by the identity of the index."""
+    """The bounds of the numbers in the index of each access, by the identity of the index."""
     if "ranges" not in em.memo:
         found = em.memo["ranges"] = {}
 
@@ -209,7 +209,7 @@ def _times(em: Emitter, at: Val, stride: int | Val) -> Val:
 
 
 def _scaled(em: Emitter, v: Val, k: int) -> Val:
-    """`v * k`, of constants at once."""
+    """`v * k`; a constant is multiplied at once."""
     return em.code.scale(v, k) if v.number is None else em.code.const(int(v.number) * k, v.elem, v.shape)
 
 
@@ -217,7 +217,7 @@ def _scaled(em: Emitter, v: Val, k: int) -> Val:
 
 
 def first_element(em: Emitter, line: Line, checked: bool) -> Val:
-    """Where a dimension starts: exact, or (checked) where all of its lanes are outside as well."""
+    """Where a dimension starts. With `checked`, a start whose lanes are all outside may become another such start."""
     lo, hi = _limits(line)
     elem = "i32" if isinstance(line.side, int) and line.side + line.extent + line.scale < BIG else "i64"
     if line.size is None:
@@ -230,7 +230,7 @@ def first_element(em: Emitter, line: Line, checked: bool) -> Val:
 
 
 def _limits(line: Line) -> tuple[int, int]:
-    """Between what the start of a line lies."""
+    """The bounds between which the start of a line lies."""
     lo, hi = (line.known.lo, line.known.hi) if line.known else (-(2**64), 2**64)
     return lo * line.scale, hi * line.scale
 
@@ -345,7 +345,7 @@ def _taken_offsets(em: Emitter, line: Line) -> Val:
 
 
 def _taken_lanes(em: Emitter, found: Sequence[Line], shape: tuple[int, ...]) -> Val | None:
-    """The mask of a gather's own lanes; spans see to theirs."""
+    """The mask of a gather's own lanes; the lanes of spans are masked with the spans."""
     takes = [line for line in found if line.first.shape]
     if not takes:
         return None

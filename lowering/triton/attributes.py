@@ -1,4 +1,4 @@
-"""Layouts as they stand in TTGIR, read as what they are: linear maps over bits. `registers` says which element of a
+"""Layouts as they stand in TTGIR, read as linear maps over bits. `registers` says which element of a
 tile each register of each thread holds, `memory` where an element lies in shared memory."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Memory:
     """A layout of shared memory.
 
     Attributes:
-      along: of each axis, where each bit of a coordinate lies, in elements; those of all bits are combined by XOR.
-      pads: `(interval, padding)` in elements: after every so many elements so many are left free.
+      along: for each axis the offset, in elements, of each bit of a coordinate; all offsets are combined by XOR.
+      pads: pairs `(interval, padding)`: after every `interval` elements `padding` elements are left free.
     """
 
     along: tuple[tuple[int, ...], ...]
@@ -157,7 +157,7 @@ def _operand(f: Mapping[str, Any], shape: Sequence[int]) -> Made:
         register = steps(at(width, 1), sides, fastest)
         lane = steps(at(1, across), sides, fastest)
         if parent.get("version") == 1 and parent["kind"] == "amd_wmma":
-            lane += [(0, 0)]  # both halves of a wave hold the same
+            lane += [(0, 0)]  # both halves of a wave hold the same elements
         else:
             lane += steps(at(lanes // across, 1), sides, fastest)
     return register, lane, _dealt(warps, summed, sides), sides, fastest
@@ -177,7 +177,7 @@ def _of_threads(parent: Mapping[str, Any], shape: Sequence[int], summed: int) ->
 
 
 def _warps_of(parent: Mapping[str, Any], shape: Sequence[int]) -> list[list[int]] | None:
-    """How many tiles of one warp each bit of a warp's number moves along each axis."""
+    """By how many tiles of one warp each bit of a warp's number moves along each axis."""
     if parent["kind"] == "amd_wmma":
         layout = parent.get("ctaLayout") or {}
         return None if layout.get("register") else layout.get("warp")
@@ -311,10 +311,10 @@ def _for_products(f: Mapping[str, Any], shape: Sequence[int]) -> Memory:
 
 
 def _inverse(bases: Sequence[Sequence[int]], shape: Sequence[int], pads: tuple[tuple[int, int], ...]) -> Memory | None:
-    """From where each bit of a place comes to where each bit of a coordinate goes."""
+    """The memory layout (where each bit of a coordinate goes) from the coordinates that the bits of a place lead to."""
     widths = [n.bit_length() - 1 for n in shape]
     packed = lambda base: sum(x << sum(widths[:k]) for k, x in enumerate(base))
-    held: dict[int, tuple[int, int]] = {}  # the highest bit of a coordinate: what has it, and where that lies
+    held: dict[int, tuple[int, int]] = {}  # the highest bit of a coordinate -> the coordinate, and its place
     for k, base in enumerate(bases):
         value, at = _reduced(packed(base), 1 << k, held)
         if value:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from .attributes import Memory
 from .block.layouts import Linear
 
-BANKS, WORD = 32, 4  # of NVIDIA and AMD; bytes
+BANKS, WORD = 32, 4  # banks of NVIDIA's and AMD's shared memory, and bytes of a word
 LINE = BANKS * WORD  # bytes that one wavefront moves at most
 MATRIX = 16  # bytes of a row of the matrices that instructions for operands of products move
 
@@ -22,11 +22,11 @@ class Access:
     """One access of a warp.
 
     Attributes:
-      how: `ldmatrix`, `ldmatrix.trans`, `rows`: eight rows of 16 bytes; or `vector`: so many bytes of each thread.
+      how: `ldmatrix`, `ldmatrix.trans`, `rows`: eight rows of 16 bytes; or `vector`: `width` bytes of each thread.
       width: bytes of each thread, or of each row.
-      offsets: bytes from the beginning of the buffer, of each thread or row.
+      offsets: for each thread or row, bytes from the beginning of the buffer.
       together: threads or rows that one wavefront could serve.
-      wavefronts: that it takes; least: that so many bytes take without conflicts.
+      wavefronts: how many the access takes; least: how many its bytes would take without conflicts.
     """
 
     how: str
@@ -41,7 +41,7 @@ def of_registers(tile: Linear, memory: Memory, bits: int, *, matrices: bool) -> 
     """The access by which a warp moves a tile between registers and shared memory; None for elements below a byte.
 
     Args:
-      bits: of an element.
+      bits: bits of an element.
       matrices: whether the target moves matrices of eight rows by one instruction (`ldmatrix`, `stmatrix`).
     """
     if bits < 8:
@@ -95,7 +95,7 @@ def _words(offsets: Iterable[int], width: int) -> set[int]:
 
 
 def wavefronts(offsets: Sequence[int], width: int) -> int:
-    """How many words the bank has of which most are wanted; threads that want the same word share it."""
+    """How many words are wanted of the bank that most are wanted of; threads that want the same word share it."""
     banks: dict[int, int] = {}
     for word in _words(offsets, width):
         banks[word % BANKS] = banks.get(word % BANKS, 0) + 1

@@ -53,8 +53,8 @@ def check(
     """Run a compiled module and say what is wrong with it.
 
     Args:
-      text: of `module.hivm.opt.mlir`.
-      capacities: bytes of "UB", "L1", "L0A", "L0B", "L0C"; None: those that the text itself says.
+      text: the text of `module.hivm.opt.mlir`.
+      capacities: bytes of "UB", "L1", "L0A", "L0B", "L0C"; None: the sizes that the text itself says.
       grid: programs along three axes.
       blocks: which programs to run, by number; None: the first and the last.
       aliases: arguments that share a buffer: number of the one -> number of the other, in the function's signature.
@@ -73,13 +73,13 @@ def check(
         for block in blocks if blocks is not None else sorted({0, x * y * z - 1}):
             for unknown in (2, 3):
                 if not _run(module, entry, block, (x, y, z), unknown, aliases or {}, sizes, found, used):
-                    break  # nothing depends on data
+                    break  # no branch depends on data, so that another guess would run the same events
     errors = tuple(_ERRORS[kind](message) for message, kind in found.items())
     return Report(errors, tuple(f.name for f in entries), used)
 
 
 def verify(text: str, **options: Any) -> Report:
-    """`check`, and raise the first error."""
+    """Check a compiled module as `check` does, and raise the first error."""
     report = check(text, **options)
     if report.errors:
         raise report.errors[0]
@@ -112,7 +112,7 @@ def _run(
     module: Module, entry: list[Function], block: int, grid: tuple[int, int, int], unknown: int,
     aliases: dict[int, int], sizes: dict[str, int], found: dict[str, str], used: dict[str, int],
 ) -> bool:  # fmt: skip
-    """Run the cores of one program; `found`: message -> kind. Whether it met a branch that depends on data."""
+    """Run the cores of one program; `found`: message -> kind. Returns whether a branch depended on data."""
     runs, cores = [], []
     for f in entry:
         halves = range(2) if _kind(f) == "aiv" and len(entry) > 1 else range(1)
@@ -131,7 +131,7 @@ def _run(
 
     Machine(cores, report).run()
     guessed = any(run.guessed for run in runs)
-    if not (guessed and len(cores) > 1):  # of several cores, each would meet other data than the others
+    if not (guessed and len(cores) > 1):  # several cores would each meet other data
         found |= {message: kind for message, kind in mine.items() if message not in found}
     for run in runs:
         for region, first, end in extents(list(run.buffers.values())):

@@ -20,7 +20,7 @@ PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 class Effect:
     """Values that are read and written on a pipe; `temps` are written for the op alone.
 
-    `product`: of a matrix product, its arguments in order: left, right, whether it starts from zero, three sizes, sum,
+    `product`: the arguments of a matrix product in order: left, right, whether it starts from zero, three sizes, sum,
     and seven of the events that it waits for and sets.
     """
 
@@ -31,7 +31,7 @@ class Effect:
     product: tuple[str, ...] = ()
 
 
-# Begin of a name -> pipe, and how many arguments stand before the output.
+# The beginning of a library function's name -> its pipe, and how many arguments stand before the output.
 _LIBRARY = (
     (r"load_gm_to_(?:ubuf|ub|cbuf)", "MTE2", 1),
     (r"nd2nz", "MTE2", 1),
@@ -52,7 +52,7 @@ _LIBRARY = (
 )
 _TABLE = [(re.compile(pattern), pipe, count) for pattern, pipe, count in _LIBRARY]
 
-# The ops themselves, before they become calls; all others of this dialect that have outputs are vector ops.
+# Ops of HIVM, before they become calls -> their pipes; all others of this dialect that have outputs are vector ops.
 _OPS = {"load": "MTE2", "nd2nz": "MTE2", "store": "MTE3", "nz2nd": "MTE3", "fixpipe": "FIX"}
 _WITHOUT = ("set_mask_norm", "set_ffts_base_addr", "get_block_idx", "get_block_num", "get_sub_block_idx",
             "get_sub_block_num", "convert_layout", "pointer_cast", "set_flag", "wait_flag", "pipe_barrier",
@@ -63,7 +63,7 @@ def effect(op: Op, callee: str = "", args: list[str] | None = None, kinds: list[
     """What a call of the library, or an op of HIVM, does; None for one that touches no memory.
 
     Args:
-      callee, args, kinds: of a call: the function, its arguments and their types.
+      callee, args, kinds: the function that a call names, its arguments and their types.
 
     Raises:
       UnsupportedError: the checker does not know the function.

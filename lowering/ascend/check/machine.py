@@ -18,7 +18,7 @@ from .memory import Memory
 from .read import Op
 from .regions import Region
 
-ORDERED = ("S", "M", "MTE1")  # ops of these never overlap those before them on the pipe, or write nothing
+ORDERED = ("S", "M", "MTE1")  # pipes whose ops never overlap earlier ones of the same pipe, or write nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Event:
 
     Attributes:
       kind: "op", "set", "wait", "barrier", "all" (a barrier of all pipes), "announce" and "await" (between cores).
-      flag: of "set" and "wait" (from pipe, to pipe, number), of "announce" and "await" the number.
-      accesses: of "op": (region, whether it is written, or "temporary") in order.
+      flag: (from pipe, to pipe, number) of a "set" or "wait"; the number of an "announce" or "await".
+      accesses: for each access of an "op", in order: (region, whether it is written, or "temporary").
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Machine:
                 self._report("flag", f"{op} sets a flag of {self.cores[core].name} that nobody waits for")
 
     def _advance(self, core: Core) -> bool:
-        """Let one core go as far as it can; whether it went at all."""
+        """Let one core go as far as it can; returns whether it went at all."""
         moved = self._drain(core)
         while not core.queues["S"] and not core.over:
             event = next(core.steps, None)

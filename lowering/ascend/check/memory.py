@@ -1,4 +1,4 @@
-"""Who touched which bits last: races between pipes, and buffers that are overwritten while they live."""
+"""Keeps track of who touched which bits last, to find races between pipes and buffers overwritten while they live."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .read import Op
 from .regions import LOCAL, Region
 
-_PAGE = 8 << 12  # bits: accesses of one page are compared with each other
+_PAGE = 8 << 12  # bits of a page: accesses of one page are compared with each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Access:
     """One op on one run of bits.
 
     Attributes:
-      pipe: its number; index: of the op among those of its pipe, from 1.
+      pipe: the number of the pipe; index: the number of the op among those of its pipe, from 1.
       temporary: the op writes what only it reads, so that another of its pipe may do so without a barrier.
     """
 
@@ -35,14 +35,14 @@ class Memory:
 
     Args:
       report: takes (kind, message): "race", or "overlap".
-      name: of a pipe, for messages.
+      name: gives the name of a pipe, for messages.
     """
 
     def __init__(self, report: Callable[[str, str], None], name: Callable[[int], str]):
         self._report, self._name = report, name
         self._pages: dict[Any, list[Access]] = {}  # (memory, page of it) -> the last accesses
-        self._written: dict[Any, list[tuple[int, int, Any, Op]]] = {}  # by whom, run by run
-        self._lost: dict[Any, list[tuple[int, int, Op]]] = {}  # of a buffer: runs that another was written over
+        self._written: dict[Any, list[tuple[int, int, Any, Op]]] = {}  # (memory) -> each run of bits, and who wrote it
+        self._lost: dict[Any, list[tuple[int, int, Op]]] = {}  # buffer -> its runs that others overwrote
 
     def access(self, core: str, region: Region, write: bool | str, pipe: int, index: int, known: Sequence[int], op: Op):
         """Note that an op reads or writes a region (or, "temporary", uses it for itself), which begins when `known[p]`
@@ -116,7 +116,7 @@ class Memory:
 
 
 def extents(regions: Sequence[Region]) -> Iterator[tuple[Region, int, int]]:
-    """(buffer, first byte, last byte + 1) of each."""
+    """(buffer, first byte, last byte + 1) of each region."""
     for region in regions:
         if region.whole and region.whole[0] < region.whole[1]:
             yield region, region.whole[0] // 8, -(-region.whole[1] // 8)

@@ -15,7 +15,7 @@ from jtile._errors import ParseError
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """`results = name text`, on a line (from 1). `results`: (name, how many) of each."""
+    """An op, written `results = name text`, and its line (from 1). `results`: (name, number of values) of each."""
 
     name: str
     results: tuple[tuple[str, int], ...]
@@ -37,7 +37,7 @@ class Block:
 
 @dataclasses.dataclass(eq=False)
 class Function:
-    """`args`: (name, type) of each."""
+    """A function of the module. `args`: (name, type) of each argument."""
 
     name: str
     args: tuple[tuple[str, str], ...]
@@ -65,7 +65,7 @@ _ARG = re.compile(r"(%[\w-]+): ([^%]*?)(?:,\s*$|$)")
 
 def read(text: str) -> Module:
     """Read a module; ParseError for text that is not one."""
-    module, stack = Module({}, {}, ""), []  # of (op or function or None, its block)
+    module, stack = Module({}, {}, ""), []  # the stack has pairs (op or function or None, its block)
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("//"):
@@ -94,7 +94,7 @@ def _function(module: Module, stack: list, line: str, number: int) -> None:
     found = _FUNC.match(line)
     if found is None:
         raise ParseError(f"line {number}: cannot read the function {line[:80]!r}")
-    if not line.endswith("{"):  # declared only: a function of the vendor's library
+    if not line.endswith("{"):  # a function of the vendor's library is declared only
         return
     inside, rest = _parenthesised(line, found.end() - 1)
     args = tuple(_typed(one) for one in split(inside))
@@ -112,7 +112,7 @@ def _close(stack: list, line: str, number: int) -> None:
     if not stack:
         raise ParseError(f"line {number}: a region ends that does not begin")
     owner, _ = stack.pop()
-    if line.endswith("{") and isinstance(owner, Op):  # } else {, } do {
+    if line.endswith("{") and isinstance(owner, Op):  # `} else {` or `} do {` begins another region of the op
         owner.blocks.append(Block())
         stack.append((owner, owner.blocks[-1]))
 
@@ -144,7 +144,7 @@ def _block_args(op: Op) -> Iterator[str]:
 
 
 def split(text: str) -> list[str]:
-    """What stands between the commas that no bracket encloses."""
+    """The parts of a text between the commas that no bracket encloses."""
     parts, depth, start = [], 0, 0
     for k, c in enumerate(text):
         if c in "([{<":
@@ -159,7 +159,7 @@ def split(text: str) -> list[str]:
 
 
 def _parenthesised(line: str, start: int) -> tuple[str, str]:
-    """What the parenthesis at `start` encloses, and what follows."""
+    """The text that the parenthesis at `start` encloses, and the text behind it."""
     depth = 0
     for k in range(start, len(line)):
         depth += (line[k] == "(") - (line[k] == ")")
@@ -176,8 +176,8 @@ _MEMREF = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<\[([^\]]*)\](?:, o
 
 @dataclasses.dataclass(frozen=True)
 class MemRef:
-    """A type: `sizes` and `strides` in elements, None where the type does not say; bits of an element; "gm" is the
-    space of a type without one."""
+    """A memref type: `sizes` and `strides` in elements, None where the type does not say; `bits` of an element; a type
+    that names no space is of "gm"."""
 
     sizes: tuple[int | None, ...]
     strides: tuple[int | None, ...]
@@ -199,7 +199,7 @@ def memref(text: str) -> MemRef | None:
 
 
 def contiguous(sizes: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Strides of rows that follow each other."""
+    """The strides of an array whose rows follow each other without gaps."""
     out, step = [], 1
     for n in reversed(sizes):
         out.append(step)
@@ -210,4 +210,4 @@ def contiguous(sizes: tuple[int | None, ...]) -> tuple[int | None, ...]:
 def bits(kind: str) -> int:
     """Bits of an element in memory: "f32", "i8", "bf16"; an i1 is one bit."""
     found = re.search(r"\d+", kind)
-    return int(found[0]) if found else 64  # index
+    return int(found[0]) if found else 64  # a type without a width is `index`, of 64 bits

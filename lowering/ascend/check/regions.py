@@ -12,7 +12,7 @@ from typing import Any
 from .read import MemRef, contiguous
 
 LOCAL = {"ub": "UB", "cbuf": "L1", "ca": "L0A", "cb": "L0B", "cc": "L0C"}
-_MOST = 512  # runs of bytes that are told apart; more are one, from the first to the last
+_MOST = 512  # runs of bytes that are told apart; more of them count as one, from the first to the last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Region:
 
     Attributes:
       space: "gm", or a key of `LOCAL`.
-      base: what it is a part of: the argument's name, or the line of the buffer's `pointer_cast`.
+      base: the array or buffer that the region is a part of: the argument's name, or the line of its `pointer_cast`.
       start: address of element 0 in bits, from the base in "gm", from the memory's own begin elsewhere; None: unknown.
       sizes, strides: in elements; None: unknown.
-      bits: of an element.
+      bits: bits of an element.
       whole: (first, last + 1) bit of the base, as far as that is known.
     """
 
@@ -37,8 +37,8 @@ class Region:
     whole: tuple[int, int] | None = None
 
     def runs(self) -> tuple[list[tuple[int, int]], bool]:
-        """The bits that it names, as (first, last + 1); and whether these are exactly them. None at all where nothing
-        is known, or the buffer is empty."""
+        """The bits that the region names, as pairs (first, last + 1), and whether it names all of them. No pairs where
+        nothing is known, or the buffer is empty."""
         if 0 in self.sizes:
             return [], True
         sizes, strides = known(self.sizes), known(self.strides)
@@ -63,7 +63,7 @@ def known(numbers: Sequence[int | None]) -> list[int] | None:
 
 
 def _moved(region: Region, steps: Sequence[int | None]) -> int | None:
-    """Where it starts after a move by so many elements, axis by axis."""
+    """Where a region starts after a move by so many elements along each axis."""
     found = known(steps)
     return None if region.start is None or found is None else region.start + sum(found) * region.bits
 
@@ -80,7 +80,7 @@ def argument(kind: MemRef, name: str) -> Region:
 
 
 def at(region: Region, index: Sequence[int | None]) -> Region:
-    """One element; all of the buffer, where it is not known which."""
+    """One element of a region; all of the region's buffer, where it is not known which element."""
     start = _moved(region, [None if i is None or t is None else i * t for i, t in zip(index, region.strides)])
     if start is None:
         return dataclasses.replace(region, start=None)
@@ -88,7 +88,7 @@ def at(region: Region, index: Sequence[int | None]) -> Region:
 
 
 def subview(region: Region, offsets: list, sizes: list, steps: list, result: MemRef) -> Region:
-    """A part of it; axes of size one that the result type lacks are dropped."""
+    """A part of a region; axes of size one that the result type lacks are dropped."""
     start = _moved(region, [None if o is None or t is None else o * t for o, t in zip(offsets, region.strides)])
     sizes = [had if n is None else n for n, had in zip(sizes, region.sizes, strict=True)]
     strides = [None if t is None or s is None else t * s for t, s in zip(region.strides, steps, strict=True)]
@@ -100,7 +100,7 @@ def subview(region: Region, offsets: list, sizes: list, steps: list, result: Mem
 
 
 def collapse(region: Region, groups: list[list[int]]) -> Region:
-    """Axes that become one."""
+    """A region each of whose groups of axes has become one axis."""
     sizes, strides = [], []
     for group in groups:
         inner = [(region.sizes[k], region.strides[k]) for k in group]
@@ -111,7 +111,7 @@ def collapse(region: Region, groups: list[list[int]]) -> Region:
 
 
 def expand(region: Region, groups: list[list[int]], shape: list) -> Region:
-    """An axis that becomes several, of these sizes."""
+    """A region each of whose axes has become a group of axes, with the sizes of `shape`."""
     strides = []
     for step, group in zip(region.strides, groups, strict=True):
         inner = contiguous(tuple(shape[k] for k in group))
@@ -120,12 +120,12 @@ def expand(region: Region, groups: list[list[int]], shape: list) -> Region:
 
 
 def view(region: Region, shift: int | None, kind: MemRef) -> Region:
-    """Bytes from `shift` on, as an array of another type."""
+    """The bytes of a region from `shift` on, as an array of another type."""
     start = None if region.start is None or shift is None else region.start + shift * 8
     return dataclasses.replace(region, start=start, sizes=kind.sizes, strides=kind.strides, bits=kind.bits)
 
 
 def groups_of(text: str) -> list[list[int]]:
-    """`[[0, 1], [2]]`, the first such list in a text."""
+    """The first list of lists in a text, such as `[[0, 1], [2]]`."""
     found = re.search(r"\[((?:\[[\d, ]*\](?:, )?)*)\]", text)
     return [[int(n) for n in re.findall(r"\d+", g)] for g in re.findall(r"\[([\d, ]*)\]", found[1])] if found else []

@@ -21,7 +21,7 @@ _CALL = re.compile(r"\s*@([\w.$-]+)\(")
 
 
 def rounds(first: int, last: int, step: int) -> Iterator[int]:
-    """The values of a loop's variable, without a middle part that repeats what is there."""
+    """The values of a loop's variable; of a long loop without a middle part, whose rounds repeat what others do."""
     count = max(0, -(-(last - first) // step)) if step > 0 else 0
     skip = 0
     if count > _FIRST + 2 * _PERIOD:
@@ -35,7 +35,7 @@ class Run:
     """One core's way through a function.
 
     Args:
-      block, sub_block: which of the grid, and which vector core beside the cube core.
+      block, sub_block: the number of the block in the grid, and of the vector core beside the cube core.
       grid: programs along its three axes.
       unknown: what a branch that depends on data does (even: the second way), and how many rounds such a loop has.
       bases: names of arguments that share a buffer with another: argument -> the one that it shares.
@@ -48,8 +48,8 @@ class Run:
                          grid[2], "get_sub_block_num": 2}  # fmt: skip
         self._grid, self._unknown, self._turn = grid, unknown, 0
         self._values: dict[str, Any] = {}
-        self._blind = sub_block > 0 and function.name in module.shadows  # what it reads of arrays goes nowhere
-        self.buffers: dict[int, Region] = {}  # by line: all that `pointer_cast` made
+        self._blind = sub_block > 0 and function.name in module.shadows  # such a core stores nothing of what it reads
+        self.buffers: dict[int, Region] = {}  # line -> the buffer that the `pointer_cast` on it made
 
     @property
     def guessed(self) -> bool:
@@ -72,7 +72,7 @@ class Run:
         self._values |= dict(zip(numbers, self._grid)) if len(numbers) == 3 else {}
 
     def _block(self, block: Block) -> Iterator[Event]:
-        """Run the ops of a block; what its terminator gives is left in `_out`."""
+        """Run the ops of a block; the values that its terminator gives are left in `_out`."""
         for op in block.ops:
             if op.name in ("scf.yield", "scf.condition", "return", "func.return"):
                 self._out = [self._get(v) for v in scalars.names(op)]
@@ -129,7 +129,7 @@ class Run:
         if None in (first, last, step):
             first, step = first or 0, step or 1
             last = first + self._guess(4) * step
-            self._values |= zip(bounds, (first, last, step))  # which buffer a round takes may go by how many there are
+            self._values |= zip(bounds, (first, last, step))  # the bounds may decide which buffer a round takes
         for k in rounds(first, last, step):
             self._values |= zip(body.args, [k, *values])
             yield from self._block(body)

@@ -124,7 +124,7 @@ _BINARY = {
 
 
 def _affine(op: Op, get: Values, maps: dict[str, str]) -> int | None:
-    """`affine.apply #map(%d)[%s]`, `affine.min`, `affine.max`."""
+    """The value of an `affine.apply #map(%d)[%s]`, `affine.min` or `affine.max`."""
     found = re.match(r"\s*(#\w+|affine_map<.*?>)\(([^)]*)\)(?:\[([^\]]*)\])?", op.text)
     if found is None:
         raise ParseError(f"cannot read {op}")
@@ -162,7 +162,7 @@ def _reinterpret(op: Op, get: Values) -> Region:
     start = None if offset[0] is None else first + offset[0] * source.bits
     return Region(
         source.space, source.base, start, tuple(sizes), tuple(strides), source.bits, source.whole
-    )  # an offset counts from the base
+    )  # the op's offset counts from the base of the buffer
 
 
 def _subview(op: Op, get: Values) -> Region:
@@ -187,13 +187,13 @@ def _same(op: Op, get: Values) -> Any:
 
 
 def element(op: Op, get: Values) -> Region:
-    """What `memref.load` and `memref.store` touch."""
+    """The element that a `memref.load` or `memref.store` touches."""
     found = re.search(r"(%[\w#-]+)\[([^\]]*)\]", op.text)
     return regions.at(get(found[1]), tuple(_list(found[2], get)))  # pyright: ignore[reportOptionalSubscript]
 
 
 def metadata(op: Op, get: Values) -> list[Any]:
-    """What `memref.extract_strided_metadata` gives: the base, the offset in it, sizes and strides."""
+    """The results of `memref.extract_strided_metadata`: the base, the offset in it, sizes and strides."""
     source: Region = get(_first(op))
     first = source.whole[0] if source.whole else 0
     offset = None if source.start is None else (source.start - first) // source.bits

@@ -23,7 +23,7 @@ __all__ = ["Defect", "compile_block_kernel", "emit_block_kernel", "specialised"]
 
 
 class Defect(str):
-    """Why a kernel stays at tile level, where that is jtile's own fault."""
+    """A reason why a kernel stays at tile level that is jtile's own fault."""
 
 
 def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: Texts) -> Artifact | str:
@@ -51,9 +51,9 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
         artifact = compile_block_kernel(planned.kernel, target, texts=texts)
     except UnsupportedError as e:
         return f"tile level: the plan of the block level does not compile: {e}\n"
-    except (OSError, MemoryError):  # no defect, and gone next time: no slow form for ever
+    except (OSError, MemoryError):  # the machine's fault, gone next time: the slow form must not be kept for ever
         raise
-    except Exception as e:  # no reason to fail, for the kernel has a form at tile level
+    except Exception as e:  # the call need not fail, for the kernel has a form at tile level
         if current().verify:
             raise
         failures.warn(kernel, target, e, "it stays at tile level, where products may take twice the time")

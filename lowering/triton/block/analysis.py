@@ -1,4 +1,4 @@
-"""Which layout each tile of a role lives in.
+"""The layout that each tile of a role lives in.
 
 Products fix the layouts of their accumulators. From there layouts flow along: arithmetic takes that of its operands,
 reductions what is left of it, loops that of what they carry. What nothing has reached takes what its users want (loads,
@@ -27,7 +27,7 @@ from .layouts import (
 )
 from .linear import linear, permuted, reshaped
 
-COLUMNS = 256  # of an instruction for products, at most
+COLUMNS = 256  # columns of an instruction for products, at most
 POINTWISE = (ir.Map, ir.Select, ir.Cast, ir.Bitcast)
 
 
@@ -38,7 +38,7 @@ def is_free(v: ir.Value) -> bool:
 
 
 def spread(op: ir.Reshape) -> tuple[int, ...] | None:
-    """The axes of the operand in the result of a reshape that only adds axes of length 1; None of any other."""
+    """The axes of the operand in the result of a reshape that only adds axes of length 1; None for other reshapes."""
     dims, at = [], 0
     for n in op.x.shape:
         while at < len(op.shape) and op.shape[at] != n and op.shape[at] == 1:
@@ -58,7 +58,7 @@ def dims_of(op: ir.Broadcast | ir.Reshape) -> tuple[int, ...]:
 def product_layout(op: ir.DotAsync, warps: int, widest: int) -> Mma | None:
     """The layout of the accumulator of a product, of instructions of up to `widest` columns; None where warpgroups
     cannot compute it."""
-    widest = min(widest, 128) if op.a.dtype == "int8" else widest  # triton knows integer ones of up to 224 columns
+    widest = min(widest, 128) if op.a.dtype == "int8" else widest  # triton's integer products have at most 224
     m, n = op.result.shape
     return mma(m, n, ir.DTYPES[op.a.dtype].bits, warps, widest=widest)
 
@@ -99,7 +99,7 @@ class Homes:
         return blocked(v.shape, elem_of(v.dtype), self.warps) if found is None else found
 
     def get(self, v: ir.Value) -> Layout | None:
-        """The layout of a tile, None while it has none, and of free ones."""
+        """The layout of a tile; None while it has none, and for free tiles."""
         return self._home.get(self._root(v))
 
     # -- values that share a layout -----------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Homes:
             self._same[b] = a
 
     def _tie(self, op: ir.Op) -> None:
-        """A carry has one layout in a loop and behind it; waiting changes nothing."""
+        """Make values share a layout: a carry has one layout in a loop and behind it, and a wait does not change it."""
         if isinstance(op, ir.For):
             for p, r in zip(op.body.params[1:], op.results, strict=True):
                 self._union(p, r)
@@ -143,14 +143,14 @@ class Homes:
         for op in self._ops:
             for v in self._operands_carried(op):
                 self._set(v, self._wanted_operand(v))
-        self._open = self._ops  # those that may still give a layout to something
+        self._open = self._ops  # the ops that may still give a layout to a tile
         while self._round(self._forward) or self._round(self._backward) or self._default():
             pass
 
     def _round(self, rule: Callable[[ir.Op], bool]) -> bool:
         self._open = [op for op in self._open if any(map(self._lacks, _defined(op)))]
         ops = self._open if rule == self._forward else reversed(self._open)
-        return sum(map(rule, ops)) > 0  # all of them, each time
+        return sum(map(rule, ops)) > 0  # a sum, since `any` would stop at the first op that changes something
 
     def _lacks(self, v: ir.Value) -> bool:
         """Whether a value is a tile that has no layout yet."""
@@ -161,7 +161,7 @@ class Homes:
             yield from op.body.params[1:]
 
     def _wanted_operand(self, v: ir.Value) -> Layout | None:
-        """What a carry should be that only products take, as their left operands."""
+        """The layout of a carry that only products take, as their left operands."""
         wants = set()
         for u in self._tied(v):
             for op, k in self._users.get(u, []):
@@ -195,7 +195,7 @@ class Homes:
         return self._set(r, self._moved(op))
 
     def _moved(self, op: ir.Op) -> Layout | None:
-        """What a tile lives in after its elements were moved, where that is as good as free."""
+        """The layout of a tile after its elements were moved, where the move costs next to nothing."""
         if isinstance(op, ir.Transpose):
             h = self.get(op.x)
             if h is None or isinstance(h, Blocked):
@@ -252,8 +252,8 @@ class Homes:
         return map(self.get, self._yielded.get(v, ()))
 
     def _default(self) -> bool:
-        """The first tile that has no layout yet lies as loads and stores like it; where nothing is multiplied by
-        warpgroups, the first one of the innermost loops, where most of the work is."""
+        """Give the first tile that has no layout yet one that suits loads and stores. Without products of warpgroups
+        it is the first tile of the innermost loops, where most of the work is."""
         for op in self._by_depth:
             for v in filter(self._lacks, op.results):
                 return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
@@ -276,7 +276,7 @@ def _depths(body: ir.Block, depth: int = 0) -> dict[ir.Op, int]:
 
 
 def apart(op: ir.Slice, h: Layout) -> Linear | None:
-    """What a part of a tile lives in where the parts, of a power of two of each axis, lie in registers of their own."""
+    """The layout of a part of a tile, where its parts have sides of powers of two and lie in registers of their own."""
     whole = linear(h, op.x.shape)
     for axis, (first, part, n) in enumerate(zip(op.starts, op.result.shape, op.x.shape, strict=True)):
         if part == n:
@@ -290,7 +290,7 @@ def apart(op: ir.Slice, h: Layout) -> Linear | None:
 
 
 def unmoved(op: ir.Transpose | ir.Reshape | ir.Slice, h: Layout) -> Linear | None:
-    """What a tile lives in whose elements move to a layout of products' operands without leaving their registers."""
+    """The layout of a tile from which its elements move to the operand layout `h` without leaving their registers."""
     if not isinstance(origin(h), Linear | Operand):
         return None
     out = linear(h, op.result.shape)
@@ -308,7 +308,7 @@ def unmoved(op: ir.Transpose | ir.Reshape | ir.Slice, h: Layout) -> Linear | Non
 
 
 def _weight(h: Layout) -> int:
-    """Which of several layouts arithmetic takes: conversions of accumulators cost most."""
+    """A weight by which arithmetic chooses among layouts: conversions of accumulators cost most."""
     if isinstance(h, Sliced):
         return _weight(h.parent)
     return 3 if isinstance(h, Mma) else 2 if isinstance(h, Operand) else 1

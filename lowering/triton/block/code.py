@@ -19,9 +19,9 @@ class Mem:
 
     Attributes:
       name: its spelling.
-      shape: of one buffer.
+      shape: the shape of one buffer.
       elem: element type.
-      layout: of one buffer.
+      layout: the layout of one buffer.
       whole: the shape of the buffer that this is a part of, where it is one.
     """
 
@@ -40,7 +40,7 @@ class Mem:
 
 
 class LaidCode(Code):
-    """Code of one role. `ambient` says by their rank how tensors that an op makes lie over threads."""
+    """Code of one role. `ambient` has for each rank the layout of the tensors that an op makes."""
 
     def __init__(self, count: list[int], depth: int):
         super().__init__()
@@ -49,7 +49,7 @@ class LaidCode(Code):
         self._target: list[Any] = self.lines
 
     def name(self) -> str:
-        """Names are unique in the whole function."""
+        """A new name, which is unique in the whole function."""
         self._counter[0] += 1
         return f"%{self._counter[0]}"
 
@@ -64,7 +64,7 @@ class LaidCode(Code):
 
     @contextlib.contextmanager
     def writing(self, place: tuple[list[Any], int]) -> Iterator[None]:
-        """What is written inside goes to a place."""
+        """A context in which lines are written at a place that `place` gave."""
         old = self._target, self._depth
         self._target, self._depth = place
         yield
@@ -72,7 +72,7 @@ class LaidCode(Code):
 
     @contextlib.contextmanager
     def within(self, layouts: dict[int, Layout]) -> Iterator[None]:
-        """Tensors that are made inside have these layouts, by their rank."""
+        """A context in which tensors that are made have the layouts given for their ranks."""
         old, self.ambient = self.ambient, layouts
         yield
         self.ambient = old

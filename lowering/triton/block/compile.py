@@ -17,7 +17,7 @@ from ..features import Features
 from ..heuristics import Choice
 from ..record import Record
 from ..targets import features_of
-from . import (  # noqa: F401  emitters register
+from . import (  # noqa: F401  their emitters register themselves
     emit_control,
     emit_copies,
     emit_dots,

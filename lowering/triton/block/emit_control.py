@@ -42,7 +42,7 @@ def _if(em: BlockEmitter, op: ir.If) -> list[Val]:
 
 
 def _layouts(em: BlockEmitter, values: Sequence[ir.Value]) -> list[Any]:
-    """Of the tiles among values that a region carries; None of scalars."""
+    """The layouts of the values that a region carries; None for scalars."""
     assert em.homes is not None
     return [em.homes[v] if v.shape else None for v in values]
 

@@ -51,7 +51,7 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
     """The tensor map of a copy, and where its box begins.
 
     Raises:
-      UnsupportedError: a tensor map cannot say it.
+      UnsupportedError: no tensor map can describe the copy.
     """
     buf, m = em.refs[op.ref], em.env[op.buffer]
     what = "asynchronous copies through tensor maps only, and none can say this one:"

@@ -34,8 +34,8 @@ def _dot_async(em: BlockEmitter, op: ir.DotAsync) -> Val:
 
 
 def product(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, acc: Val, keep: Val) -> Val:
-    """`keep ? acc : 0` plus a @ b, started."""
-    attributes = "inputPrecision = 0 : i32, isAsync = true"  # 0: tf32 of float32, nothing of others
+    """Start the product a @ b, which is added to `acc` where `keep` is true, else to 0."""
+    attributes = "inputPrecision = 0 : i32, isAsync = true"  # 0: tf32 for float32; other dtypes ignore it
     if ir.DTYPES[op.a.dtype].bits == 8 and op.result.dtype == "float32":
         attributes += f", maxNumImpreciseAcc = {EXACT} : i32"
     out = dataclasses.replace(acc, name=em.code.name(), fill=None, number=None)
@@ -45,8 +45,8 @@ def product(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, acc: Val, k
 
 
 def _promoted(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, out: Mma) -> Val:
-    """Products of `PROMOTE` terms each, added up in float32. They are waited for at once: what waits for the result
-    later finds it finished."""
+    """A product as a sum, in float32, of products of `PROMOTE` terms each. Each is waited for at once, so that a later
+    wait finds the result finished."""
     code, k = em.code, op.a.shape[1]
     with code.within({2: out}):
         zero = code.const(0.0, "f32", op.result.shape)
@@ -66,7 +66,7 @@ def _promoted(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, out: Mma)
 
 
 def _columns(em: BlockEmitter, m: Mem, first: int, part: int, axis: int) -> Mem:
-    """Part of a buffer along an axis."""
+    """A part of a buffer along an axis."""
     shape = tuple(part if k == axis else n for k, n in enumerate(m.shape))
     starts = ", ".join(str(first if k == axis else 0) for k in range(2))
     out = dataclasses.replace(m, name=em.code.name(), shape=shape, whole=m.whole or m.shape)
@@ -86,7 +86,7 @@ def _left(em: BlockEmitter, op: ir.DotAsync) -> Val | Mem:
 
 
 def _checked(em: BlockEmitter, op: ir.DotAsync) -> Mma:
-    """The layout of the result.
+    """The layout of the result of a product that warpgroups can compute.
 
     Raises:
       UnsupportedError: warpgroups cannot compute this product.
@@ -128,17 +128,17 @@ def _dot_wait(em: BlockEmitter, op: ir.DotWait) -> list[Val]:
                           "meant for, in the same block")  # fmt: skip
         return []
     assert em.homes is not None
-    made = [em.tile(v, em.homes[v]) if is_free(v) else em.env[v] for v in tied]  # zeros: a loop that never ran
+    made = [em.tile(v, em.homes[v]) if is_free(v) else em.env[v] for v in tied]  # free: zeros of a loop that never ran
     done = wait(em, made, op.pending)
     for v, d in zip(tied, done, strict=True):
-        if em.places[v][0] is em.within and not is_free(v):  # those still running go on under this name
+        if em.places[v][0] is em.within and not is_free(v):  # products that still run go on under this name
             em.env[v] = d
     em.flying = [v for v in em.flying if v not in values]
     return done[: len(values)]
 
 
 def wait(em: BlockEmitter, values: list[Val], pending: int) -> list[Val]:
-    """Wait until at most `pending` products run; the values behind it."""
+    """Wait until at most `pending` products run; returns the values behind the wait."""
     code = em.code
     name, many = code.name(), len(values) > 1
     names, types = ", ".join(v.name for v in values), ", ".join(v.type for v in values)

@@ -53,13 +53,13 @@ def _emit_reshape(em: BlockEmitter, op: ir.Reshape) -> Val:
     if not op.result.shape:
         em.refuse(op, "no scalar from a tile of one element inside a role: reduce it instead")
     assert em.homes is not None
-    made = unmoved(op, em.homes[op.result]) if is_free(op.x) else None  # anew, where the result wants it
+    made = unmoved(op, em.homes[op.result]) if is_free(op.x) else None  # a free tile is made again for the result
     return _reshape(em, own(em, op.x) if made is None else em.tile(op.x, made), op.shape)
 
 
 @emits(ir.Slice)
 def _emit_slice(em: BlockEmitter, op: ir.Slice) -> Val:
-    """Parts of a power of two of an axis, at multiples of their size: bits of the axis that are registers' bits."""
+    """A slice of a size that is a power of two and at a multiple of it: bits of the axis that are registers' bits."""
     v = own(em, op.x)
     assert em.homes is not None
     for axis, (first, n) in enumerate(zip(op.starts, op.result.shape, strict=True)):
@@ -70,7 +70,7 @@ def _emit_slice(em: BlockEmitter, op: ir.Slice) -> Val:
                           f"{op.strides[axis]}: put the tile in shared memory and slice the buffer")  # fmt: skip
         v = _part(em, v, axis, n, first // n)
     home = em.homes[op.result]
-    return em.code.convert(v, home)  # costs nothing where it is the same layout by another name
+    return em.code.convert(v, home)  # this costs nothing where both layouts are the same by two names
 
 
 def _part(em: BlockEmitter, v: Val, axis: int, n: int, which: int) -> Val:
@@ -108,7 +108,7 @@ def _halves(em: BlockEmitter, v: Val) -> list[Val]:
 
 @emits(ir.Concat)
 def _emit_concat(em: BlockEmitter, op: ir.Concat) -> Val:
-    """As many tiles of one shape as a power of two, each in registers of its own."""
+    """A concatenation of 2, 4, 8 ... tiles of one shape, each of which keeps registers of its own."""
     first, count, axis = op.xs[0], len(op.xs), op.axis
     if count & (count - 1) or any(x.shape != first.shape for x in op.xs):
         em.refuse(op, "concatenations of 2, 4, 8 ... tiles of one shape inside a role: go through shared memory")

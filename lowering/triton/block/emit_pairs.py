@@ -46,8 +46,8 @@ def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
 
 
 def _byte(v: ir.Value) -> tuple[ir.Value, int] | None:
-    """Of what is a byte of a 32-bit word, as it is or as a number of 8 bits, the words, and which byte, from the low
-    bits on."""
+    """For a tile that holds one byte of each 32-bit word, as uint8 or bitcast to another 8-bit type: the words, and the
+    number of the byte from the low bits on. None for other tiles."""
     byte = v.op.x.op if isinstance(v.op, ir.Bitcast) else v.op
     if not isinstance(byte, ir.Cast) or byte.dtype != "uint8" or byte.x.dtype != "uint32" or not v.shape:
         return None
@@ -59,14 +59,14 @@ def _byte(v: ir.Value) -> tuple[ir.Value, int] | None:
 
 
 def _terms(v: ir.Value) -> list[ir.Value]:
-    """What a sum of int32 adds up."""
+    """The terms of a sum of int32; a tile that is no sum is its own term."""
     if isinstance(v.op, ir.Map) and v.op.fn == "add" and v.dtype == "int32":
         return [term for arg in v.op.args for term in _terms(arg)]
     return [v]
 
 
 def _dot(v: ir.Value) -> tuple[ir.Value, ir.Value, str] | None:
-    """Of a sum of the products of all bytes of two words these words, and the types of the bytes."""
+    """For a sum of the products of all bytes of two words: the words, and the types of the bytes; None for others."""
     if not isinstance(v.op, ir.Map) or v.op.fn != "add" or v.dtype != "int32" or not v.shape:
         return None
     found = [_product(term) for term in _terms(v)]
@@ -77,7 +77,8 @@ def _dot(v: ir.Value) -> tuple[ir.Value, ir.Value, str] | None:
 
 
 def _product(v: ir.Value) -> tuple[tuple[ir.Value, ir.Value, str], int] | None:
-    """Of the product of a byte of one word and that of another what `_dot` gives, and which byte it is."""
+    """For the product of a byte of one word and the same byte of another: the words and types as `_dot` gives them, and
+    the number of the byte. None for others."""
     if not isinstance(v.op, ir.Map) or v.op.fn != "mul":
         return None
     wide = [a.op for a in v.op.args]
@@ -90,7 +91,7 @@ def _product(v: ir.Value) -> tuple[tuple[ir.Value, ir.Value, str], int] | None:
 
 
 def _bytes_dot(em: BlockEmitter, op: ir.Map) -> Val | None:
-    """Sums of the products of four bytes by one instruction, which adds another number, too."""
+    """The sum of the products of four bytes by one instruction, which can add another number, too."""
     if op.fn != "add" or op.result.dtype != "int32" or not op.result.shape:
         return None
     found, acc = _dot(op.result), None

@@ -18,7 +18,7 @@ ROLES = 13  # triton has barriers for 14 partitions besides the first role, and 
 
 
 def roles_of(kernel: ir.Kernel) -> ir.Roles:
-    """The roles of a kernel; one of 4 warps that does everything where it has none."""
+    """The roles of a kernel; for a kernel without roles, one role of 4 warps that does everything."""
     found = [op for op in kernel.body.ops if isinstance(op, ir.Roles)]
     if found:
         return found[0]
@@ -27,7 +27,7 @@ def roles_of(kernel: ir.Kernel) -> ir.Roles:
 
 
 def emit_body(em: BlockEmitter) -> int:
-    """Emit what the kernel's function does; gives the warps that it starts with."""
+    """Emit the body of the kernel's function; returns the number of warps that it starts with."""
     roles = roles_of(em.kernel)
     if len(roles.bodies) > ROLES:
         em.refuse(roles, f"blocks of at most {ROLES} roles, got {len(roles.bodies)}: give one the work of several")
@@ -37,7 +37,7 @@ def emit_body(em: BlockEmitter) -> int:
             em.check_sides(op)
             em.env[op.result] = BLOCK[type(op)](em, op)
             barriers |= isinstance(op, ir.AllocBarriers)
-    if barriers:  # asynchronous copies count on them
+    if barriers:  # asynchronous copies count on the barriers
         em.code.do("ttng.fence_async_shared {bCluster = false}")
     parts = [_role(em, roles, k) for k in range(len(roles.bodies))]
     if len(parts) == 1:
@@ -77,8 +77,8 @@ def _specialise(em: BlockEmitter, roles: ir.Roles, parts: list[tuple[LaidCode, d
 
 
 def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
-    """What the roles behind the first ask for. Where some do, those that name no number share with the first what is
-    left; where none does, nobody asks: all threads have the same."""
+    """The registers of a thread that each role behind the first asks for. Where some roles name a number, those that
+    name none share the rest with the first. Where no role does, the result is empty: all threads have the same."""
     if not any(roles.registers[1:]):
         return ()
     whole = [-(-w // 4) * 128 for w in roles.warps]  # threads of the warpgroups that a role takes part in
@@ -90,13 +90,13 @@ def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
 
 
 def registers_at_start(roles: ir.Roles) -> int:
-    """What a thread of a kernel has when it starts, at most; 0: no bound. Where all roles name what they take, and it
+    """The registers of a thread when a kernel starts, at most; 0: no bound. Where all roles name what they take, and it
     is no more than `SHARE`, the kernel takes that, so that the block of another finds room beside it; but for products
     so wide that ptxas would refuse them then."""
     if not all(roles.registers):
         return 0
     large = [(w, r) for w, r in zip(roles.warps, roles.registers, strict=True) if w >= 4]
-    small = [(w, r) for w, r in zip(roles.warps, roles.registers, strict=True) if w < 4]  # together in warpgroups
+    small = [(w, r) for w, r in zip(roles.warps, roles.registers, strict=True) if w < 4]  # these share warpgroups
     groups = -(-sum(w for w, _ in small) // 4)
     whole = sum(w * r for w, r in large) + groups * 4 * max((r for _, r in small), default=0)
     if 32 * whole > SHARE:
@@ -119,8 +119,9 @@ def _widest_product(roles: ir.Roles) -> int:
 
 
 def columns_of_products(roles: ir.Roles) -> int:
-    """Of an instruction, at most: ptxas wants its registers to be there when the kernel starts, whatever a role asks
-    for later. Found by trying: half of the columns and `AROUND` more, which is 154, 90, 58 for 256, 128, 64 columns."""
+    """Columns of an instruction for products, at most: ptxas wants its registers to be there when the kernel starts,
+    whatever a role asks for later. Their number was found by trying: half of the columns and `AROUND` more, which is
+    154, 90, 58 for 256, 128, 64 columns."""
     first, *others = roles.warps
     threads = 32 * (first + -(-sum(others) // 4) * 4)  # roles behind the first share warpgroups
     columns = COLUMNS

@@ -15,11 +15,11 @@ from .emitter import BlockEmitter, emits
 from .layouts import Plain, Swizzled, swizzled
 
 LINE = 512  # bytes that a warp loads with an instruction
-ARRIVALS = 1 << 20  # what an mbarrier cannot count any more
+ARRIVALS = 1 << 20  # the least number of arrivals that an mbarrier cannot count
 
 
 def shared_elem(dtype: str, f: Features) -> str:
-    """The element type of buffers of a dtype: 8-bit floats in their own type, which products read."""
+    """The element type of buffers of a dtype. 8-bit floats have their own type, since products read it."""
     return FP8[dtype] if dtype in FP8 and dtype in f.fp8 else memory_elem(dtype)
 
 
@@ -37,8 +37,8 @@ def _alloc_shared(em: BlockEmitter, op: ir.AllocShared) -> Mem:
 
 
 def _in_lines(em: BlockEmitter, op: ir.AllocShared) -> bool:
-    """Whether rows of a buffer stay as they are: copies fill it, a warp loads a row at once, and nothing else reads it.
-    Such a row comes in one copy, swizzled ones in copies of 128 bytes."""
+    """Whether rows of a buffer are not swizzled: copies fill it, a warp loads a row at once, and nothing else reads it.
+    Such a row comes in one copy, a swizzled one in copies of 128 bytes."""
     if len(op.shape) != 2 or op.shape[1] * ir.DTYPES[op.dtype].bits < 8 * LINE:
         return False
     buffers = {op.result}
@@ -68,7 +68,7 @@ def _alloc_barriers(em: BlockEmitter, op: ir.AllocBarriers) -> Mem:
 
 
 def slot(em: BlockEmitter, ring: Mem, at: Val) -> Mem:
-    """One buffer or barrier of several."""
+    """One buffer or barrier of a ring."""
     one = dataclasses.replace(ring, name=em.code.name(), slots=None)
     em.code.do(f"{one.name} = ttg.memdesc_index {ring.name}[{at.name}] : {ring.type} -> {one.type}")
     return one
@@ -93,7 +93,7 @@ def _transpose_shared(em: BlockEmitter, op: ir.TransposeShared) -> Mem:
 
 @emits(ir.SliceShared)
 def _slice_shared(em: BlockEmitter, op: ir.SliceShared) -> Mem:
-    """Rows and columns must begin and end where the pattern of the swizzle does: 8 rows, its width in bytes."""
+    """A part of a buffer, which must begin and end where the swizzle's pattern does: 8 rows, its width in bytes."""
     m = em.env[op.buffer]
     if op.sizes == m.shape:
         return m

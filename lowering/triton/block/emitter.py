@@ -30,7 +30,7 @@ BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of
 SHARED_WITH_TILES = (
     ir.ProgramId, ir.NumPrograms, ir.SizeOf, ir.Full, ir.Iota, ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Reduce,
     ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.LastArrival, ir.Dense, ir.Cumulative, ir.UserScan,
-)  # fmt: skip  # those whose emitters for TTIR serve here
+)  # fmt: skip  # ops whose emitters for TTIR serve at the block level too
 emits = into(BLOCK)
 
 
@@ -38,20 +38,20 @@ class BlockEmitter(Emitter):
     """State of one kernel's emission. `env` maps values of the current role; `outer` those outside of roles."""
 
     code: LaidCode
-    env: dict[ir.Value, Any]  # type: ignore[reportIncompatibleVariableOverride]  # tiles, and memory
+    env: dict[ir.Value, Any]  # type: ignore[reportIncompatibleVariableOverride]  # tiles and shared memory
 
     def __init__(self, kernel: ir.Kernel, features: Features, record: Record, *, marks: Marks | None = None):
         super().__init__(kernel, features, record, marks=marks)
         self.count = [0]
         self.code = LaidCode(self.count, 2)
         self.homes: Homes | None = None
-        self.warps, self.widest = 4, COLUMNS  # of a role; columns of an instruction for its products, at most
-        self.captures: dict[Val | Mem, Val | Mem] | None = None  # of a partition: what is outside -> its name inside
-        self.captured: list[Val | Mem] = []  # by any partition, in order
+        self.warps, self.widest = 4, COLUMNS  # warps of the role; columns of an instruction for its products, at most
+        self.captures: dict[Val | Mem, Val | Mem] | None = None  # in a partition: an outside value -> its name inside
+        self.captured: list[Val | Mem] = []  # outside values that any partition captures, in order
         self.laid: dict[tuple[ir.Value, Layout], Val] = {}
         self.places: dict[ir.Value, tuple[ir.Block | None, tuple[list[Any], int]]] = {}
         self.within: ir.Block | None = None  # the block whose ops are being emitted
-        self.layouts: dict[ir.Value, str] = {}  # of everything that was defined, for people
+        self.layouts: dict[ir.Value, str] = {}  # layouts of all values that were defined, for texts that people read
         self.flying: list[ir.Value] = []  # products of the current block that nobody has waited for
 
     # -- values from outside ------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class BlockEmitter(Emitter):
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     def val(self, v: ir.Value) -> Any:
-        """A value; a tile in the layout that the current op has for its rank."""
+        """An operand: a tile comes in the layout that the current op has for its rank."""
         if not isinstance(v.type, ir.TileType) or not v.shape:
             return self.env[v]
         return self.tile(v, self.code.layout(v.shape))
@@ -134,7 +134,7 @@ class BlockEmitter(Emitter):
         code, before = self.code, self.code.mark
         code.mark = self.marks(op.loc) if self.marks else ""
         if len(op.results) == 1 and isinstance(op.result.type, ir.TileType) and op.result.shape and is_free(op.result):
-            results = Val("", op.result.shape, elem_of(op.result.dtype))  # made where it is used
+            results = Val("", op.result.shape, elem_of(op.result.dtype))  # a free tile is made where it is used
         elif isinstance(op, ir.Broadcast | ir.Reshape) and not op.result.shape:
             results = self._only(op.x)
         elif type(op) in BLOCK:
@@ -161,7 +161,7 @@ class BlockEmitter(Emitter):
         return self.code.unsplat(out)
 
     def as_tile(self, op: ir.Op) -> Any:
-        """An op whose emitter for TTIR serves: everything in it lies as its result, or as its operand."""
+        """Emit an op by its emitter for TTIR: all its tiles have the layout of its result, or of its operand."""
         self.check_turns(op)
         main, layout = self._main(op)
         if main is None or layout is None or not main.shape:
@@ -178,7 +178,7 @@ class BlockEmitter(Emitter):
             return EMITTERS[type(op)](self, op)
 
     def _main(self, op: ir.Op) -> tuple[ir.Value | None, Layout | None]:
-        """The tile by which an op lies over threads, and its layout."""
+        """The tile whose layout all tiles of an op take, and that layout."""
         assert self.homes is not None
         if isinstance(op, ir.Reduce | ir.ArgReduce):
             home = self.homes[op.x] if op.x.shape else None
@@ -187,7 +187,7 @@ class BlockEmitter(Emitter):
             return op.x, home
         if isinstance(op, ir.Cumulative | ir.UserScan):
             r = op.results[0]
-            return r, blocked(r.shape, elem_of(r.dtype), self.warps)  # scans know no other layouts
+            return r, blocked(r.shape, elem_of(r.dtype), self.warps)  # scans take blocked layouts only
         if isinstance(op, ir.Store):
             v = op.value
         else:
@@ -195,7 +195,7 @@ class BlockEmitter(Emitter):
         return (v, self.homes[v] if v.shape else None) if v is not None else (None, None)
 
     def _folds(self, op: ir.Reduce | ir.ArgReduce, home: Layout) -> bool:
-        """Whether triton folds the right threads; see `triton/layouts.py`."""
+        """Whether triton's code for a reduction in this layout folds the right threads; see `triton/layouts.py`."""
         h = linear(home, op.x.shape)
         return versions.reduces_any_layout() or (in_order(h.lane) and in_order(h.warp))
 
@@ -206,7 +206,7 @@ class BlockEmitter(Emitter):
                 self.refuse(op, f"tiles and buffers with sides of powers of two at the block level, got {v.type}")
 
     def check_turns(self, op: ir.Op) -> None:
-        """Lanes of a scatter that may name one element take turns, for which the threads of a role have no loop."""
+        """Refuse scatters whose lanes may name one element: they take turns, for which a role has no loop."""
         if not isinstance(op, ir.Store) or not may_repeat(op.index):
             return
         lanes = math.prod(padded(next(d.indices for d in op.index if isinstance(d, ir.Take)).shape))
@@ -219,8 +219,8 @@ class BlockEmitter(Emitter):
 
     @contextlib.contextmanager
     def role(self, body: ir.Block, warps: int, *, isolated: bool, asks: Sequence[str]) -> Iterator[LaidCode]:
-        """Emit a role inside: its own code, values and layouts. `isolated`: it sees nothing but what it captures;
-        `asks`: what it begins with, see `launches`."""
+        """A context that emits a role, with its own code, values and layouts. `isolated`: the role sees only what it
+        captures; `asks`: what it begins with, see `launches`."""
         names = ("code", "env", "refs", "program", "symbols", "homes", "warps", "captures", "laid", "places",
                  "within")  # fmt: skip
         old = {n: getattr(self, n) for n in names}
@@ -239,12 +239,12 @@ class BlockEmitter(Emitter):
             setattr(self, n, v)
 
     def launches(self, what: str) -> None:
-        """`wait` until the kernels in front have ended, or let the one behind start: `launch_dependents`."""
+        """Emit `wait` (until the kernels in front end) or `launch_dependents` (which lets the one behind start)."""
         asm = f'"griddepcontrol.{what}; // $0" {{constraints = "=r", packed_element = 1 : i32, pure = false}}'
         self.code.let(f"tt.elementwise_inline_asm {asm} -> i32", (), "i32")
 
     def _remake(self, body: ir.Block) -> None:
-        """Arithmetic that stands before the roles: each role that needs it does it again."""
+        """Emit again, in a role, the arithmetic before the roles that it needs."""
         wanted = {v for op in body.walk() for b in (op,) for v in _uses(b)} | set(body.yields)
         chosen: list[ir.Op] = []
         for op in reversed(self.kernel.body.ops):

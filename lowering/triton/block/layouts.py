@@ -48,7 +48,7 @@ class Mma(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class Sliced(Layout):
-    """What is left of a layout when an axis is reduced, or before one of length 1 is added."""
+    """The layout that is left when an axis is reduced, or that a tile has before an axis of length 1 is added."""
 
     axis: int
     parent: Layout
@@ -93,7 +93,7 @@ def sliced(layout: Layout, axes: Iterable[int]) -> Layout:
 
 
 def origin(layout: Layout | None) -> Layout | None:
-    """The layout that slices were taken of."""
+    """The layout that a sliced layout was taken from."""
     return origin(layout.parent) if isinstance(layout, Sliced) else layout
 
 
@@ -107,7 +107,7 @@ def unsliced(layout: Layout, axes: Iterable[int]) -> Layout | None:
 
 
 def blocked(shape: Sequence[int], elem: str, warps: int) -> Blocked:
-    """Neighbours along the last axis to a thread, up to 16 bytes, then threads along it."""
+    """A layout that gives each thread neighbours along the last axis, up to 16 bytes, and puts threads along it."""
     left = math.prod(shape) // (LANES * warps)
     per = min(shape[-1], max(128 // bits(elem), 1), max(left, 1))
     sides, out = list(shape), [[], []]
@@ -117,7 +117,7 @@ def blocked(shape: Sequence[int], elem: str, warps: int) -> Blocked:
             n = min(sides[axis], many)
             out[k].insert(0, n)
             sides[axis], many = sides[axis] // n, many // n
-        out[k][0] *= many  # more threads than elements: several hold the same
+        out[k][0] *= many  # where there are more threads than elements, several threads hold the same element
     ones = (1,) * (len(shape) - 1)
     return Blocked((*ones, per), tuple(out[0]), tuple(out[1]), tuple(reversed(range(len(shape)))))
 
@@ -139,7 +139,7 @@ def mma(m: int, n: int, width: int, warps: int, *, widest: int = 256) -> Mma | N
 @dataclasses.dataclass(frozen=True)
 class Swizzled:
     """Rows of 128, 64 or 32 bytes (`width`) with their 16-byte words exchanged, as tensor maps and warpgroup products
-    know them; 0: plain rows. `elem_bits`: of an element."""
+    know them; 0: plain rows. `elem_bits`: bits of an element."""
 
     width: int
     elem_bits: int

@@ -1,4 +1,4 @@
-"""Layouts as what they are: linear maps over bits. They say where a tile's elements are after it was reshaped."""
+"""Layouts as linear maps over bits, which say where a tile's elements are after it was reshaped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def linear(layout: Layout, shape: Sequence[int]) -> Linear:
 
 
 def steps(counts: Sequence[int], sides: list[int], order: Sequence[int]) -> list[Basis]:
-    """Bits that walk over `counts[axis]` boxes along each axis; `sides`: of the box so far, which grows."""
+    """Bits that walk over `counts[axis]` boxes along each axis; `sides`: the sides of the box so far, which grow."""
     out: list[Basis] = []
     for axis in order:
         for _ in range(counts[axis].bit_length() - 1):
@@ -67,7 +67,7 @@ def _each(h: Linear, move) -> Linear:
 
 
 def reshaped(h: Linear, old: Sequence[int], new: Sequence[int]) -> Linear:
-    """The same elements in the row-major order of another shape."""
+    """The layout of a tile's elements in the row-major order of another shape."""
 
     def move(b: Basis) -> Basis:
         flat = 0
@@ -88,7 +88,7 @@ def permuted(h: Linear, perm: Sequence[int]) -> Linear:
 
 
 def halved(h: Linear) -> Linear | None:
-    """One of the two tiles along the last axis, of length 2; None where they do not lie in registers of their own."""
+    """The layout of one of two tiles along a last axis of length 2; None where they share registers."""
     unit = (*(0,) * (len(h.register[0]) - 1), 1)
     if unit not in h.register or any(b[-1] for b in (*h.lane, *h.warp)):
         return None
@@ -98,7 +98,7 @@ def halved(h: Linear) -> Linear | None:
 
 
 def doubled(h: Linear) -> Linear:
-    """Two tiles side by side along a new last axis, in registers of their own."""
+    """The layout of two tiles side by side along a new last axis, in registers of their own."""
     more = lambda bases: tuple((*b, 0) for b in bases)
     rank = len(h.lane[0])
     return Linear(((*(0,) * rank, 1), *more(h.register)), more(h.lane), more(h.warp))
@@ -106,7 +106,7 @@ def doubled(h: Linear) -> Linear:
 
 def registers_along(shape: Sequence[int], axis: int, warps: int) -> Blocked:
     """A layout in which each thread holds all of an axis."""
-    if len(shape) == 1:  # no axis to deal out: all threads hold the same
+    if len(shape) == 1:  # there is no axis to deal out, so all threads hold the same elements
         return Blocked((shape[0],), (LANES,), (warps,), (0,))
     rest = [n for k, n in enumerate(shape) if k != axis]
     sides, out = list(rest), []
