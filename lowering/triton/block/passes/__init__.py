@@ -58,7 +58,7 @@ def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) ->
     """A tile-level kernel, after the passes of that level, as a block-level kernel, or why it stays where it is.
 
     Args:
-      options: of the compiler: `consumers` (warpgroups that compute), `num_stages` (slots of the rings), `persistent`
+      options: for the compiler: `consumers` (warpgroups that compute), `num_stages` (slots of rings), `persistent`
         (blocks that take several tiles each), `specialize` (False: never; True: also tf32 products, and with wider
         tiles, see `widen`); None or absent leaves it to the plan.
     """
@@ -67,8 +67,8 @@ def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) ->
 
 
 def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Planned | NoPlan:
-    """The same, with the plan and the kernel after each step. What was asked last is kept: those who look for tiles ask
-    for the kernel that is compiled next."""
+    """The kernel that `block_level` gives, with its plan and the kernel after each step. The last result is kept: a
+    search for tiles asks for the kernel that is compiled next."""
     text = print_kernel(kernel, locations=True)
     key = text, machine, Wish.of(options), current().verify
     found = _made.get(key)
@@ -96,7 +96,7 @@ def _steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plan
     try:
         wish = Wish.of(options)
         check(kernel, wish)
-        if wish.specialize:  # whether it pays for every kernel has not been measured
+        if wish.specialize:  # only where asked for: whether wider tiles pay for every kernel has not been measured
             step("widen", "tile", widen.run)
         step("scales", "tile", lambda k: dce.run(scales.run(k)))
         chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)

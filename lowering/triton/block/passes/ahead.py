@@ -34,7 +34,7 @@ class Ordered(Copier):
 
 
 def _order(b: Block) -> list[Op] | None:
-    """The ops of a block with such loads moved; None where there are none."""
+    """The ops of a block with loads moved in front of the wait for its products; None where there are no such loads."""
     ops = list(b.ops)
     waits = [k for k, op in enumerate(ops) if k and isinstance(op, DotWait) and isinstance(ops[k - 1], For)]
     moved = False
@@ -48,8 +48,8 @@ def _order(b: Block) -> list[Op] | None:
 
 
 def _early(ops: list[Op]) -> list[Op]:
-    """Of the ops from a wait on, up to the first that does something: loads of tiles that need nothing of those that
-    stay, and what says where they are."""
+    """The loads of tiles, and the ops that compute their places, that can go in front of a wait: of `ops`, which begin
+    with it, those up to the first op with an effect that need no result of the ops that stay."""
     staying: set[Value] = set()
     ready: list[Op] = []
     for op in ops:
@@ -62,7 +62,7 @@ def _early(ops: list[Op]) -> list[Op]:
             staying.update(op.results)
     wanted: set[Value] = set()
     early: list[Op] = []
-    for op in reversed(ready):  # nothing moves but loads and what they need
+    for op in reversed(ready):  # only loads and the ops that they need move
         if isinstance(op, Load) or not wanted.isdisjoint(op.results):
             wanted.update(op.operands())
             early.append(op)

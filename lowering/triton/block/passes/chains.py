@@ -23,7 +23,7 @@ from jtile.ir import (
 )
 from jtile.passes.rewrite import is_pure, users_of
 
-VIEWS = (Slot, TransposeShared, SliceShared)  # of shared memory
+VIEWS = (Slot, TransposeShared, SliceShared)  # ops that give views of shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Chain:
     """Products that add to one carry of a loop, in order.
 
     Attributes:
-      carry: its number.
+      carry: the number of the carry.
       before: what is done to the accumulator before the first product, in order.
       dots: the products; each but the first adds to what the one before gives.
     """
@@ -126,8 +126,8 @@ def root_of(buffer: Value) -> AllocShared | None:
 
 
 def rounds_held(op: Arrive, body: Block) -> int:
-    """Of how many rounds of a loop, whose body has an arrival that gives buffers of a ring back, the ring holds what
-    they copy: a round may take several slots."""
+    """The number of rounds of a loop whose copies a ring holds at a time, where `op` gives the ring's buffers back in
+    the loop's body: a round may take several slots."""
     t = op.barrier.type
     taken = sum(isinstance(x, Arrive) and x.barrier is op.barrier for x in body.walk())
     return t.count // taken if isinstance(t, BarrierType) else 0

@@ -79,8 +79,8 @@ class _Consumer(Role):
         self.written = set(written(kernel.body, self.roots))
         self.choices: dict[Op, tuple[Load, int]] = {}
         self.slots: dict[Load, Value] = {}
-        self.numbers: dict[Load, Value] = {}  # of those slots
-        self.chosen: dict[Value, Value] = {}  # result of a choice -> the buffer
+        self.numbers: dict[Load, Value] = {}  # the number of the slot of each load
+        self.chosen: dict[Value, Value] = {}  # the result of a choice -> its buffer
         self.tiles: dict[Value, Value] = {}  # operands that were loaded to registers
 
     def run(self, body: Block) -> Block:
@@ -180,7 +180,7 @@ class _Consumer(Role):
         self.chosen[op.result] = self.buffer(held, k, self.w, at)
 
     def store(self, op: Store) -> None:
-        """Through shared memory; where a mask does not hold for all, through pointers."""
+        """Store a tile through shared memory, or, where its mask does not hold for all lanes, through pointers."""
         leaving, own = self.leaving[op.ref], op.clone(self.look)
         assert isinstance(own, Store)
         if op.mask is None:
@@ -234,7 +234,7 @@ class _Consumer(Role):
 
 
 def _use(b: Block, held: Held, site: Site, loads: dict[int, Load], choices: Mapping[Op, tuple[Load, int]]) -> _Use:
-    """Where a block uses loads of its own."""
+    """The places at which a block uses its own loads."""
     values = {op.result for op in loads.values()}
     values |= {op.results[0] for op, (load, _) in choices.items() if load.result in values}
     found = users(b, values) or [len(b.ops) - 1]

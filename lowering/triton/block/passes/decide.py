@@ -21,12 +21,12 @@ from .plan import Machine, NoPlan, Output, Plan, Refusal, deferred, for_tiles, r
 from .split_rows import Split, apart, split
 from .uneven import balances, uneven
 
-ROWS = 64  # of a warpgroup's product
+ROWS = 64  # rows of a warpgroup's product
 RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
 MOST, ENOUGH = 8, 4  # slots of a ring; so many hide how long a copy takes
-MOST_TILES = 2**31 - 2**16  # a counter goes beyond it by as many as there are blocks
+MOST_TILES = 2**31 - 2**16  # tiles; their counter goes beyond by the number of blocks
 LINE = 128  # bytes of a row of a box that shared memory swizzles
-# Of a thread of a consumer and of the producer, by (consumers, warps); 0: what is left.
+# (consumers, warps of each) -> registers of a thread of a consumer, and of the producer; 0: what is left.
 REGISTERS = {(1, 4): (240, 96), (1, 8): (0, 24), (2, 4): (240, 24), (3, 4): (160, 24), (4, 4): (112, 24)}
 
 
@@ -41,7 +41,7 @@ class Wish:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Wish:
-        """From compiler options: `consumers`, `num_stages`, `persistent`, `specialize`."""
+        """The wish in the compiler options `consumers`, `num_stages`, `persistent` and `specialize`."""
         names = {"consumers": "consumers", "stages": "num_stages", "persistent": "persistent"}
         return Wish(specialize=options.get("specialize"), **{k: options.get(n) for k, n in names.items()})
 
@@ -50,7 +50,7 @@ def plan(kernel: Kernel, machine: Machine, wish: Wish) -> Plan:
     """The plan of a tile-level kernel.
 
     Raises:
-      Refusal: there is none, with the reason.
+      Refusal: there is no plan; it has the reason.
     """
     found = feeds(kernel)
     why: NoPlan | None = None
@@ -67,7 +67,7 @@ def plan(kernel: Kernel, machine: Machine, wish: Wish) -> Plan:
 
 
 def check(kernel: Kernel, wish: Wish) -> None:
-    """Refuse at once what no analysis would plan."""
+    """Refuse kernels that can have no plan, before any analysis."""
     if wish.specialize is False:
         refuse("specialize=False asks for the tile level")
     dots = [op for op in kernel.body.walk() if isinstance(op, Dot | DotScaled)]
@@ -83,7 +83,7 @@ def check(kernel: Kernel, wish: Wish) -> None:
     if math.prod(kernel.grid) > MOST_TILES:
         refuse(f"its grid has {math.prod(kernel.grid)} programs, which roles count in 32 bits")
     arrivals = [op for op in kernel.body.walk() if isinstance(op, LastArrival)]
-    if arrivals:  # copies and stores of several roles would have to be over before
+    if arrivals:  # the copies and stores of several roles would have to be over before an arrival
         refuse("its programs arrive at counters", arrivals[0])
     private = [op for op in kernel.body.walk() if isinstance(op, Alloc)]
     if private or kernel.scratch:
@@ -99,7 +99,7 @@ def _teams(kernel: Kernel, found: Feeds, wish: Wish) -> Iterator[tuple[int, int]
     m = min(rows)
     if not wish.consumers and len(rows) == 1 and m > ROWS:
         if m == 4 * ROWS and _chained(kernel, found) and not _too_much(kernel, found, 4 * 128, REGISTERS[4, 4][0]):
-            yield 4, 4  # while one computes with its product, those of three can run
+            yield 4, 4  # while one consumer computes, products of the other three can run
         yield 3 if m == 3 * ROWS else 2, 4
     yield 1, 8 if m >= 2 * ROWS else 4
 
@@ -133,7 +133,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
     room -= stages * slot
     fewer = -(-(resident - room) // slot)
     if resident and blocks < tiles and not wish.stages and fewer > 0 and stages - fewer >= max(ENOUGH, span):
-        stages, room = stages - fewer, room + fewer * slot  # those of the next tile are there when it begins
+        stages, room = stages - fewer, room + fewer * slot  # rings hold the next tile's operands when it begins
     slots = 2 if resident and blocks < tiles and room >= resident else 1
     room -= (slots - 1) * resident
     return Plan(
@@ -165,7 +165,7 @@ def _too_large(kernel: Kernel, found: Feeds, shares: Split, warps: int) -> NoPla
 
 
 def _check_shapes(share: Block) -> None:
-    """Tiles of threads have sides that are powers of two."""
+    """Refuse a share with tiles that have sides that are no powers of two: threads hold no others."""
     for op in share.walk():
         for v in op.results:
             if isinstance(v.type, TileType) and any(n & (n - 1) or n == 0 for n in v.shape):
@@ -180,8 +180,8 @@ def _check_registers(kernel: Kernel, found: Feeds, threads: int, registers: int)
 
 
 def _too_much(kernel: Kernel, found: Feeds, threads: int, registers: int) -> tuple[int, Dot] | None:
-    """Words that products take and registers do not hold: those of a block of ops are in registers at about the same
-    time, and with each of them whatever is needed behind it."""
+    """The words that products take where registers do not hold them, and one of the products: those of a block of ops
+    are in registers at about the same time, and with each of them whatever is needed behind it."""
     held = _held(kernel.body, found, 0)
     for block in dict.fromkeys(id(found.home[d]) for d in found.dots):
         dots = [d for d in found.dots if id(found.home[d]) == block]
@@ -236,7 +236,7 @@ def _words(v: Value, found: Feeds) -> int:
 
 
 def _scratch_bytes(found: Feeds) -> int:
-    """Of computed right operands, each shape once, and of spare slots."""
+    """Bytes of buffers for computed right operands, one for each shape, and of spare slots."""
     kinds = {(d.b.shape, d.b.dtype): tile_bytes(d.b) for d in found.computed}
     spare = [s.loads for r in found.rings for s in r.sites[:1]]
     replaced = {(x.ref, x.result.type) for x in found.replaced}
@@ -270,7 +270,7 @@ def _stores(b: Block) -> Iterator[Store]:
 
 
 def _output_bytes(kernel: Kernel, outputs: Mapping[int, Output]) -> int:
-    """Of the buffers of all consumers; stores of one dtype and width share theirs."""
+    """Bytes of the buffers through which all consumers store; stores of one dtype and width share buffers."""
     stores = {op.ref: op for op in _stores(kernel.body)}
     kinds: dict[tuple, int] = {}
     for place, o in outputs.items():
@@ -280,8 +280,8 @@ def _output_bytes(kernel: Kernel, outputs: Mapping[int, Output]) -> int:
 
 
 def _blocks(kernel: Kernel, machine: Machine, tiles: int) -> int:
-    """Those that take all tiles by turns. Of a matrix product, where all take equally long, no more than it needs for
-    its rounds: the last one is full then, and more rounds work on a whole rectangle of tiles."""
+    """The number of blocks that take all tiles by turns. In a matrix product all tiles take equally long, so that there
+    are no more blocks than its rounds need: then the last round is full, and more rounds work on whole rectangles."""
     most = min(tiles, machine.processors)
     if not grouped_axes(kernel) or not _even(kernel):
         return most
@@ -290,14 +290,14 @@ def _blocks(kernel: Kernel, machine: Machine, tiles: int) -> int:
 
 
 def _even(kernel: Kernel) -> bool:
-    """Whether all loops have bounds that the kernel says."""
+    """Whether the bounds of all loops follow from the kernel alone."""
     loops = [op for op in kernel.body.walk() if isinstance(op, For)]
     return all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))
 
 
 def _persistent(kernel: Kernel, machine: Machine, found: Feeds, wish: Wish) -> bool:
-    """Blocks that take several tiles each overlap the end of one with the start of the next. Where tiles take
-    different times, the hardware gives the next tile to the block that is done first."""
+    """Whether blocks take several tiles each, so that the end of one overlaps with the start of the next. Where tiles
+    take different times, the hardware gives the next tile to the block that is done first."""
     if wish.persistent is not None:
         return wish.persistent
     if _even(kernel):

@@ -28,8 +28,8 @@ class Deferral:
 
     @staticmethod
     def of(rotation: Rotation) -> Deferral | None:
-        """That of a loop that could be rotated; None where its sums are scaled, where there is but one product to
-        wait for besides, or where the loop stores what its sums read."""
+        """The deferral of a loop that could be rotated; None where its sums are scaled, where there is but one product
+        to wait for besides, or where the loop stores what its sums read."""
         products = rotation.products
         chains = products.chains
         sums = {d for c in chains for d in c.dots}
@@ -55,7 +55,7 @@ class Deferral:
         return b.add(new, *(r.name for r in loop.results)).results
 
     def body(self, copy: Copier) -> None:
-        """One round."""
+        """Copy the ops of one round, with the waits for sums at its end."""
         b, products = copy.b, self.products
         sums = {products.waits[d]: d for c in products.chains for d in c.dots}
         started: list[DotAsync] = []
@@ -75,8 +75,8 @@ class Deferral:
 
 
 def words(rotation: Rotation) -> int:
-    """Of tiles that a rotated loop has in registers: sums, what its products have made, and what the last products of
-    two rounds read."""
+    """Words of the tiles that a rotated loop has in registers: its sums, what its products have made, and what the last
+    products of two rounds read."""
     products = rotation.products
     sums = {d for c in products.chains for d in c.dots}
     made = [d.result for d in products.waits if d not in sums]

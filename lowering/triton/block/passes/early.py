@@ -31,8 +31,8 @@ def run(kernel: Kernel) -> Kernel:
 
 
 def _added(d: DotAsync, wait: DotWait) -> dict[Op, Form]:
-    """A product and its wait that add what it starts from behind: registers that are written while another product runs
-    make ptxas run all of them one after the other."""
+    """Forms of a product and its wait that add the accumulator behind the wait: where registers are written while
+    another product runs, ptxas makes all products run one after the other."""
 
     def start(copier: Copier) -> Sequence[Value]:
         a, b = map(copier.look, (d.a, d.b))
@@ -47,7 +47,7 @@ def _added(d: DotAsync, wait: DotWait) -> dict[Op, Form]:
 
 
 def _order(products: Products, filled: dict[Op, set[Value]]) -> tuple[list[Op], list[DotAsync]] | None:
-    """The ops of a loop's body with such products moved, and these; None where there are none."""
+    """The ops of a loop's body with products moved to the one before, and these products; None where none can move."""
     accumulated = {d for c in products.chains for d in c.dots}
     heads = [d for d in products.waits if d not in accumulated]
     ops, moved = list(products.body.ops), []
@@ -65,13 +65,13 @@ def _order(products: Products, filled: dict[Op, set[Value]]) -> tuple[list[Op], 
 
 
 def _one_a_line(v: Value) -> bool:
-    """Whether a tile is one number for each row or column."""
+    """Whether a tile repeats one number along each row or column, or everywhere."""
     return isinstance(v.op, Broadcast) and len(v.op.x.shape) < 2
 
 
 def _needed(d: DotAsync, between: list[Op], filled: dict[Op, set[Value]]) -> list[Op] | None:
-    """What of the ops in front of a product it needs; None where that is more than places and copies that have
-    arrived."""
+    """The ops of `between` that a product needs; None where they do more than compute places and wait for copies that
+    have arrived."""
     wanted = {d.a, d.b}
     read = {r for v in wanted if (r := root_of(v)) is not None}
     barriers = set().union(*(filled.get(r, set()) for r in read))
@@ -87,7 +87,7 @@ def _needed(d: DotAsync, between: list[Op], filled: dict[Op, set[Value]]) -> lis
             read.add(r)
         wanted.update(op.operands())
         needed.append(op)
-    # a buffer that is given back in between is one that the copies may wait for
+    # the copies that the product needs may wait for a buffer that is given back in between
     given = any(isinstance(x, Arrive) for x in between)
     computed = {root_of(x.buffer) for x in Block((), between).walk() if isinstance(x, StoreShared)}
     return None if given or computed & read else needed[::-1]

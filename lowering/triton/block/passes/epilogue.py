@@ -26,7 +26,7 @@ class Leaving:
 
 
 def allocate(b: Builder, stores: list[tuple[Store, Output]], name: str) -> dict[Value, Leaving]:
-    """Buffers for the stores of one consumer: Ref -> those it leaves through. Stores of one dtype and shape share."""
+    """Buffers for the stores of one consumer, by the Ref that they write. Stores of one dtype and shape share them."""
     kinds: dict[object, list[tuple[Store, Output]]] = {}
     for op, out in stores:
         kinds.setdefault((op.value.shape[0], op.value.dtype, out), []).append((op, out))
@@ -47,7 +47,7 @@ def store(b: Builder, op: Store, leaving: Leaving, read_only: Callable[[Load], b
     """Ops that store a tile [rows, columns] piece by piece. A buffer is written again when its copy has read it, and
     what a piece is made of is loaded before the piece in front of it is computed.
 
-    `op` has operands of the role that is built.
+    The operands of `op` are values of the role that is built.
     """
     out = leaving.output
     pieces = op.value.shape[1] // out.columns

@@ -33,10 +33,10 @@ from jtile.passes.rewrite import free_values, reads_only
 from .maps import load_obstacle
 from .plan import refuse
 
-_PATH = (Cast, Bitcast, Reshape, Map, Select)  # ops, element by element, between a load and the product that it feeds
+_PATH = (Cast, Bitcast, Reshape, Map, Select)  # elementwise ops that may stand between a load and the product it feeds
 _SMALLEST = 2048  # bytes of a tile that is worth a copy of its own
 _ROOM = 220 << 10  # bytes of shared memory of a block of Hopper for tiles
-_LINE = 128  # bytes that a line of one number a column is a multiple of
+_LINE = 128  # a line of one number a column has a multiple of these bytes
 HALF = ("float16", "bfloat16")
 
 
@@ -69,12 +69,12 @@ class Ring:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The blocks that fill it: rings that the same blocks fill go around together."""
+        """The blocks that fill the ring: rings that the same blocks fill go around together."""
         return tuple(id(s.block) for s in self.sites)
 
     @property
     def bytes(self) -> int:
-        """Of one slot, for all consumers."""
+        """Bytes of one slot, for all consumers."""
         return sum(tile_bytes(x.result) for x in self.sites[0].loads)
 
     def __str__(self) -> str:
@@ -175,8 +175,8 @@ def _chained(dots: list[Dot], home: Mapping[Op, Block]) -> set[int]:
 
 
 def _behind(kernel: Kernel, dots: list[Dot], groups: list[list[Load]], home: Mapping[Op, Block]) -> list[Load]:
-    """The tiles that a kernel loads behind a loop with a chain of products, which leaves no registers for their
-    addresses: where shared memory holds them beside two rounds of operands."""
+    """The tiles that a kernel loads behind a loop with a chain of products, if shared memory holds them beside two
+    rounds of operands: such a loop leaves no registers for their addresses."""
     chained = _chained(dots, home)
     loops = [op for op in home if isinstance(op, For) and id(op.body) in chained]
     if len(loops) != 1:
@@ -190,8 +190,8 @@ def _behind(kernel: Kernel, dots: list[Dot], groups: list[list[Load]], home: Map
 
 
 def _lines(kernel: Kernel, dots: list[Dot], home: Mapping[Op, Block]) -> Iterator[Load]:
-    """Loads of one number a column, in loops in which one product needs the result of another: registers that would
-    carry them from round to round are rare there."""
+    """Loads of one number a column, in loops in which one product needs the result of another: such loops have few
+    registers left to carry loads from round to round."""
     chained = _chained(dots, home)
     loops = {id(op.body) for op in kernel.body.walk() if isinstance(op, For)}
     for b in dict.fromkeys(home[d] for d in dots if id(home[d]) in chained & loops):
@@ -240,8 +240,8 @@ def _computed_from(v: Value) -> Iterator[Load]:
 
 
 def choices(body: Block) -> dict[Op, tuple[Load, int]]:
-    """Branches that give products a loaded tile as it is, or something that is computed: with that load, and the number
-    of the region that yields it. Products take the one from its slot, and the other from a spare slot of the ring."""
+    """Branches that give products a loaded tile as it is, or a computed one: with the load, and the number of the
+    region that yields it. Products take the loaded tile from its slot, and the other from a spare slot of the ring."""
     users: dict[Value, list[Op]] = {}
     for op in body.walk():
         for v in op.operands():
@@ -275,8 +275,8 @@ def _worth(kernel: Kernel, op: Load) -> bool:
 
 
 def _check_product(dot: Dot) -> None:
-    """What warpgroup products take: 16-bit floats, 8-bit floats, int8, and float32 as tf32 where that is precise enough
-    for the user, in tiles of 64 rows and 8 columns."""
+    """Refuse a product that warpgroups do not compute. They take 16-bit floats, 8-bit floats, int8, and float32 as tf32
+    where that is precise enough for the user, in tiles of 64 rows and 8 columns."""
     a, b = dot.a.dtype, dot.b.dtype
     batch, m, n, k = dot.sizes()
     if batch:
@@ -294,7 +294,7 @@ def _check_product(dot: Dot) -> None:
 
 
 def _join(groups: list[list[Load]], loads: Sequence[Load], kind: Callable[[Load], Hashable]) -> None:
-    """Add the loads of a product: those of one kind are of one group."""
+    """Add the loads of a product to groups: loads of one kind are in one group."""
     for wanted in dict.fromkeys(map(kind, loads)):
         own = [x for x in loads if kind(x) == wanted]
         met = [g for g in groups if not set(own).isdisjoint(g)]
@@ -310,8 +310,8 @@ def _site(group: list[Load], home: dict[Op, Block], depth: dict[int, int], resid
 
 
 def _rings(kernel: Kernel, sites: list[Site], either: Mapping[Op, tuple[Load, int]]) -> list[Ring]:
-    """One ring for sites that load the same; tiles that stay for a loop, several of them at a time, have one each, and
-    so do those of which one is needed before and after regions that go around the ring."""
+    """The rings: sites that load the same share one. A site has a ring of its own where its tiles stay for a loop,
+    several at a time, or where one is needed before and after regions that go around the ring."""
     place = {p: k for k, p in enumerate(kernel.params)}
     rings: dict[Hashable, Ring] = {}
     for s in sites:
@@ -330,7 +330,7 @@ def _alone(site: Site) -> Ring:
 
 
 def _spanned(ring: Ring, either: Mapping[Op, tuple[Load, int]]) -> bool:
-    """Note the span of a ring; false where a site keeps its slot while others inside its block go around."""
+    """Note the span of a ring; returns whether no site keeps its slot while others inside its block go around."""
     first: dict[Site, int] = {}
     last: dict[Site, int] = {}
     for s in ring.sites:
@@ -349,8 +349,8 @@ def _spanned(ring: Ring, either: Mapping[Op, tuple[Load, int]]) -> bool:
 
 
 def users(b: Block, tiles: Iterable[Value]) -> list[int]:
-    """The numbers of the ops of a block that use tiles of operands; transposes of these are views, and what the block
-    yields is used by its last op."""
+    """The numbers of the ops of a block that use tiles of operands. Transposes of the tiles are views, and the block's
+    yields count as uses of its last op."""
     values, views = set(tiles), set()
     for i, op in enumerate(b.ops):
         if isinstance(op, Transpose) and untransposed(op.result)[0] in values:
@@ -394,7 +394,7 @@ def _sink(site: Site) -> None:
 
 
 def _places(site: Site, later: list[Op], values: set[Value]) -> list[Op]:
-    """Of the ops behind the first use of the loads of a site, those that say where the others of its loads are."""
+    """The ops behind the first use of a site's loads that compute the places of the site's other loads."""
     wanted = {dim_value(d) for op in site.loads for d in op.index}
     found: list[Op] = []
     for op in reversed(later):

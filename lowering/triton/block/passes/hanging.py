@@ -4,7 +4,7 @@ A tensor map takes longer for rows outside of an array than for those inside: on
 tiles of 128 have 56 outside, took a fifth longer than one of 128. Where nobody needs the zeros there, such a tile comes
 in boxes that hardly hang over, and what a box that is outside as a whole brings instead is the first rows of the array.
 
-Nobody needs them where no op mixes the rows of a product, and all that is stored of a row is stored in the same row of
+Nobody needs the zeros where no op mixes the rows of a product, and all that is stored of a row is stored in its row of
 an array that ends where this one does: then no value of a row outside leaves the kernel, unless a loop that goes from
 tile to tile carries it to another one.
 """
@@ -37,13 +37,13 @@ from jtile.ir.types import DTYPES
 from .row_axes import index_axes
 from .split_rows import Split, by_rows, made_in
 
-LEAST = 16  # rows of a box; as many may hang over, less one
+LEAST = 16  # rows of the smallest box; fewer than these may hang over
 LINE = 128  # bytes of a row of a buffer: more are several boxes already
-MOST = 4  # rows of tiles: of more the last one is a small share, and zeros take less power to multiply
+MOST = 4  # rows of tiles: where there are more, the last is a small share, and zeros take less power to multiply
 
 
 def hanging(kernel: Kernel, consumers: int) -> dict[Load, int]:
-    """The loads whose tiles hang over by rows that nobody needs, and rows of a box."""
+    """The loads whose tiles hang over by rows that nobody needs, with the rows of a box."""
     shares = by_rows(kernel)
     if not isinstance(shares, Split) or any(isinstance(op, Assert) for op in kernel.body.walk()):
         return {}
@@ -52,7 +52,7 @@ def hanging(kernel: Kernel, consumers: int) -> dict[Load, int]:
 
 
 def _rows(op: Load, consumers: int) -> int | None:
-    """Of a box; None where the tile of a consumer is best copied as a whole."""
+    """Rows of the boxes of a load; None where the tile of a consumer is best copied as a whole."""
     shape, place = op.result.shape, row_dimension(op.index)
     d, n = op.index[place], op.ref.type.shape[place]
     if len(shape) != 2 or shape[1] * DTYPES[op.result.dtype].bits // 8 > LINE or op.pad != 0:
@@ -71,7 +71,7 @@ def row_dimension(index: Index) -> int:
 
 
 def _only_inside(shares: Split, load: Load) -> bool:
-    """Whether everything that is written of rows is outside where rows of the load are."""
+    """Whether rows that are outside in the load are outside in every array that they are written to."""
     place = row_dimension(load.index)
     d, n = load.index[place], load.ref.type.shape[place]
     same = all(_same_rows(op, shares.cut[op], d, n) for op in _writes(shares.kernel) if op in shares.cut)
@@ -79,7 +79,7 @@ def _only_inside(shares: Split, load: Load) -> bool:
 
 
 def _moves(shares: Split, at: Value) -> bool:
-    """Whether a loop that carries rows goes to others: `at`, which says where they are, is made inside."""
+    """Whether a loop that carries rows goes on to other rows: their place `at` is computed inside it."""
     loops = [op for op in shares.kernel.body.walk() if isinstance(op, For | While)]
     carrying = [op for op in loops if any(a is not None for r in op.results for a in shares.wanted.get(r, ()))]
     return any(at in made_in(loop) for loop in carrying)

@@ -67,7 +67,7 @@ class _Pair:
 
     @staticmethod
     def of(loop: For) -> _Pair | None:
-        """None where a loop has other products than these two, or starts them with more than zeros."""
+        """The pair of a loop; None where it has other products than two, or starts them with more than zeros."""
         products = Products(loop)
         chains = [c for c in products.chains if not c.before and len(c.dots) == 1]
         if len(products.waits) != 2 or len(chains) != 2:
@@ -92,7 +92,7 @@ class _Pair:
 
 
 def _right(b: Value) -> tuple[AllocShared, Value, bool] | None:
-    """(ring, number of the slot, whether transposed) of a right operand."""
+    """(ring, number of the slot, whether transposed) of a right operand; None where it is no slot of a ring."""
     flipped = isinstance(b.op, TransposeShared)
     b = b.op.buffer if isinstance(b.op, TransposeShared) else b
     if not isinstance(b.op, Slot) or not isinstance(b.op.buffer.op, AllocShared):
@@ -101,7 +101,7 @@ def _right(b: Value) -> tuple[AllocShared, Value, bool] | None:
 
 
 def _only(kernel: Kernel, pairs: list[_Pair]) -> bool:
-    """Whether nothing but copies into them, and these products, uses the rings."""
+    """Whether the rings of the pairs are used only by the copies that fill them and by the pairs' products."""
     joined = {d for p in pairs for c in p.chains for d in c.dots}
     views = {r.result for p in pairs for r in p.rings}
     for op in kernel.body.walk():
@@ -128,7 +128,7 @@ class _Both:
         return out
 
     def allocate(self, copier: Copier) -> tuple[Value]:
-        """The ring, where the first of the two stands."""
+        """Allocate the ring, at the place of the first of the two."""
         if self.made is None:
             first = self.rings[0]
             shape = tuple(2 * n if a == self.axis else n for a, n in enumerate(first.shape))
@@ -137,7 +137,7 @@ class _Both:
         return (self.made,)
 
     def part(self, slot: Slot, half: int, copier: Copier) -> tuple[Value]:
-        """A buffer of one of the two: half of one of the ring."""
+        """The buffer of one of the two rings: half of a buffer of this ring."""
         b, sizes = copier.b, slot.result.shape
         whole = b.value(Slot(copier.look(slot.buffer), copier.look(slot.at)), slot.result.name)
         starts = tuple(half * n if a == self.axis else 0 for a, n in enumerate(sizes))
@@ -145,7 +145,7 @@ class _Both:
 
 
 def _loop(pair: _Pair, copier: Copier) -> tuple[Value, ...]:
-    """Builds the loop with one accumulator for the two; its results, with the halves of the sums."""
+    """Builds the loop with one accumulator for the two; returns its results, with the halves of the sums."""
     old, b = pair.loop, copier.b
     gone = [c.carry for c in pair.chains]
     keep = [i for i in range(len(old.inits)) if i not in gone]
@@ -171,7 +171,7 @@ def _loop(pair: _Pair, copier: Copier) -> tuple[Value, ...]:
 
 
 def _product(pair: _Pair, copier: Copier, sums: Value) -> Value:
-    """The body with one product for the two; gives the sums after it."""
+    """Builds the body with one product for the two; returns the sums after it."""
     b, (first, second) = copier.b, (c.dots[0] for c in pair.chains)
     for op in pair.loop.body.ops:
         if op is first:

@@ -11,9 +11,9 @@ from jtile.passes.rewrite import buffers, written
 
 KINDS = ("float16", "bfloat16", "float32", "int8", "uint8", "int32", "float8_e4m3fn", "float8_e5m2")
 BOX, RANK = 256, 5  # elements along an axis of a box, axes of a map
-LINE = 16  # bytes: of a row of a box at least, and what strides are multiples of
+LINE = 16  # bytes: the least of a row of a box, and strides are multiples of them
 BIG = 2**31
-FEW = 1024  # lanes of a mask that are asked all together
+FEW = 1024  # lanes, at most, of a mask that is tested at run time for whether it holds for all
 
 
 def load_obstacle(kernel: Kernel, op: Load) -> str | None:
@@ -45,8 +45,8 @@ def store_obstacle(kernel: Kernel, op: Store) -> str | None:
 
 
 def _rest(ref: Value) -> str | None:
-    """Such a store writes whole lines: what of the last one lies behind an array of one axis becomes 0 (seen on an
-    H200). Rows of more axes have whole lines."""
+    """Why no tensor map may store to the end of an array: a map writes whole lines, and bytes of the last line that lie
+    behind an array of one axis become 0 (seen on an H200). Rows of arrays with more axes have whole lines."""
     length = ref.shape[0] * DTYPES[ref.dtype].bits // 8 if len(ref.shape) == 1 else 0
     return f"{ref.name or 'the array'} has {length} bytes, not whole lines of {LINE}" if length % LINE else None
 
@@ -75,7 +75,7 @@ def box_obstacle(ref: Value, index: Index) -> str | None:
 
 
 def _limit(ref: Value, index: Index) -> str | None:
-    """The limits of a map: axes, sides of the box, bytes of a row, strides."""
+    """Which limit of a map an access exceeds: axes, sides of the box, bytes of a row, or strides; None: no limit."""
     name, shape, width = ref.name or "the array", ref.shape, DTYPES[ref.dtype].bits // 8
     sides = index_shape(index)
     if len(index) > RANK:

@@ -36,7 +36,7 @@ from .merge_loops import merge_loops
 
 
 def run(kernel: Kernel) -> Kernel:
-    kernel = merge_loops(cse(kernel))  # equal values outside of loops are one
+    kernel = merge_loops(cse(kernel))  # `cse` makes equal values outside of loops one value
     known = ranges(kernel)
     forms: dict[Op, Form] = {}
     for body in (b for op in kernel.body.walk() for b in op.blocks()):
@@ -47,7 +47,8 @@ def run(kernel: Kernel) -> Kernel:
 
 
 def _needed(mask: Select, body: Block, known: Intervals) -> Needed | None:
-    """When a mask is needed; None where its comparisons are no arithmetic of places, or the same in all rounds."""
+    """The condition under which a round needs a mask; None where the mask's comparisons are no arithmetic of places, or
+    the same in all rounds."""
     parts = _conjuncts(mask.cond)
     pairs = [_sides(p) for p in parts]
     bounds = [
@@ -71,7 +72,7 @@ def _needed(mask: Select, body: Block, known: Intervals) -> Needed | None:
 
 
 def _conjuncts(cond: Value) -> list[Value]:
-    """The comparisons that all must hold."""
+    """The comparisons that must all hold for a condition to hold."""
     match cond.op:
         case Map("and", (a, b)):
             return _conjuncts(a) + _conjuncts(b)
@@ -81,7 +82,7 @@ def _conjuncts(cond: Value) -> list[Value]:
 
 
 def _sides(cond: Value) -> tuple[str, Value, Value] | None:
-    """`small < large` or `small <= large`: ("lt" or "le", small, large)."""
+    """A comparison `small < large` or `small <= large` as ("lt" or "le", small, large); None of other values."""
     match cond.op:
         case Map("lt" | "le" as fn, (a, b)) if a.type.info.kind in "iu":
             return fn, a, b
@@ -137,7 +138,7 @@ class _Extreme:
                 return b.map(fn, *(self._build(x, largest, b, look) for x in args))
             case Broadcast(x) | Reshape(x) | Transpose(x):
                 return self._build(x, largest, b, look)
-        raise AssertionError(f"{v} has no extreme")  # `exists` is asked first
+        raise AssertionError(f"{v} has no extreme")  # callers ask `exists` first
 
 
 masks = Pass("masks", "In loops of products, masks that whole rounds do not need stand in branches.", run)

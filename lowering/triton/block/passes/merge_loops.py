@@ -30,7 +30,7 @@ def merge_loops(kernel: Kernel) -> Kernel:
 
 
 def _left_out(loop: For, copier: Copier) -> list[Value]:
-    """What a loop starts from is what the next one goes on with."""
+    """The form of a loop that is left out: the next loop goes on with the values that this one starts from."""
     return [copier.look(v) for v in loop.inits]
 
 
@@ -57,7 +57,7 @@ class _Adjoining:
         return out
 
     def adjoins(self, a: For, b: For) -> bool:
-        """Whether b goes on where a ends, with what a gives, which nobody else uses."""
+        """Whether b goes on where a ends, and only b uses the results of a."""
         return (
             b.lo is a.hi
             and number(a.step) == number(b.step) == 1
@@ -162,7 +162,7 @@ def _checked(load: Load, copier: Copier) -> tuple[Value, ...]:
 
 
 class _Same:
-    """Compares two bodies, value by value from what they yield; `template` may mask where `body` does not."""
+    """Compares two bodies, value by value from their yields on; `template` may have masks that `body` has not."""
 
     def __init__(self, body: Block, template: Block):
         self.body, self.template = body, template
@@ -171,7 +171,7 @@ class _Same:
         for v, w in zip(body.params, template.params, strict=True):
             self.equal[v, w] = True
         self.sites: set[Select] = set()
-        self.hanging: set[Load] = set()  # of the template, where only the loads of the body are checked
+        self.hanging: set[Load] = set()  # loads of the template without a bounds check, whose loads in `body` have one
 
     def masks(self) -> set[Select] | None:
         """The masks that only the template has; None where the bodies differ in more."""
@@ -206,7 +206,7 @@ class _Same:
 
 
 def _shape(op: Op) -> tuple[Any, ...]:
-    """All of an op but its operands."""
+    """Everything that an op consists of but its operands."""
     attributes = tuple((n, literal(x)) for n, x in op.attributes().items() if n != "checked")
     present = tuple(n for n, k in op.fields.items() if k == "optional" and getattr(op, n) is not None)
     lengths = tuple(len(getattr(op, n)) for n, k in op.fields.items() if k == "operands")

@@ -39,7 +39,7 @@ class Narrow:
         return self.made[v, axis]
 
     def load(self, v: Value, axis: int) -> None:
-        """Load what the part is made of, so that it is under way while something else is computed."""
+        """Start the loads that the part is made of, so that they are under way while something else is computed."""
         match v.op:
             case Map(_, args) if all(x.shape == v.shape for x in args):
                 for x in args:
@@ -58,7 +58,7 @@ class Narrow:
                 self(v, axis)
 
     def _part(self, v: Value, axis: int) -> Value | None:
-        """From parts of the operands; None where that is no way."""
+        """The part of a value as computed from parts of its operands; None where it cannot be computed so."""
         b, op = self.b, v.op
         shape = tuple(m // self.n if a == axis else m for a, m in enumerate(v.shape))
         match op:

@@ -108,7 +108,7 @@ class _Overlap:
             ]
             rotations = [r for op in loops if (r := Rotation.of(Products(op), self.filled)) is not None]
             apart = sum(isinstance(op, DotAsync) for op in body.walk()) - sum(len(r.products.waits) for r in rotations)
-            if len(loops) > 1 or len(rotations) < len(loops) or apart:  # what stands apart goes through the rings too
+            if len(loops) > 1 or len(rotations) < len(loops) or apart:  # products elsewhere use the rings too
                 return
             found += [(r.products.loop, r.counter) for r in rotations if r.counter is not None]
             if len(rotations) != sum(r.counter is not None for r in rotations):
@@ -136,8 +136,8 @@ class _Accumulation:
 
     @staticmethod
     def of(products: Products) -> _Accumulation | None:
-        """None where a product needs more than its accumulator from the round before, or what it reads would be written
-        again meanwhile: a buffer, or the registers of an operand that every round computes."""
+        """The accumulation of a loop; None where a product needs more than its accumulator from the round before, or
+        where its operands would be written again meanwhile: a buffer, or registers that every round computes."""
         dots, chains = products.waits, products.chains
         made = {v for op in products.body.walk() for v in op.results}
         if any(isinstance(v.type, TileType) and v in made for d in dots for v in (d.a, d.b)):
@@ -180,7 +180,7 @@ class _Accumulation:
         return tuple(results.values())
 
     def body(self, copy: Copier, lo: Value, before: tuple[Value, ...]) -> None:
-        """One round: products, the wait for those of the round before, the arrivals for their buffers."""
+        """One round: its products, the wait for those of the round before, and the arrivals for their buffers."""
         b, products = copy.b, self.products
         waits = set(products.waits.values())
         first = {c.dots[0]: products.loop.inits[c.carry] for c in products.chains}

@@ -51,8 +51,8 @@ class Pairs:
 
     @staticmethod
     def of(products: Products, room: int) -> Pairs | None:
-        """None where a product adds to another one, where the rounds depend on each other in more than their sums, or
-        where they need more than `room` registers, of all threads."""
+        """The pairs of a loop; None where a product adds to another one, where the rounds depend on each other in more
+        than their sums, or where they need more than `room` registers, of all threads."""
         body, dots = products.body, list(products.waits)
         if not dots or any(d.acc is not None and number(d.acc) != 0 for d in dots):
             return None
@@ -97,7 +97,7 @@ class Pairs:
         return new.results if even else self.rest(outer, new.results, (lo, hi, step, several))
 
     def rest(self, outer: Copier, carries: tuple[Value, ...], bounds: tuple[Value, ...]) -> tuple[Value, ...]:
-        """The rounds that are left, as they were."""
+        """The loop over the rounds that are left, whose body is as it was."""
         old, b = self.products.loop, outer.b
         lo, hi, step, several = bounds
         b.loc = old.loc
@@ -112,7 +112,7 @@ class Pairs:
         return b.add(new, *(r.name for r in old.results)).results
 
     def pair(self, outer: Copier, params: tuple[Value, ...], step: Value) -> tuple[Value, ...]:
-        """The rounds of one body; gives its yields."""
+        """The rounds that one body of the new loop has; returns its yields."""
         old, b = self.products.body, outer.b
         rounds: list[Copier] = []
         k, carries = params[0], list(params[1:])

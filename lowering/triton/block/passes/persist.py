@@ -30,9 +30,9 @@ Order = Uneven | Bands | None  # tiles by length, in bands, or as they come
 
 
 def bands(kernel: Kernel, blocks: int) -> Bands | None:
-    """Those of a matrix product of which `blocks` tiles are worked on at a time: these read about as many bytes along
-    the rows as along the columns, which is least; and all bands are about as high. None: the kernel is no such
-    product."""
+    """The bands of a matrix product of which `blocks` tiles are worked on at a time. These tiles read fewest bytes
+    where they read about as many along the rows as along the columns; and all bands are about as high. None: the
+    kernel is no such product."""
     axes = grouped_axes(kernel)
     if axes is None:
         return None
@@ -40,7 +40,7 @@ def bands(kernel: Kernel, blocks: int) -> Bands | None:
     for op in kernel.body.walk():
         if isinstance(op, Load) and len(along := axes_of(op) & moved.keys()) == 1:
             moved[along.pop()] += tile_bytes(op.result)
-    row, column = (max(n, 1) for n in moved.values())  # half a byte is not nothing
+    row, column = (max(n, 1) for n in moved.values())  # an element of half a byte must not count as none
     rows = 1
     while (2 * rows) ** 2 * row <= LONGER * blocks * column:
         rows *= 2

@@ -12,7 +12,7 @@ from jtile.ir import NOWHERE, Loc, Op
 
 from ....targets import Target
 
-_OF_CACHE = 0.64  # of the second-level cache, what operands of a wave may take: 32 of an H200's 50 MiB, as measured
+_OF_CACHE = 0.64  # share of the second-level cache for operands of a wave: 32 of an H200's 50 MiB, as measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +56,18 @@ class NoPlan:
 
 
 def for_tiles(registers: int) -> int:
-    """Of the registers of a thread (0: what is left for one role), those that tiles may take."""
+    """The registers that tiles may take, of the registers of a thread (0: what is left for one role)."""
     return (registers or 240) * 5 // 6
 
 
 def deferred(registers: int) -> int:
-    """The same for loops that wait for their sums at the end of a round, see `defer`: nothing else is carried."""
+    """The registers that tiles may take in loops that wait for their sums at the end of a round (see `defer`): more
+    than elsewhere, since such loops carry nothing else."""
     return (registers or 240) * 7 // 8
 
 
 class Refusal(Exception):  # noqa: N818  an outcome, no error
-    """Ends the making of a plan; `block_level` gives what it carries as a value."""
+    """Ends the making of a plan; `block_level` returns the `NoPlan` that it carries."""
 
     def __init__(self, no_plan: NoPlan):
         super().__init__(str(no_plan))
@@ -74,7 +75,7 @@ class Refusal(Exception):  # noqa: N818  an outcome, no error
 
 
 def refuse(reason: str, op: Op | None = None) -> NoReturn:
-    """No plan, for a reason that concerns `op`."""
+    """Raise a Refusal for a reason that concerns `op`."""
     raise Refusal(NoPlan(reason, NOWHERE if op is None else op.loc))
 
 
@@ -92,11 +93,11 @@ class Plan:
 
     Attributes:
       consumers, warps: how many roles compute, and the warps of each.
-      registers: of a thread of a consumer (0: what is left) and of the producer.
-      blocks: of the grid; fewer than `tiles`: each takes several.
+      registers: registers of a thread of a consumer (0: what is left) and of the producer.
+      blocks: blocks of the grid; where they are fewer than `tiles`, each takes several.
       stages: slots of a ring; resident: slots of rings whose tiles stay for a loop.
-      rings: what they hold, for readers.
-      turns: consumers start their products one after the other, where one waits for the other's.
+      rings: what the rings hold, as texts for readers.
+      turns: consumers whose products wait for each other start them one after the other.
       outputs: position of a parameter -> how its store goes through shared memory; others go through pointers.
       evict: position of a parameter -> how soon the second-level cache forgets what copies read of it; see `evict.py`.
       shared: bytes that all of this takes.

@@ -17,7 +17,7 @@ from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, buffers, is_pure, written
 
-ELEMENTS = 256  # of a tile that may be carried: two registers a thread
+ELEMENTS = 256  # elements of a tile that may be carried, at most: two registers a thread
 
 
 def run(kernel: Kernel) -> Kernel:
@@ -45,7 +45,7 @@ def _loads(loop: For) -> list[Load]:
 
 
 def _ahead(old: For, loads: list[Load], copier: Copier) -> tuple[Value, ...]:
-    """Builds the loop that carries `loads`; gives its results without those."""
+    """Builds the loop that carries `loads`; returns its results without the carried tiles."""
     b = copier.b
     lo, hi, step = map(copier.look, (old.lo, old.hi, old.step))
     first = [_load(op, old, copier.within(), lo) for op in loads]
@@ -74,8 +74,8 @@ def _ahead(old: For, loads: list[Load], copier: Copier) -> tuple[Value, ...]:
 
 
 def _following(old: For, loads: list[Load], copier: Copier, hi: Value) -> list[Value]:
-    """The loads of the next round, asked for when the products of this one are under way, and when those of this round
-    are no more needed: else they would go from register to register, and each copy wait for its load."""
+    """The loads of the next round, asked for when the products of this round are under way and its own loads are no
+    more needed: else loads would go from register to register, and each copy would wait for its load."""
     b, k = copier.b, old.body.params[0]
     b.loc = old.loc
     after = b.map("add", copier.look(k), copier.look(old.step))
@@ -85,7 +85,7 @@ def _following(old: For, loads: list[Load], copier: Copier, hi: Value) -> list[V
 
 
 def _ready(body: Block, at: Op, loads: list[Load]) -> list[Op]:
-    """Small tiles that are made of what is loaded, by ops from `at` on that need nothing of the others of them."""
+    """The ops from `at` on that make small tiles of the loaded ones, and need no other results of ops from `at` on."""
     place = body.ops.index(at)
     known = {*body.params, *(r for op in body.ops[:place] for r in op.results), *(op.result for op in loads)}
     inside = {r for op in body.ops for r in op.results}

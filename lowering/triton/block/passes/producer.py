@@ -1,4 +1,4 @@
-"""The producer: the part of a kernel that says where its operands are, and copies that bring them."""
+"""The producer: the part of a kernel that computes where its operands are, and the copies that bring them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from .rings import Held, Place, Role, Site
 
 
 def producer(kernel: Kernel, place: dict[Load, Place], consumers: int, evict: Mapping[Value, str]) -> Block:
-    """The body of the producer for a kernel whose operand loads have a `place`; `evict`: of a Ref, see `AsyncLoad`."""
+    """The body of the producer for a kernel whose operand loads have a `place`; `evict`: see `AsyncLoad`,
+    for each Ref."""
     made = _Producer(place, wanted(kernel, place), consumers, evict, hanging(kernel, consumers))
     return made.run(kernel.body)
 
@@ -112,7 +113,7 @@ class _Producer(Role):
             if isinstance(op, Load) and op in self.place:
                 site = self.place[op][1]
                 left[site].discard(op)
-                if not left[site]:  # all of the places are known
+                if not left[site]:  # the places of all loads of the site are known
                     self.fill(sites[site], site)
             elif op.blocks() and (self.clocks(op) or self.kept(op)):
                 self.region(op)
@@ -141,7 +142,7 @@ class _Producer(Role):
         self.advance(held)
 
     def boxes(self, op: Load, buffer: Value, index: list[Dim]) -> Iterator[tuple[Value, Index]]:
-        """What a copy to a buffer comes in: parts of the buffer, and where they lie in the array."""
+        """The boxes that a copy to a buffer comes in: parts of the buffer, and where they lie in the array."""
         if op not in self.hanging:
             yield buffer, tuple(index)
             return

@@ -25,7 +25,7 @@ from jtile.passes.rewrite import is_pure
 from .feeds import Feeds, Ring, Site
 from .plan import Plan, refuse
 
-Loads = dict[Load, Load]  # of the kernel -> of the share of one consumer
+Loads = dict[Load, Load]  # a load of the kernel -> the load of one consumer's share
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +37,7 @@ class Held:
         Behind its slots a ring has spare ones where its tiles are replaced: one for each consumer that it serves.
       axes: for each load the axis along which its tile is cut, or None.
       full, empty: barriers, one a slot.
-      clock: which counter of rounds it goes by: rings that the same blocks fill share one.
+      clock: the number of the ring's counter of rounds: rings that the same blocks fill share one.
     """
 
     ring: Ring
@@ -49,11 +49,11 @@ class Held:
     clock: int
 
 
-Place = tuple[Held, Site, int]  # of a load: its ring, its site, its number in the site
+Place = tuple[Held, Site, int]  # the ring of a load, its site, and its number in the site
 
 
 def allocate(b: Builder, found: Feeds, plan: Plan, loads: Loads) -> list[Held]:
-    """The rings of a plan; `loads` are those of the first share."""
+    """The rings of a plan; `loads` has the loads of the first share."""
     clocks: dict[object, int] = {}
     held = []
     for ring in found.rings:
@@ -74,7 +74,7 @@ def allocate(b: Builder, found: Feeds, plan: Plan, loads: Loads) -> list[Held]:
 
 
 def _buffer(b: Builder, op: Load, slots: int, w: int | None) -> Value:
-    """Slots for a load: of consumer w, or of all."""
+    """Slots for a load of consumer `w`, or of all consumers."""
     name = op.ref.name + ("" if w is None else str(w))
     return b.value(AllocShared(op.result.shape, op.result.dtype, slots), name)
 
@@ -95,7 +95,7 @@ class Role:
     """Copies a body for one role: the counters of the rings are further carries of its loops and branches.
 
     Attributes:
-      place: of the loads of this role's body.
+      place: the place of each load of this role's body.
       rounds: the counter of each clock, at the place that is built.
     """
 
@@ -203,7 +203,7 @@ class Role:
         self._results(op, self.b.add(If(cond, *new)), keep, clocks)
 
     def _inside(self, old: Block, keep: list[int], rounds: dict[int, Value]) -> tuple[Value, ...]:
-        """Copy the ops of a region; what it yields."""
+        """Copy the ops of a region; returns the values that it yields."""
         outer, self.rounds = self.rounds, {**self.rounds, **rounds}
         self.ops(old)
         out = (*(self.look(old.yields[i]) for i in keep), *(self.rounds[c] for c in rounds))

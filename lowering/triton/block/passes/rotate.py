@@ -57,12 +57,12 @@ class Rotation:
     Attributes:
       chains: the accumulators of the delayed products; dots: these products, in order.
       head: what stays in its round, in order.
-      before: what the delayed products take with them: waits for their buffers, the views of these, what fills them.
-      arrivals: those that give their buffers back.
+      before: ops that are delayed with the products: waits for their buffers, views of the buffers, ops that fill them.
+      arrivals: the arrivals that give their buffers back.
       scales: what is done to the accumulators before the delayed products.
       kept: values of the round that the delayed ops need.
-      links: waits of the head for sums that the next product goes on with at once: that one's wait is enough.
-      turn: this consumer's turns, None without.
+      links: waits of the head for sums that the next product goes on with at once: the wait for that product is enough.
+      turn: this consumer's turns; None where consumers take none.
     """
 
     products: Products
@@ -78,8 +78,8 @@ class Rotation:
 
     @staticmethod
     def of(products: Products, filled: dict[Op, set[Value]]) -> Rotation | None:
-        """None where no accumulated product needs the result of another one, or where its buffers would be filled again
-        too early."""
+        """The rotation of a loop; None where no accumulated product needs the result of another one, or where its
+        buffers would be filled again too early."""
         accumulated = {d for c in products.chains for d in c.dots}
         heads = [d for d in products.waits if d not in accumulated]
         reached = products.reached([products.waits[d].results[0] for d in heads])
@@ -121,7 +121,7 @@ class Rotation:
         return next(op for op in self.head if isinstance(op, DotWait) and op not in self.links)
 
     def build(self, outer: Copier, runs: bool, turn: Turn | None) -> tuple[Value, ...]:
-        """Builds the rotated loop; gives what stands for its results. `runs`: it makes a round at least."""
+        """Builds the rotated loop; returns the values in place of its results. `runs`: it makes a round at least."""
         self.turn, loop, b = turn, self.products.loop, outer.b
         if runs:
             return self.rounds(outer)
@@ -162,7 +162,7 @@ class Rotation:
         return tuple(results)
 
     def next_carries(self, copy: Copier) -> list[Value]:
-        """What a round yields: of a delayed accumulator the operand of the delayed product."""
+        """The yields of a round; for the accumulator of a delayed product, the one that the product is to add to."""
         out = list(map(copy.look, self.products.body.yields))
         for c in self.chains:
             acc = c.dots[0].acc
@@ -190,7 +190,7 @@ class Rotation:
             late.env[self.products.waits[d].results[0]] = late.look(d.result)
 
     def finish(self, late: Copier) -> None:
-        """Wait for them and give their buffers back."""
+        """Wait for the delayed products and give their buffers back."""
         ends = [self.products.waits[c.dots[-1]].results[0] for c in self.chains]
         late.b.loc = self.dots[-1].loc
         done = late.b.add(DotWait(tuple(map(late.look, ends))), *(v.name for v in ends))
@@ -199,15 +199,15 @@ class Rotation:
             late.put(op)
 
     def copy(self, copy: Copier, op: Op) -> Op | None:
-        """An op of the head; sums of a link stay in flight."""
+        """Copy an op of the head; a link, whose sums stay in flight, is left out."""
         if op not in self.links:
             return copy.put(op)
         copy.env[op.results[0]] = copy.look(op.operands()[0])
         return None
 
     def turns(self, copy: Copier, op: Op, issue: Callable[[], None]) -> None:
-        """What stands in front of an op of the head: before the first product the wait for this consumer's turn, before
-        the first wait the delayed products (`issue`) and the end of the turn."""
+        """Build what stands in front of an op of the head: before the first product the wait for this consumer's turn,
+        before the first wait the delayed products (`issue`) and the end of the turn."""
         turn, b = self.turn, copy.b
         b.loc = op.loc
         if op is self.first_dot and turn is not None:
@@ -243,7 +243,7 @@ def _links(head: list[Op], products: Products) -> set[Op]:
 
 
 def _linked(head: list[Op], links: set[Op]) -> list[Op]:
-    """The head with the arrivals behind a link moved behind the next wait that is none."""
+    """The head with the arrivals behind a link moved behind the next wait that is no link."""
     out: list[Op] = []
     moved: list[Op] | None = None
     for op in head:
@@ -260,19 +260,19 @@ def _linked(head: list[Op], links: set[Op]) -> list[Op]:
 
 
 class _Parts:
-    """What belongs to the delayed products.
+    """The ops that belong to the delayed products.
 
     Attributes:
       dots: the products.
-      late: views of their buffers, what fills these in the loop itself, and what is made for that alone.
-      own: those of `late` that nobody else needs; a view that others use too is made twice, for it cannot be carried.
+      late: views of their buffers, ops that fill the buffers in the loop itself, and ops that only these need.
+      own: ops of `late` that nobody else needs; a view that others use too is made twice, for it cannot be carried.
       waits: waits on barriers of buffers that only the products and `late` read.
     """
 
     def __init__(self, products: Products, chains: list[Chain], filled: dict[Op, set[Value]]):
         self.body, self.chains, self.users = products.body, chains, products.users
         delayed = {d for c in chains for d in c.dots}
-        self.dots = [op for op in self.body.ops if op in delayed]  # in order: what they take is carried in this order
+        self.dots = [op for op in self.body.ops if op in delayed]  # in order, since their operands are carried in it
         self.ends = {products.waits[d] for d in self.dots}
         self.roots = {r for d in self.dots for v in (d.a, d.b) if (r := root_of(v))}
         self.late: set[Op] = set()
@@ -283,7 +283,7 @@ class _Parts:
         self.waits = self._waits(filled)
 
     def _visit(self, op: Op, needed: set[Value]) -> None:
-        """Whether an op is late, from the last one to the first; `needed`: what late ops take."""
+        """Note whether an op is late; the last op is visited first. `needed`: the values that late ops take."""
         users = [(r, u) for r in op.results for u in self.users.get(r, ())]
         alone = all(u in self.own or (u in self.dots and r in needed) for r, u in users)
         made = any(r in needed for r in op.results)
@@ -318,12 +318,12 @@ class _Parts:
         return any(root_of(v) in written | {None} for v in buffers)
 
     def arrivals(self) -> list[Arrive]:
-        """Arrivals after the first delayed product has ended."""
+        """The arrivals behind the end of the first delayed product."""
         first = min(self.body.ops.index(w) for w in self.ends)
         return [op for op in self.body.ops[first:] if isinstance(op, Arrive)]
 
     def kept(self, ops: Iterable[Op]) -> list[Value]:
-        """Values of the body that these ops take from the rest of it; not the accumulators."""
+        """Values that ops take from the rest of the body; accumulators do not count."""
         ops = list(ops)
         own = {r for op in ops for r in op.results} | {w.results[0] for w in self.ends}
         own |= {acc for c in self.chains if (acc := c.dots[0].acc) is not None}

@@ -1,4 +1,4 @@
-"""Which axis of the operands an op needs cut, so that one axis of its result can be cut into shares."""
+"""For each op, the axes along which its operands are cut where one axis of its result is cut into shares."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from jtile.ir import (
     Value,
 )
 
-Axis = int | None  # of a tile that is cut, None for one that every share has whole
+Axis = int | None  # the axis along which a tile is cut; None for a tile that every share has whole
 Rule = Callable[[Any, int], "Sequence[Axis] | None"]
 RULES: dict[type[Op], Rule] = {}
 
@@ -147,7 +147,7 @@ def _dot(op: Dot, axis: int):
     rank = len(op.result.shape)
     if axis == rank - 1:
         return None
-    if axis < rank - 2:  # of a batch of products
+    if axis < rank - 2:  # the axis is one of a batch of products
         return [axis] * len(op.operands())
     return [rank - 1 if op.trans_a else rank - 2, None, *([axis] if op.acc is not None else [])]
 

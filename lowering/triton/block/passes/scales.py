@@ -14,7 +14,7 @@ rules = Rules()
 
 
 def _scaled(v: Value) -> tuple[Value, float] | None:
-    """(x, c) of `x * c`, a finite positive number c."""
+    """(x, c) of `x * c` with a finite positive number c; None of other values."""
     if not (isinstance(v.op, Map) and v.op.fn == "mul" and DTYPES[v.dtype].kind == "f"):
         return None
     x, c = v.op.args
@@ -29,7 +29,7 @@ def _times(rw: Rewriter, x: Value, c: float) -> Value:
 
 @rules(Reduce)
 def _maximum(op: Reduce, rw: Rewriter):
-    """max(x c) = max(x) c"""
+    """Rewrites max(x c) to max(x) c."""
     found = _scaled(op.x) if op.fn in ("max", "min") else None
     if found is None:
         return None
@@ -39,7 +39,7 @@ def _maximum(op: Reduce, rw: Rewriter):
 
 @rules(Select)
 def _mask(op: Select, rw: Rewriter):
-    """select(m, x c, b) = select(m, x, b) c for b = 0, inf, -inf"""
+    """Rewrites select(m, x c, b) to select(m, x, b) c for b = 0, inf, -inf."""
     found = _scaled(op.a)
     fixed = isinstance(op.b.op, Full) and (op.b.op.value == 0 or math.isinf(op.b.op.value))
     if found is None or not fixed or rw.uses(op.a) > 1:

@@ -20,7 +20,7 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
     """A tile-level kernel of one grid axis as a block-level kernel of the roles of a plan.
 
     Raises:
-      Refusal: its operands cannot be brought by a role of their own.
+      Refusal: the kernel's operands cannot be brought by a role of their own.
     """
     shares = split(kernel, plan.consumers)
     if isinstance(shares, NoPlan):
@@ -53,7 +53,7 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
 
 
 def _registers(plan: Plan, producer: Block) -> tuple[int, int]:
-    """Of a thread of a consumer and of the producer, which needs more where it computes with tiles."""
+    """Registers of a thread of a consumer, and of the producer, which needs more where it computes with tiles."""
     many, few = plan.registers
     tiles = any(isinstance(r.type, TileType) and r.shape for op in producer.walk() for r in op.results)
     if not tiles or few >= WITH_TILES:

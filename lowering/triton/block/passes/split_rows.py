@@ -47,7 +47,7 @@ from jtile.passes.rewrite import buffers
 from .plan import NoPlan, Refusal, refuse
 from .row_axes import Axis, index_axes, operand_axes
 
-ROWS = 64  # of one warpgroup's product
+ROWS = 64  # rows of one warpgroup's product
 _COMMUTING = ("add", "max", "min", "and", "or", "xor")
 
 
@@ -61,8 +61,8 @@ def split(kernel: Kernel, consumers: int) -> Split | NoPlan:
 
 
 def by_rows(kernel: Kernel) -> Split | NoPlan:
-    """The kernel as one share that knows of all values the axis along which the rows of its products lie, or which op
-    mixes rows."""
+    """The kernel as one share that knows, for all values, the axis along which the rows of its products lie; or, where
+    an op mixes rows, why there is none."""
     return _split(kernel, 1, analyse=True)
 
 
@@ -81,7 +81,7 @@ class Split:
     Attributes:
       consumers: number of shares.
       wanted: for each value the forms in which it is needed: cut along an axis, or whole (None).
-      cut: the axis of what a store, an atomic or an assert takes, None for one that only the first share does.
+      cut: the axis of the operand of a store, an atomic or an assert; None for an op that only the first share has.
     """
 
     kernel: Kernel
@@ -148,7 +148,7 @@ class _Rows:
             self.forward(b)
 
     def same(self, op: Op, values: list[Value], of: list[Value]) -> None:
-        """All of `values` lie as those of `of` that are known."""
+        """Note that the rows of `values` lie along the same axis as those of the known ones of the values `of`."""
         axes = {self.natural[v] for v in of if v in self.natural}
         if len(axes) > 1:
             refuse("a tile lies along the rows of the products in two ways", op)
@@ -237,7 +237,7 @@ class _Rows:
             self.backward(b)
 
     def one_form(self, op: Op, group: tuple[Value, ...]) -> Axis:
-        """The form of a carry, or of a result of a branch: these stand once."""
+        """The form of a carry, or of a result of a branch, which can have one form only."""
         natural = [self.natural[v] for v in group if v in self.natural]
         own = group[:1] if isinstance(op, If) else (group[0], group[1], *group[4:])
         forms = {natural[0]} if natural else set().union(*(self.wanted.get(v, set()) for v in own))
@@ -247,7 +247,7 @@ class _Rows:
 
 
 def _check_memory(kernel: Kernel) -> None:
-    """Shares do not wait for each other: none may read what another one writes."""
+    """Refuse kernels in which a share would read what another one writes: shares do not wait for each other."""
     roots = buffers(kernel)
     ops = list(kernel.body.walk())
     written = {roots.get(op.ref, op.ref) for op in ops if isinstance(op, Store | Atomic)}
@@ -259,7 +259,7 @@ def _check_memory(kernel: Kernel) -> None:
 
 
 def _check_order(kernel: Kernel, cut: dict[Op, Axis]) -> None:
-    """What one op writes after another must be written by one share: all ops on an array are cut in one way."""
+    """Refuse kernels whose ops on one array are cut in several ways: what an op overwrites must be of its own share."""
     roots = buffers(kernel)
     found: dict[Value, list[Store | Atomic]] = {}
     for op in kernel.body.walk():
@@ -300,7 +300,7 @@ def _part(op: Store | Atomic, axis: Axis) -> tuple[Hashable, ...]:
         return ()
     k, inside = index_axes(op.index)[axis]
     d = op.index[k]
-    whole = isinstance(d, Tile) and d.step == d.size  # tiles are equal or apart
+    whole = isinstance(d, Tile) and d.step == d.size  # two such tiles are equal, or have no element in common
     static = getattr(d, "size", None), getattr(d, "stride", None)
     return k, inside, type(d), *static, None if whole else dim_value(d)
 
@@ -387,7 +387,7 @@ class _Share:
         return self.shifted(new) if isinstance(new, Iota) and new.axis == axis and self.w else new
 
     def place(self, new: Op, axis: int) -> None:
-        """Shapes and places of the share."""
+        """Give a new op the shapes and places that it has in the share."""
         match new:
             case Full() | Iota() | Broadcast() | Reshape():
                 new.shape = self.shape(new.shape, axis)
@@ -401,7 +401,7 @@ class _Share:
         return tuple(self.part(d) if j == k and inside is None else d for j, d in enumerate(index))
 
     def part(self, d: Dim) -> Dim:
-        assert isinstance(d, Span | Tile)  # an axis of the tile
+        assert isinstance(d, Span | Tile)  # only these give an axis of the tile
         size, i = d.size // self.n, dim_value(d)
         if isinstance(d, Span):
             return Span(self.affine(i, 1, self.w * size * d.stride), size, d.stride)
@@ -410,7 +410,7 @@ class _Share:
         return Span(self.affine(i, d.step, self.w * size), size)
 
     def affine(self, i: Value, factor: int, offset: int) -> Value:
-        """`i * factor + offset`."""
+        """The scalar `i * factor + offset`."""
         b = self.b
         i = b.map("mul", i, b.full(factor, (), i.dtype)) if factor != 1 else i
         return b.map("add", i, b.full(offset, (), i.dtype)) if offset else i

@@ -56,10 +56,10 @@ class Site:
       role: number of the role, and `name` its name.
       kind: `role` (all of it), `wait`, `wait for products`, `wait for stores`, `load`, `store`, `product`, `arrive`,
         `expect`.
-      about: the barrier, array or shape of the product that it concerns.
+      about: the barrier, array or shape of the product that the place concerns.
       amount: bytes of a copy, multiply-adds of a product, else 0.
       loc: the user's source line.
-      count: slots of the barrier; of a wait for products or stores, how many it leaves running.
+      count: slots of the barrier; for a wait for products or stores, how many it leaves running.
     """
 
     role: int
@@ -170,7 +170,7 @@ class _Stamper:
         return Site(self.number, self.name, kind, about, amount, op.loc, count)
 
     def _stamp(self, site: int, phase: int, op: Op | None = None) -> None:
-        """Note the time; where the op has a `when` that is false, nothing."""
+        """Note the time; where the op has a `when` that is false, no time is noted."""
         b = self.b
         code = b.full(site * PHASES + phase, (), "int64")
         if isinstance(op, Wait | Arrive | Expect):
@@ -195,7 +195,7 @@ class _Stamper:
 
     def _region(self, op: Op) -> None:
         form = {For: self._for, While: self._while, If: self._if}.get(type(op))
-        if form is None:  # a combiner: it waits for nothing
+        if form is None:  # the op has a combiner, which waits for nothing
             new = op.clone(self._look)
             self.b.block.ops.append(new)
         else:

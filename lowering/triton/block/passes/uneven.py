@@ -18,7 +18,7 @@ class Uneven:
     Attributes:
       axis: the loops of programs are longer at one end of it than at the other.
       grows: the last program of the axis has the longest ones.
-      group: so many programs of the other axes are worked on together, for all places along `axis`: what they load
+      group: as many programs of the other axes are worked on together, for all places along `axis`: what they load
         stays in the second-level cache.
     """
 
@@ -47,7 +47,7 @@ def uneven(kernel: Kernel, cache: int) -> Uneven | None:
 
 
 def array_bytes(ref: Value) -> int:
-    """Of the array of a Ref."""
+    """Bytes of the array of a Ref."""
     return math.prod(ref.shape) * DTYPES[ref.dtype].bits // 8
 
 
@@ -57,7 +57,7 @@ def _axes(bound: Value) -> set[int]:
 
 
 def _behind(bounds: list[Value]) -> set[Value]:
-    """The scalars that these follow from by arithmetic, and they themselves."""
+    """The bounds themselves, and the scalars that they follow from by arithmetic."""
     seen: set[Value] = set()
     todo = list(bounds)
     while todo:
@@ -110,7 +110,8 @@ def shared(b: Builder, grid: tuple[int, ...], turn: Value, block: Value, blocks:
     first, cut = divmod(paired * blocks, max(half, 1))
     whole = first + (cut > 0)
     heads, between = others - whole, n - 2 * cut if cut else 0
-    # In order: the long half of each program that no pair has had, those between of the one that is cut, short halves.
+    # The rest in order: the long half of each program that no pair has had, what is left between the halves of the
+    # program that the pairs have had in part, and the short halves.
     turn = b.map("sub", turn, b.index(2 * paired))
     tile = b.map("add", b.map("mul", turn, b.index(blocks)), block)
     s = _there_and_back(b, turn, block, tiles - 2 * paired * blocks, blocks, tile)
@@ -134,7 +135,7 @@ LAST = 3  # pairs of turns of a block, at the end, that are shared out by length
 
 
 def _ids(b: Builder, grid: tuple[int, ...], rest: Value, place: Value, order: Uneven) -> list[Value]:
-    """From the number of a program on the other axes, the last of them fastest, and its place from the longest."""
+    """The ids of a program from its number on the other axes, the last fastest, and its place from the longest."""
     own = b.map("sub", b.index(grid[order.axis] - 1), place) if order.grows else place
     out = {order.axis: own}
     for axis in reversed(range(len(grid))):
@@ -144,7 +145,7 @@ def _ids(b: Builder, grid: tuple[int, ...], rest: Value, place: Value, order: Un
 
 
 def _inside(b: Builder, v: Value, n: int) -> Value:
-    """The same number, of which the analysis of ranges knows then that it is in [0, n)."""
+    """The number `v`, in a form from which the analysis of ranges knows that it is in [0, n)."""
     return b.map("min", b.map("max", v, b.index(0)), b.index(n - 1))
 
 

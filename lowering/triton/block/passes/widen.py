@@ -1,4 +1,4 @@
-"""Tiles with a side that is no power of two, where that is a whole side of their arrays: the next power of two.
+"""Gives tiles with a side that is no power of two the next power of two, where it is a whole side of their arrays.
 
 Threads hold tiles whose sides are powers of two. A tile that covers a dimension of 96 elements may as well have 128:
 what hangs over the array reads as zeros and is not written. After arithmetic the lanes that were added may hold
@@ -47,7 +47,7 @@ from jtile.passes.rewrite import Copier
 
 from .plan import Refusal, refuse
 
-ROWS = 192  # multiples of it are shared by three consumers: their rows stay
+ROWS = 192  # tiles with a multiple of these rows are shared by three consumers: their rows stay
 Axes = frozenset[int]
 
 
@@ -83,7 +83,7 @@ class _Wide(Copier):
         return TileType(self.shape(t.shape), t.dtype) if isinstance(t, TileType) else t
 
     def grown(self, v: Value) -> Axes:
-        """The axes of an old tile that are longer now."""
+        """The axes of an old tile that are longer in the new one."""
         t = v.type
         return frozenset(k for k, n in enumerate(t.shape) if _side(n, self.kept) != n) if _is_tile(v) else frozenset()
 
@@ -108,7 +108,7 @@ class _Wide(Copier):
         return new
 
     def widen(self, old: Op, new: Op) -> Axes:
-        """Give a copy its wide shape; the axes along which its new lanes are zeros.
+        """Give a copy its wide shape; returns the axes along which its new lanes are zeros.
 
         Raises:
           Refusal: lanes that were added would be seen.
@@ -145,7 +145,7 @@ class _Wide(Copier):
         return frozenset()
 
     def arithmetic(self, fn: str, args: tuple[Value, ...]) -> Axes:
-        """Zeros stay zeros where they are scaled, or added up."""
+        """The axes along which the new lanes of an elementwise result are zeros: scaled or added zeros stay zeros."""
         if fn == "mul" and any(_finite(x) for x in args):
             return frozenset().union(*(self.zeros[x] for x in args if not _finite(x)))
         if fn in ("add", "sub"):
@@ -160,7 +160,7 @@ class _Wide(Copier):
             refuse("a product would sum over lanes that were added", old)
 
     def access(self, old: Op, new: Load | Store) -> None:
-        """A box that covers its array along all axes that grow hangs over it now."""
+        """Widen a load or store: a box that covers its array along all axes that grow then hangs over the array."""
         assert isinstance(old, Load | Store)
         if any(isinstance(d, Take) for d in old.index):
             refuse("a gather would see lanes that were added", old)
