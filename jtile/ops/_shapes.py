@@ -18,16 +18,16 @@ from jtile.ops import gpu_tiles
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What tiles are chosen by.
+    """What the sizes of tiles on a machine are chosen by.
 
     Attributes:
       tile: elements of a tile that is read and written once.
       row: elements of a tile of rows that is passed over several times.
       one_tile: elements of the longest row that is held as one tile.
       block: elements of a block of a longer row.
-      programs: enough of them to keep all of the machine busy.
-      sums: programs, at most, that each keep sums of their own, added up at the end.
-      whole: sides of tiles need not be powers of two.
+      programs: a number of programs that keeps all of the machine busy.
+      sums: the most programs that each keep sums of their own, which are added up at the end.
+      whole: whether sides of tiles may be any number, and not powers of two alone.
       columns: of a tile at least, where their elements lie side by side in memory.
     """
 
@@ -41,9 +41,9 @@ class Machine:
     columns: int = 16
 
 
-# tile: 16 KiB of float32, which the first cache holds beside what is computed from it; row: while one is worked on, the
-# memory of the next arrives; a longer row than one_tile is taken in blocks, twice: exp of a block costs less than
-# waiting for all of the row. A few threads share `programs` unevenly.
+# A `tile` has 16 KiB of float32, which the first cache holds beside what is computed from it. While one `row` is worked
+# on, the memory of the next arrives. A row longer than `one_tile` is taken in blocks, twice: exp of a block costs less
+# than waiting for all of the row. A few threads share `programs` unevenly.
 _CPU = Machine(tile=4096, row=1024, one_tile=2048, block=1024, programs=8, sums=16, whole=True)
 # A vector core of an NPU has 192 KiB for all tiles of a program, those that come next and what is computed from them;
 # as many programs as there are such cores loop over the rest.
@@ -52,14 +52,14 @@ _NPU = Machine(tile=2048, row=1024, one_tile=8192, block=4096, programs=48, sums
 
 @functools.cache
 def _gpu(processors: int) -> Machine:
-    """Registers hold a row of up to 32768; a short one to itself keeps reductions inside of a warp or two; eight
-    programs for each multiprocessor."""
+    """The numbers of a GPU. Registers hold a row of up to 32768 elements; a short row in a program of its own keeps
+    reductions inside of a warp or two; each multiprocessor gets eight programs."""
     programs, sums = 8 * processors, 2 * processors
     return Machine(tile=4096, row=1024, one_tile=32768, block=16384, programs=programs, sums=sums, whole=False)
 
 
 def machine() -> Machine:
-    """Of the platform at hand."""
+    """The numbers that tiles are chosen by on the platform at hand."""
     features = jt.target().features
     if "warps" in features:
         return _gpu(gpu_tiles.processors())
@@ -77,8 +77,8 @@ def tuned(kernel: jt.Kernel, **options: int) -> jt.Kernel:
 
 
 def of_rows(kernel: jt.Kernel, x: jax.Array, br: int = 1, arrays: int = 1, **of: bool) -> jt.Kernel:
-    """`tuned` for a kernel that passes over `br` rows of x [rows, n], and of more `arrays`, held in registers; `of`:
-    see `gpu_tiles.warps_of_rows`."""
+    """A kernel with the warps that suit `br` rows of x [rows, n], and of further `arrays`, which it holds in registers;
+    `of`: see `gpu_tiles.warps_of_rows`."""
     return tuned(kernel, num_warps=gpu_tiles.warps_of_rows(br * arrays * known(x.shape[1]), **of))
 
 

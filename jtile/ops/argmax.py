@@ -13,19 +13,19 @@ from jtile.ops import dispatch
 from jtile.ops._shapes import as_rows, check_float, fit, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
-_LAST = 2**31 - 1  # of int32: the key of NaN, and a place behind all
-_TILE = 1024  # numbers that a program holds at a time on GPUs: two loads of 16 bytes of each thread
+_LAST = 2**31 - 1  # the largest int32: the key of NaN, and a place behind all others
+_TILE = 1024  # numbers that a program holds at a time on GPUs: each thread loads 16 bytes twice
 
 
 def _keys(x):
-    """int32 in the order of floats, of which NaN is the largest and both zeros are equal."""
+    """Integers, int32, in the order of the floats x: NaN is the largest, and both zeros are equal."""
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(x != x, jnp.int32(_LAST), jnp.where(bits < 0, bits ^ jnp.int32(_LAST), bits))
 
 
 def _first_of(keys, places):
-    """(the largest of the keys, the first of its places)."""
+    """(the largest of the keys, the first place that has it)."""
     top = keys.max()
     return top, jnp.where(keys == top, places, jnp.int32(_LAST)).min()
 
@@ -76,13 +76,13 @@ def _not_by_programs(x) -> str | None:
 
 
 def _by_sums(x):
-    """Two reductions, which XLA vectorises: of the numbers, and of the places of the largest or of NaN."""
+    """The places by two reductions, which XLA vectorises: the largest number, then the first place of it or of NaN."""
     top = x.max(-1, keepdims=True)
     columns = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.where((x >= top) | (x != x), columns, jnp.int32(_LAST)).min(-1)
 
 
-# int32 [rows] of x [rows, n]
+# The place of the largest number of each row of x [rows, n], int32 [rows].
 _argmax = Op(
     "argmax",
     Implementation("programs that share rows", _by_programs, _not_by_programs, WARPS),
@@ -94,7 +94,7 @@ _argmax = Op(
 def argmax(x: jax.Array) -> jax.Array:
     """`jnp.argmax(x, -1)` as int32: the place of the first of the largest numbers of each row, or of its first NaN.
 
-    On GPUs one kernel, in which several programs share a row where rows are few. Not differentiable: the result is of
+    On GPUs one kernel, in which several programs share a row where rows are few. Not differentiable: the result holds
     integers.
 
     Args:

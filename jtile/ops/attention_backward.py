@@ -31,7 +31,7 @@ def attention_delta(o, g, ct, delta, *, n: int, dtype: str):
 
 
 def _types(q, k, v, g, lse, delta, lengths, offsets, *, splits, **_):
-    """dq of every split in the dtype of the sums, dk, dv."""
+    """The types of dq of every split, in the dtype of the sums, and of dk and dv."""
     single = splits == 1 and q.dtype == lse.dtype
     part = q.shape if single else (splits, *q.shape)
     return jax.ShapeDtypeStruct(part, lse.dtype), jt.like(k), jt.like(v)
@@ -106,7 +106,7 @@ def in_one_kernel(
     q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window,
     bq: int = 128, bk: int = 128,
 ):  # fmt: skip
-    """On a CPU: a program has some of the blocks of keys, and a share of dq of its own."""
+    """(dq, dk, dv) on a CPU: a program has some of the blocks of keys, and a share of dq of its own."""
     batch, s, groups = k.shape[:3]
     n = fit(q.shape[1], max(1, machine().tile // q.shape[3]))
     delta = attention_delta(o, g, ct, n=n, dtype=lse.dtype.name)

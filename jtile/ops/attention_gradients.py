@@ -88,7 +88,8 @@ def attention_gradient_of_queries(
     q, k, v, g, lse, delta, lengths, offsets, dq,
     *, bq: int, bk: int, scale: float, softcap: float | None, window: Window,
 ):  # fmt: skip
-    """dq of one block of queries in a program, from all keys that it sees; arguments as above."""
+    """dq of one block of queries in a program, from all keys that it sees; its arguments are those of
+    `attention_gradient_of_keys`."""
     # dq_i = scale sum_j ds_ij k_j
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, keys, kv = q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
@@ -123,7 +124,7 @@ def attention_gradient_of_queries(
 
 
 def gradients(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window):
-    """(dq, dk, dv) for the cotangents g of o and ct of lse, or None; as `attention_backward`."""
+    """(dq, dk, dv) for the cotangents g of o and ct of lse (or None); arguments as those of `attention_backward`."""
     t, s, d, bytes_ = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     keys, queries = gpu_tiles.attention_gradients(t, s, d, bytes_, gpu_tiles.little_memory())
     n = fit(t, max(1, machine().tile // d))

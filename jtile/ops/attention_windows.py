@@ -16,8 +16,8 @@ Window = tuple[int | None, int | None]  # keys that a query sees to its left and
 def scores(s, unit: float, softcap: float | None, short: bool = False):
     """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2).
 
-    `short`: of operands of 16 bits, whose products are further from the truth than a tanh in few instructions is: it is
-    right to 1e-6 of its largest value.
+    `short`: the scores are products of 16-bit operands, which are less exact than a tanh in few instructions: that one
+    is right to 1e-6 of its largest value.
     """
     if softcap is not None and short:  # tanh x = 1 - 2 / (1 + e^2x)
         half = jax.lax.rsqrt(1.0 + jnp.exp2(s * (2 * LOG2_E * unit / softcap)))
@@ -28,7 +28,7 @@ def scores(s, unit: float, softcap: float | None, short: bool = False):
 
 
 def weights(s, lse, scale: float, softcap: float | None):
-    """The weights 2^(score - lse) of plain products s, and the derivative of the cap, None without."""
+    """The weights 2^(score - lse) of plain products s, and the derivative of the cap, None where there is no cap."""
     if softcap is None:
         return jnp.exp2(s * (scale * LOG2_E) - lse), None
     capped = jnp.tanh(s * (scale / softcap))
@@ -46,8 +46,8 @@ def visible(rows, columns, length, window: Window):
 
 def at_edge(s, v, first, rows, length, window: Window, *, cut: bool):
     """A block with an edge: scores s [bq, bk] of the queries at `rows` [bq, 1] and the keys from `first` on, -inf where
-    a query does not see a key; and the values v [bk, d] of these keys, with `cut` zeros behind the length, where may be
-    anything."""
+    a query does not see a key; and the values v [bk, d] of these keys, with `cut` zeros behind the length, where
+    memory may hold anything."""
     columns = first + jt.arange(s.shape[1])[None, :]
     s = jnp.where(visible(rows, columns, length, window), s, -math.inf)
     return s, jnp.where(length > columns.T, v, jnp.zeros((), v.dtype)) if cut else v
@@ -56,7 +56,7 @@ def at_edge(s, v, first, rows, length, window: Window, *, cut: bool):
 def blocks(first, bq: int, bk: int, length, window: Window):
     """Bounds of the key blocks that queries `first .. first + bq` see: `lo <= inner_lo <= inner_hi <= hi`.
 
-    Every query sees all of the blocks [inner_lo, inner_hi); in [lo, inner_lo) and [inner_hi, hi) some see some.
+    Every query sees all of the blocks [inner_lo, inner_hi); some queries see some of [lo, inner_lo) and [inner_hi, hi).
     """
     left, right = window
     last = first + bq - 1
@@ -73,14 +73,14 @@ def blocks(first, bq: int, bk: int, length, window: Window):
 
 
 def floordiv(a, b: int):
-    """`a // b` for a >= 0: no correction for signs."""
+    """`a // b` for a >= 0, without the correction for negative numbers."""
     return a // b if isinstance(a, int) else jax.lax.div(a, jnp.asarray(b, a.dtype))
 
 
 def query_blocks(first, bk: int, bq: int, t: int, offset, length, window: Window):
     """Bounds of the query blocks that see keys `first .. first + bk`: `lo <= inner_lo <= inner_hi <= hi`.
 
-    All queries of the blocks [inner_lo, inner_hi) see all of the keys; those outside of [lo, hi) none.
+    All queries of the blocks [inner_lo, inner_hi) see all of the keys; those outside of [lo, hi) see none.
     """
     left, right = window
     last = first + bk - 1

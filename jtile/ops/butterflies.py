@@ -1,7 +1,7 @@
 """Small Fourier transforms as arithmetic, and the roots of unity of longer ones (Cooley and Tukey 1965).
 
 Complex numbers are pairs (real, imaginary) of tiles here, so that multiplications by 1, i and (1 + i) / sqrt(2) cost
-what they have to.
+no more than they have to.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def roots(factors: tuple[int, ...], sign: int) -> np.ndarray:
 
 
 def first_root(factors: tuple[int, ...], s: int) -> int:
-    """Where the numbers of factor s begin in `roots`."""
+    """The place in `roots` where the numbers of factor s begin."""
     return 1 + sum((r - 1) * math.prod(factors[k + 1 :]) for k, r in enumerate(factors[:s]))
 
 

@@ -32,12 +32,12 @@ def rotated(x, cos, sin):
 
 
 def slot_of(p, rows: int, lengths, table, cache, ring: bool):
-    """Where the cache keeps token p of the `rows` new ones, those of a row side by side: (row or page, slot of it, and
-    whether there is such a page; None: it need not be asked).
+    """Where the cache keeps token p of the `rows` new ones, which lie row by row: (row or page, slot there, whether
+    there is such a page, or None where that need not be asked).
 
-    lengths int32 [batch]: tokens before this step, or -1 of a row that is padding, where there are pages. table: int32
-    [batch, n], the pages of each row, or None; a negative one is none. ring: slots are taken in turns: that of a token
-    is its position modulo slots."""
+    lengths int32 [batch]: tokens before this step, or -1 for a row that is padding, where there are pages. table: int32
+    [batch, n], the pages of each row, or None; a negative number stands for no page. ring: slots are taken in turns:
+    the slot of a token is its position modulo the number of slots."""
     batch, slots = lengths.shape[0], jnp.int32(cache.shape[1])
     t = rows // batch if batch != 0 else 1
     b, i = (p, 0) if t == 1 else (jax.lax.div(p, jnp.int32(t)), jax.lax.rem(p, jnp.int32(t)))

@@ -1,7 +1,7 @@
 """Decode attention over a cache whose tokens devices share: each attends to its own, and the parts are put together.
 
 A device sends to all others, for each query, the sum of its values, weighted by its softmax, with the maximum and the
-sum of that softmax. What comes is little: a vector for each head, however long the rows are.
+sum of that softmax. A device receives little: a vector for each head, however long the rows are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def decode_attention(
     Args:
       q: float array [batch, heads, d], the same on all devices.
       k, v, pages, scales: this device's part of the cache, see `ops.decode_attention`; any number of slots.
-      lengths: int [batch], slots in use on this device, 0 too; with the new token where that has been written.
+      lengths: int [batch], slots in use on this device, which may be 0; the new token counts where it has been written.
       axis: an axis of the mesh.
       scale, softcap, splits, sinks: see `ops.decode_attention`; the sinks are the same on all devices.
     Returns:
@@ -102,7 +102,7 @@ def mla_decode(
     Args:
       q: float array [batch, heads, rank + rope], the same on all devices.
       cache, pages, scales: this device's part of the cache, see `ops.mla_decode`; any number of slots.
-      lengths: int [batch], slots in use on this device, 0 too; with the new token where that has been written.
+      lengths: int [batch], slots in use on this device, which may be 0; the new token counts where it has been written.
       axis: an axis of the mesh.
       rank, scale, splits: see `ops.mla_decode`.
     Returns:
@@ -187,8 +187,8 @@ def _together(axis: str, parts, dtype) -> jax.Array:
 
 
 def _gradient_by(reference: Callable, arrays: int) -> Callable[..., Any]:
-    """The reverse mode of a call by that of its reference, whose first `arrays` operands and whose scales and sinks
-    have cotangents."""
+    """The reverse mode of a call, computed as that of its reference, whose first `arrays` operands and whose scales and
+    sinks have cotangents."""
 
     def backward(axis, options, operands, ct):
         moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(operands)]
@@ -218,7 +218,7 @@ _mla.defvjp(
 
 
 def _boxes(acc, m, l, *, axis: str, programs: int, **_):
-    """What each device sends for each query: a sum, and the maximum and the total that it goes with."""
+    """Memory for what each device sends for each query: a sum of values, and the maximum and total of its softmax."""
     n, (batch, groups, _, t, group, d) = jt.axis_size(axis), acc.shape
     rows = (n, batch, groups, t, group)
     return [jt.symmetric((*rows, d), acc.dtype), jt.symmetric((*rows, 2), acc.dtype), jt.signals((programs, n))]

@@ -37,17 +37,17 @@ def dispatch(
     r * e on, with e = count / devices, rounded up. Differentiable in x.
 
     Args:
-      x: float array [tokens, hidden], this device's tokens; as many on each.
+      x: float array [tokens, hidden], this device's tokens; every device has as many.
       experts: int [tokens, k]: the experts of each token, from 0 to count - 1; it does not go to others.
       axis: an axis of the mesh.
-      count: of all experts.
+      count: the number of all experts.
       capacity: at most so many of a device's tokens go to an expert, the first ones; the others go nowhere, and come
         back as zeros. None: all, for which there is memory on each device.
     Returns:
       rows [devices * m, hidden], those of this device's experts one behind the other, within an expert in the order of
       devices and of tokens, and zeros behind them; m is tokens * k, or e * capacity if that is less.
       sizes int32 [e], how many rows each of its experts has.
-      routes, for `combine`.
+      routes, which `combine` takes.
     Raises:
       KernelTypeError, KernelValueError: dtypes, shapes or options that do not fit, no such axis, or outside of
       `shard_map`.
@@ -71,8 +71,8 @@ def combine(y: jax.Array, routes: Routes, axis: str, *, weights: jax.Array | Non
 
     Args:
       y: float array [devices * m, hidden], in the places of the rows of `dispatch`; hidden and dtype may be others.
-      routes: of that `dispatch`.
-      axis: that of `dispatch`.
+      routes: the `Routes` that this `dispatch` gave.
+      axis: the axis of the mesh that `dispatch` was given.
       weights: float32 [tokens, k], what each token's rows are multiplied with; ones by default.
     Returns:
       [tokens, hidden] of y's dtype, summed in float32.
@@ -141,7 +141,7 @@ def _places(tables, d, sent: int, rows: int):
 
 
 def _sizes(x, experts, count: int, capacity: int | None, n: int) -> tuple[int, int]:
-    """(experts of a device, rows that it gets of one device at most)."""
+    """(experts of a device, the most rows that it gets from one device)."""
     check_float("dispatch", x=x)
     check_int("dispatch", experts=experts)
     check_rank("dispatch", "x", x, 2, "[tokens, hidden]")
@@ -187,7 +187,7 @@ def _plan(experts, n: int, e: int, capacity: int | None):
 
 
 def _in_order(x, place):
-    """Row place[t, j] is x[t]; rows that none is sent in are zero."""
+    """The rows that are sent: row place[t, j] is x[t]; rows to which no token is sent are zero."""
     tokens, k = place.shape
     at = jnp.where(place < 0, tokens * k, place).reshape(-1)
     source = (

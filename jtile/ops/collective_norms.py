@@ -73,7 +73,7 @@ def _backward(axis, eps, residuals, cts):
 
 
 def _varying_as(ct: jax.Array, of: jax.Array) -> jax.Array:
-    """A cotangent with the type of what it is of."""
+    """A cotangent that varies over the same axes of the mesh as the value `of` that it belongs to."""
     axes: Any = jax.typeof(of).manual_axis_type.varying - jax.typeof(ct).manual_axis_type.varying
     return jax.lax.pcast(ct, tuple(sorted(axes)), to="varying") if axes else ct
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops.dispatch import small_tiles
 
-TILE = 4096  # elements
-SMALL = 1024  # on targets with small tiles: 16 bytes of bfloat16 for each of 128 threads
-PROGRAMS = 4  # on a CPU, where each is a thread
-MOST = 128  # elsewhere, where the multiprocessors are as many
+TILE = 4096  # elements of a tile
+SMALL = 1024  # elements of a tile on targets with small tiles: 16 bytes of bfloat16 for each of 128 threads
+PROGRAMS = 4  # programs on a CPU, where each is a thread
+MOST = 128  # programs elsewhere, at most: there are as many multiprocessors
 
 
 def programs_at_most() -> int:
-    """How many programs a collective has: all of them wait for others, and run at once."""
+    """The most programs that a collective has: they wait for each other, so that all of them have to run at once."""
     if not small_tiles():
         return PROGRAMS
     resident = jt.target().limit("resident")
@@ -32,7 +32,7 @@ def programs_at_most() -> int:
 
 
 def meta(size: int) -> dict[str, int]:
-    """Tile and number of programs for parts of so many elements: a tile for each program, if they are small enough."""
+    """Tile and number of programs for parts of `size` elements: a tile for each program, if parts are small enough."""
     most, power = programs_at_most(), lambda n: 1 << max(n - 1, 0).bit_length()
     bn = power(size) if not small_tiles() else max(power(math.ceil(size / most)), min(SMALL, power(size)))
     bn = min(TILE, bn)
@@ -61,13 +61,13 @@ def varying_together(axis: str, *arrays: Any) -> tuple[Any, ...]:
 
 
 def accumulator(dtype) -> jnp.dtype:
-    """The dtype of sums."""
+    """The dtype in which numbers of `dtype` are summed."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
 
 
 def _everywhere(x, *, axis, programs, **_):
-    """A part of every device on every device, and a signal for each program and sender."""
+    """Memory on each device for the parts of all devices, and a signal for each program and sender."""
     n = jt.axis_size(axis)
     return [jt.symmetric((n, x.shape[-1]), x.dtype), jt.signals((programs, n))]
 
@@ -105,7 +105,7 @@ def _take(O, B, own, came, axis):
 
 @jt.function
 def _await_others(B, own, came, axis):
-    """B[me, t] = own(t) for this program's tiles, and those of all other devices have come."""
+    """Set B[me, t] = own(t) for this program's tiles, and wait until those of all other devices have come."""
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
     for t in jt.range(p, B.shape[1], jt.num_programs(0)):
         B[me, t] = own(t)

@@ -28,7 +28,7 @@ def _grid(x, w, *, bh, bw, bo, stride, dilation, groups, **_):
 
 
 def _places(y):
-    """The batch row of a program, the plane where there are some, and the further numbers of the program."""
+    """The batch row of a program, its plane where there are planes, and the further numbers of the program."""
     rank = y.ndim - 2
     ids = [jt.program_id(k) for k in range(rank + 1)]
     return ids[0], tuple(ids[1 : rank - 1]), *ids[rank - 1 :]
@@ -94,13 +94,13 @@ def points_of_tile(height: int, width: int, most: int = 128) -> tuple[int, int]:
 
 
 def forward_tiles(height: int, width: int, channels: int, outputs: int, itemsize: int) -> dict[str, int]:
-    """Of `convolution_tiles` for outputs of these sides, and for channels and outputs of one group."""
+    """The tiles of `convolution_tiles` for outputs of these sides, and for channels and outputs of one group."""
     if machine().whole:
         bh, bw = points_of_tile(height, width)
         return {"bh": bh, "bw": bw, "bo": fit(outputs, 256), "bc": 0}
     most, part = (128, 64) if itemsize < 4 else (64, 16)
     bc = max((d for d in range(1, part + 1) if channels % d == 0), default=1)
-    if bc < min(16, channels):  # products of fewer are slow: all at once, for as many points and outputs as fit
+    if bc < min(16, channels):  # products of few channels are slow: all are taken at once, for as many points as fit
         bc = 0
         while most > 16 and not _hold(channels, 2 * most, itemsize):
             most //= 2
@@ -109,7 +109,7 @@ def forward_tiles(height: int, width: int, channels: int, outputs: int, itemsize
 
 
 def _hold(channels: int, rows: int, itemsize: int) -> bool:
-    """Whether the memory of a block holds so many rows of channels, as operands of a product."""
+    """Whether the memory of a block holds `rows` rows of channels, as operands of a product."""
     memory = jt.target().memory("block")
     return memory is None or memory.size is None or (1 << (channels - 1).bit_length()) * rows * itemsize <= memory.size
 
@@ -176,8 +176,8 @@ def convolution_weight_tiles(
     ),
 )
 def convolution_row_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Sides, dilation: Sides):
-    """As `convolution_tiles`, of one group: the products are with all points of a row of the window, and all channels,
-    which have no distance from each other."""
+    """The sums of `convolution_tiles` for one group: a product takes all points of a row of the window, and all
+    channels, which lie side by side in memory."""
     # y[n, i, j, o] = sum_a sum_bc x[n, s i + d a, s j + b, c] w[a, (b, c), o]
     (*depth, _, width, _), (*deep, p, q, channels) = y.shape[1:], w.shape[:-1]
     n, plane, at, o = _places(y)
@@ -217,8 +217,8 @@ def _patch_shape(x, w, stride, dilation):
     ),
 )
 def convolution_patch_tiles(x, w, y, *, bw: int, stride: Sides, dilation: Sides):
-    """As `convolution_row_tiles`, x [batch, (d,) h, w c], for CPUs: a program writes the windows of `bw` points of a
-    row one below the other, and multiplies once."""
+    """The sums of `convolution_row_tiles` on CPUs, x [batch, (d,) h, w c]: a program writes the windows of `bw` points
+    of a row one below the other, and multiplies once."""
     (width, outputs), (*rows, q, channels, _) = y.shape[-2:], w.shape
     n, plane, i, j = _places(y)
     j, many = j * bw, q * channels

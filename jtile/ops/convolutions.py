@@ -156,7 +156,7 @@ def _not_in_patches(x, w, **options) -> str | None:
     )
 
 
-_PATCH = 1024  # numbers of a window, of which 128 are half of a second cache
+_PATCH = 1024  # numbers of a window, at most: 128 windows of them are half of a second cache
 
 
 def _depthwise(x, w, *, stride: Sides, dilation: Sides, groups: int):
@@ -192,7 +192,7 @@ def convolution(
 ) -> jax.Array:
     """Cross-correlation, what neural networks call convolution, computed in float32 (float64 for float64).
 
-    Of one to three axes, channels last. Differentiable in x and weight.
+    The window moves along one to three axes; channels stand last. Differentiable in x and weight.
 
     Args:
       x: float array [batch, (depth, height,) width, channels].
@@ -268,7 +268,7 @@ def convolution_transpose(
 
 
 def _rank(op: str, x, weight) -> int:
-    """Along how many axes the window moves."""
+    """The number of axes along which the window moves."""
     check_float(op, x=x, weight=weight)
     if x.dtype != weight.dtype:
         raise KernelTypeError(f"{op}: x and weight have one dtype, got {x.dtype.name} and {weight.dtype.name}")
@@ -282,7 +282,7 @@ def _rank(op: str, x, weight) -> int:
 
 
 def _check(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> tuple[Pair, ...]:
-    """The padding of all axes, after checks."""
+    """The padding of all axes; raises typed errors."""
     *window, _, outputs = weight.shape
     if groups < 1 or x.shape[-1] % groups or outputs % groups:
         raise KernelValueError(
@@ -294,7 +294,7 @@ def _check(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> t
 
 
 def _check_transpose(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> tuple[Pair, ...]:
-    """What the convolution that is transposed pads, after checks."""
+    """The padding of the convolution that is transposed; raises typed errors."""
     op, (*window, _, channels) = "convolution_transpose", weight.shape
     check_shape(op, "weight", weight, (*weight.shape[:-1], x.shape[-1]))
     if groups < 1 or channels % groups:
@@ -311,7 +311,7 @@ def _check_transpose(x, weight, stride: Sides, padding, dilation: Sides, groups:
 
 
 def _pads(op: str, padding, named, window) -> tuple[Pair, ...]:
-    """Pairs for all axes; `named` gives those of a name."""
+    """The padding as pairs for all axes; `named` gives the pairs that a name such as "SAME" stands for."""
     if isinstance(padding, int):
         padding = ((padding, padding),) * len(window)
     if isinstance(padding, str):

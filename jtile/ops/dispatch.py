@@ -21,9 +21,9 @@ from jax.custom_derivatives import SymbolicZero
 import jtile as jt
 from jtile.errors import UnsupportedError
 
-VECTOR_CORES = ("vector cores",)  # an NPU's, whose memory holds the tiles of a program
-BLOCK_LEVEL = ("warpgroup products",)  # what kernels at the block level need
-WARPS = ("warps",)  # what tiles in the registers of threads are chosen for
+VECTOR_CORES = ("vector cores",)  # the feature of NPUs, whose memory holds the tiles of a program
+BLOCK_LEVEL = ("warpgroup products",)  # the feature that kernels at the block level need
+WARPS = ("warps",)  # the feature that tiles in the registers of threads are chosen for
 # NPUs have no threads, but programs of theirs hold few tiles with sides of powers of two, as those of GPUs do.
 _STANDS_FOR = {"warps": "vector cores"}
 
@@ -70,7 +70,7 @@ class Implementation:
         return self.misfit and self.misfit(*operands, **options)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        """As a stand-in: what it chooses is no choice of the call."""
+        """Run as a stand-in for another implementation: what this one chooses is not listed as a choice of the call."""
         token = _found.set(None)
         try:
             return self.run(*operands, **options)
@@ -80,7 +80,7 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one call of an op came to.
+    """The implementation that one call of an op got, and why.
 
     Attributes:
       op: the name of the op, or of a step of one.
@@ -125,7 +125,7 @@ class Op:
         return _on(jt.target().platform, _with(chosen.run, fixed), _with(other, fixed), operands)
 
     def choice(self, *operands: Any, **options: Any) -> Choice:
-        """What a call would come to; operands may be `jax.ShapeDtypeStruct`s.
+        """The choice that a call would get; operands may be `jax.ShapeDtypeStruct`s.
 
         Raises:
           UnsupportedError: no implementation takes the call.
@@ -181,7 +181,7 @@ def _apart() -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _with(run: Callable[..., Any], options: tuple[tuple[str, type, Any], ...]) -> Callable[..., Any]:
-    """One function object for one meaning: JAX remembers what it traced by it."""
+    """`run` with these options; equal arguments give the same object, by which JAX remembers what it traced."""
     return functools.partial(run, **{name: value for name, _, value in options})
 
 
@@ -193,7 +193,8 @@ def _on(platform: str, here: Callable[..., Any], elsewhere: Callable[..., Any], 
 
 @functools.partial(_on.defjvp, symbolic_zeros=True)
 def _on_jvp(platform, here, elsewhere, primals, tangents):
-    """Of `elsewhere`, by those operands that move: others, as frozen weights, may have no derivative."""
+    """The derivative of `elsewhere`, by the operands that have a tangent: others, such as frozen weights, may have no
+    derivative."""
     leaves, tree = jax.tree.flatten(primals[0])
     gradients = jax.tree.leaves(tangents[0], is_leaf=lambda t: isinstance(t, SymbolicZero))
     moved = {k: t for k, t in enumerate(gradients) if not isinstance(t, SymbolicZero) and _is_float(t)}

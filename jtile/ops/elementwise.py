@@ -39,7 +39,7 @@ def bias_gelu_residual(x: jax.Array, bias: jax.Array, residual: jax.Array, *, ap
       x: float array [..., n].
       bias: float array [n].
       residual: float array of x's shape.
-      approximate: the tanh form of gelu, or else the one with erf.
+      approximate: use the tanh form of gelu instead of the one with erf.
     Returns:
       An array like `x`.
     Raises:

@@ -39,14 +39,14 @@ embedding_rows.defvjp(_forward, _backward)
 
 
 def _blocks_type(table, ids, *, dtype, **_):
-    """Rows as [n, blocks, halves, weights]: a byte of a 4-bit block holds one weight of either half."""
+    """The type of the rows, [n, blocks, halves, weights]: a byte of a 4-bit block holds one weight of either half."""
     codes = table.codes.shape
     shape = (codes[1], 2, codes[2]) if table.codes.dtype == jnp.uint8 else (codes[1], 1, codes[2])
     return jax.ShapeDtypeStruct((ids.shape[0], *shape), dtype)
 
 
 def _of_blocks(numbers, shared: int):
-    """Numbers [n, groups] beside the codes of blocks, `shared` of which are a group: [n, blocks, 1]."""
+    """Numbers [n, groups] repeated for blocks, `shared` of which are a group: [n, blocks, 1]."""
     if shared > 1:
         numbers = jnp.broadcast_to(numbers[..., None], (*numbers.shape, shared)).reshape(numbers.shape[0], -1)
     return numbers[..., None]
@@ -54,7 +54,8 @@ def _of_blocks(numbers, shared: int):
 
 @jt.kernel(out_type=_blocks_type, grid=_grid)
 def embedding_blocks(table: Weight, ids, y, *, bn: int, dtype: str):
-    """Codes [vocab, blocks, stored], scale, minimum [vocab, groups]; the formulas are in quantized_tensor.py."""
+    """y: rows `ids` of a quantised table: codes [vocab, blocks, stored], scale, minimum [vocab, groups]. The formulas
+    are in quantized_tensor.py."""
     rows, shared = jt.ds(jt.program_id(0) * bn, bn), table.shared_by(table.codes.shape[1])
     row = ids[rows]
     of_blocks = lambda a: _of_blocks(a[row].astype(jnp.float32), shared)
@@ -106,7 +107,7 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
         rows = jnp.clip(flat, 0, table.shape[0] - 1)
         found = jax.lax.stop_gradient(table).rows(rows).dequantize(dtype)
         return jnp.where((rows == flat)[:, None], found, jnp.zeros((), dtype)).reshape(shape)
-    if table.is_packed:  # those rows that are asked for
+    if table.is_packed:  # only the rows that are asked for are unpacked
         rows = jnp.where((flat >= 0) & (flat < table.shape[0]), flat, 0)
         table, flat = table.rows(rows).unpacked(), jnp.where(rows == flat, jnp.arange(flat.shape[0]), -1)
     vocab, blocks = table.shape[0], features // BLOCK

@@ -19,8 +19,8 @@ LARGE = 4 << 20  # bytes sent to other devices that are worth a meeting of the d
 
 
 def _few(parts: int, meetings: int = 1):
-    """Why arrays are not for engines. parts: 0 where all of an array is sent to each device, 1 where a part is;
-    meetings: as large it has to be, times `LARGE`."""
+    """A function that says why an array is not for engines. parts: 0 where all of an array is sent to each device, 1
+    where a part is; meetings: how many times `LARGE` the bytes have to be that are sent."""
 
     def misfit(x, *, axis: str) -> str | None:
         count = math.prod(x.shape) if all(isinstance(s, int) for s in x.shape) else 0

@@ -21,9 +21,9 @@ from jtile.ops._shapes import tuned
 from jtile.ops.collective_parts import accumulator
 from jtile.ops.dispatch import first_unmet
 
-PIECES = (1, 2, 4, 8)  # in how many a device's share of the rows of a sum may be made
-GAP = 4e-6  # seconds between two kernels, and that a copy takes to begin
-COPIES = 0.8  # of the link's rate, what engines for copies reach
+PIECES = (1, 2, 4, 8)  # in how many pieces a device may make its share of the rows of a sum
+GAP = 4e-6  # seconds between two kernels, and those that a copy takes to begin
+COPIES = 0.8  # the share of the link's rate that engines for copies reach
 ENOUGH = 20e9  # operations that are worth a meeting of the devices
 
 
@@ -31,7 +31,7 @@ def _body(
     x, w, at, got, out, o,
     *, bm: int, bn: int, bk: int, n: int, of: str, to: str, rows: int, count: int, parts: int = 0, size: int = 0,
 ):  # fmt: skip
-    """So many rows of x [1 or n, m, k] times w [k, columns], into rows of o.
+    """`rows` rows of x [1 or n, m, k] times w [k, columns], into rows of o.
 
     of, to: which parts of x and o: "first", "own", or "others", one after another.
     at: [3], the number of this device, and the tiles of bm rows at which x and o begin: pieces have one kernel.
@@ -66,8 +66,8 @@ _product_into = jt.kernel(
 
 
 def _product(x, w, out, got=None, *, axis: str, rows: int, start: int = 0, begin: int = 0, **which: Any):
-    """A product of `rows` rows of x from `start` on, into those from `begin` on of `out`, or of a new array, where that
-    is its sizes (parts, rows)."""
+    """A product of `rows` rows of x from `start` on. It is written to the rows from `begin` on of `out`, or of a new
+    array, whose sizes (parts, rows) `out` then is."""
     (k, columns), count = w.shape, which.get("count", 1)
     tiles = gpu_tiles.product(rows, columns, k, x.dtype.itemsize, batch=count)
     if rows < x.shape[1]:
@@ -106,7 +106,7 @@ def summed(x, w, *, axis: str, pieces: int | None = None):
 def _summed(x, w, axis: str, pieces: int | None, everywhere: bool):
     """The sums of products of all devices, a share on each or, `everywhere`, all: [1 or devices, m, columns].
 
-    A share is made in pieces: of each, first the terms for other devices, which are sent, then its own.
+    A share is made in pieces. First a device makes and sends the terms of all pieces for other devices, then its own.
     """
     n, m = jt.axis_size(axis), x.shape[1]
     pieces = pieces or pieces_of(n, m, *w.shape, x.dtype.itemsize, everywhere)
@@ -116,7 +116,7 @@ def _summed(x, w, axis: str, pieces: int | None, everywhere: bool):
         for_others = dict(of="others", to="others", count=n - 1)
         part = _product(x, w, (n, rows), axis=axis, rows=rows, start=k * rows, **for_others)
         sent = jt.exchange(part, axis, to="each", own=False)
-        x, into = jax.lax.optimization_barrier((x, sent.into))  # it begins in front of the next product
+        x, into = jax.lax.optimization_barrier((x, sent.into))  # the exchange begins in front of the next product
         coming.append(jt.Travelling(into, sent.sent, axis))
     y: Any = (n if everywhere else 1, m)
     flight = None
@@ -131,7 +131,7 @@ def _summed(x, w, axis: str, pieces: int | None, everywhere: bool):
     return y if flight is None else jt.exchanged(flight)
 
 
-# -- what is worth it -----------------------------------------------------------------------------------------------
+# -- which calls gain -----------------------------------------------------------------------------------------------
 
 
 def _times(n: int, m: int, k: int, columns: int, itemsize: int) -> tuple[float, float]:
@@ -167,7 +167,7 @@ def pieces_of(n: int, m: int, k: int, columns: int, itemsize: int, everywhere: b
 
 
 def misfit(x, w, *, rows: int | None = None, axis: str) -> str | None:
-    """Why products of shards are not for x [..., rows, k], w [k, columns]; `rows`: of all products of a device."""
+    """Why products of shards do not suit x [..., rows, k], w [k, columns]; `rows`: of all products of a device."""
     if not all(isinstance(s, int) for s in (*x.shape, *w.shape)):
         return "sizes are not known"
     (k, columns), aligned = w.shape, 16 // x.dtype.itemsize
@@ -181,12 +181,12 @@ def misfit(x, w, *, rows: int | None = None, axis: str) -> str | None:
 
 
 def misfit_of_shard(x, w, *, axis: str) -> str | None:
-    """As `misfit`, for x [m, k], the rows of one device."""
+    """Why products of shards do not suit x [m, k], the rows of one device; see `misfit`."""
     rows = x.shape[0] * jt.axis_size(axis) if isinstance(x.shape[0], int) else None
     return misfit(x, w, rows=rows, axis=axis)
 
 
 def misfit_of_sums(x, w, *, axis: str) -> str | None:
-    """As `misfit`, for x [rows, k] of which each device sums a share."""
+    """Why products of shards do not suit x [rows, k], of which each device sums a share; see `misfit`."""
     shared = isinstance(x.shape[0], int) and x.shape[0] % jt.axis_size(axis) == 0
     return misfit(x, w, axis=axis) or first_unmet((shared, "rows are not shared out evenly"))

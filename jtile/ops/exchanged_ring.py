@@ -31,7 +31,7 @@ FEW = 512  # tokens of a device that are too few for a meeting of the devices
 )
 def merge(o, lse, more, lse_more, o_new, lse_new, *, rows: int, first: int):
     """Attention over two sets of keys from that over each: o [batch, t, heads, d], lse [batch, heads, t], in powers of
-    two; more, lse_more: of the queries from tile `first` on."""
+    two; more, lse_more: those of the second set, for the queries from tile `first` on."""
     # l = log2(2^l1 + 2^l2)     o = 2^(l1 - l) o1 + 2^(l2 - l) o2
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d = o.shape[3]
@@ -48,7 +48,8 @@ def merge(o, lse, more, lse_more, o_new, lse_new, *, rows: int, first: int):
 
 
 def _pass_on(x, axis: str):
-    """Arrays on their way to the next device; they leave in front of what uses the arrays that this gives, too."""
+    """Send arrays to the next device: (the arrays, the copies on their way). Copies begin before anything that uses the
+    returned arrays runs."""
     begun = [jt.exchange(y, axis, to="next") for y in x]
     x, into = jax.lax.optimization_barrier((tuple(x), tuple(t.into for t in begun)))
     return x, [jt.Travelling(y, t.sent, axis) for y, t in zip(into, begun)]
@@ -68,7 +69,7 @@ def forward(q, k, v, *, axis: str, scale: float, softcap: float | None, window: 
     rows = min(ROWS, jt.next_power_of_2(t) if not zigzag else t // 2)
     (k, v), coming = _pass_on((k, v), axis)
     o, lse = of(q, k, v, window=window)
-    o = o if n == 2 else o.astype(lse.dtype)  # rounded once
+    o = o if n == 2 else o.astype(lse.dtype)  # in the dtype of the sums, so that the result is rounded once
     for s in range(1, n):
         (k, v), (q, o, lse) = jt.exchanged(coming, after=(q, o, lse))
         if s + 1 < n:
@@ -90,7 +91,7 @@ def forward(q, k, v, *, axis: str, scale: float, softcap: float | None, window: 
 
 
 def _branch(seen, zigzag: bool, all_keys, first_keys, last_queries, nothing):
-    """What a device does in a step: see `_seen`."""
+    """The branch that a device takes in a step, by whether it sees the step's keys; see `_seen`."""
     if seen is None:
         return all_keys
     here, there = (first_keys, last_queries) if zigzag else (all_keys, nothing)
@@ -143,7 +144,7 @@ def _sum(a, b):
 
 
 def misfit(q, k, *_: Any, window: Window, zigzag: bool, **__: Any) -> str | None:
-    """Why steps of plain attention are not for this call, None where they are."""
+    """Why steps of plain attention do not suit this call, None where they do."""
     t, d = q.shape[1], q.shape[3]
     return first_unmet(
         (all(isinstance(x, int) for x in (*q.shape, *k.shape)), "sizes are not known"),

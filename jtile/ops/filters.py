@@ -1,7 +1,7 @@
 """Chains of stencils in one pass over memory: several steps of one stencil, separable filters, morphology.
 
-A program loads a tile with the points around it that all steps together reach, and keeps what is between two steps in
-memory of its own, which is a cache's.
+A program loads a tile with the points around it that all steps together reach, and keeps the results between two steps
+in memory of its own, which stays in a cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _valid(x, sizes) -> Sides:
 def chain_tiles(x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides: Sides, how: str, outside: Any):
     """x [batch, ...] with the points around it, y [batch, ...]; windows: one for each step, of `sizes`, None for "max"
     and "min". A tile of a step has `inner` points of the last step and those that later ones take, or `sides`, where
-    they have to be powers of two. `outside`: what points around y are between steps; None: as they come."""
+    they have to be powers of two. `outside`: the value of the points around y between steps; None: as computed."""
     # t_0 = x     t_(s+1)[i] = sum_a w_s[a] t_s[i + a], or the maximum, or minimum
     b, rank = jt.program_id(0), len(inner)
     at = [jt.program_id(1 + k) * inner[k] for k in range(rank)]
@@ -81,7 +81,7 @@ def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
     if machine().whole:
         return {"inner": tuple(fit(n, m) for n, m in zip(shape, most, strict=True)), "sides": ()}
     wanted = (32, 128) if rank == 2 else (8, 16, 32)
-    if vector_cores():  # whose memory holds the points of all steps
+    if vector_cores():  # a vector core's memory has to hold the points of all steps
         wanted = (16, 128) if rank == 2 else (4, 8, 32)
     sides = [max(min(w, jt.next_power_of_2(known(n) + r)), jt.next_power_of_2(2 * r))
              for n, w, r in zip(shape, wanted, later, strict=True)]  # fmt: skip
@@ -103,7 +103,7 @@ def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any,
     x, windows = residuals
     if how != "sum":
         return jax.vjp(lambda x: _reduced(x, sizes, how), x)[1](g)[0], None
-    if len(sizes) > 1:  # step by step: what is between is computed again
+    if len(sizes) > 1:  # reverse mode goes step by step: results between two steps are computed again
 
         def run(x, windows):
             for s, size in enumerate(sizes):
@@ -158,7 +158,7 @@ def stencil(x: jax.Array, weights: jax.Array, *, boundary: str = "zero", steps: 
       x: float array [..., n], [..., m, n] or [..., l, m, n]: with as many axes at the end as `weights` has.
       weights: float array of one to three axes, with odd sides.
       boundary: what stands outside, in every step: "zero", "edge", "wrap" or "reflect".
-      steps: how many.
+      steps: how many times the stencil is applied.
     Returns:
       An array like `x`.
     Raises:
@@ -190,7 +190,7 @@ def stencil(x: jax.Array, weights: jax.Array, *, boundary: str = "zero", steps: 
     return x
 
 
-_STEPS = 4  # of one pass: the points around a tile that more take cost more than the pass
+_STEPS = 4  # steps of one pass: with more, the points around a tile cost more than a further pass
 
 
 def separable_filter(x: jax.Array, windows: tuple[jax.Array, ...], *, boundary: str = "edge") -> jax.Array:
@@ -215,7 +215,7 @@ def separable_filter(x: jax.Array, windows: tuple[jax.Array, ...], *, boundary: 
             f"{op}: windows are two or three vectors, got {', '.join(str(w.shape) for w in windows)}"
         )
     along = lambda k, n: (*(1,) * k, n, *(1,) * (rank - 1 - k))
-    order = range(rank)[::-1]  # rows first, which lie side by side in memory
+    order = range(rank)[::-1]  # the filter along rows comes first: their points lie side by side in memory
     sizes = tuple(along(k, windows[k].shape[0]) for k in order)
     _check(op, x, rank, boundary, sizes)
     if x.size == 0:

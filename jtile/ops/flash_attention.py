@@ -26,7 +26,7 @@ def _grid(q, k, v, lengths, offsets, *, bq, **_):
 
 
 def _types(q, *_, save: bool = False, **__):
-    """o, and with `save` the log-sum-exp of every query's scores, which the backward pass starts from."""
+    """Types of o and, with `save`, of the log-sum-exp of every query's scores, which the backward pass starts from."""
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
     return (jt.like(q), lse) if save else jt.like(q)
 
@@ -40,7 +40,7 @@ def flash_attention(
 ):  # fmt: skip
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch], or None.
 
-    `side`: of tiles along the features, at least d: what lies behind d reads as zeros.
+    `side`: the side of tiles along the features, at least d; features behind d read as zeros.
     `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
     no key.
     """
@@ -83,7 +83,7 @@ def flash_attention(
 
 
 def _run(q, *args, **meta):
-    """The kernel with the warps that suit its tiles."""
+    """Run the kernel with the warps that suit its tiles."""
     return tuned(flash_attention, **gpu_tiles.attention_options(q.shape[3], q.dtype.itemsize))(q, *args, **meta)
 
 
@@ -103,7 +103,7 @@ flash_attention.defvjp(_forward, _backward)
 
 
 def _scaled(q, scale: float, softcap: float | None):
-    """The query tile, and what a score must still be multiplied with to count in powers of two.
+    """The query tile, and the factor that a score still needs to be an exponent of two.
 
     Scaling the queries is cheaper than scaling the scores, but would round 16-bit ones.
     """
@@ -171,8 +171,8 @@ def attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       lengths: int [batch], keys of each batch row that count; default all.
       offsets: int [batch], the position of query 0 among the keys (chunked prefill); default 0.
-      sinks: float [heads], a score of each head, neither scaled nor bounded, that takes part in the softmax as that of
-        a key which every query sees and whose value is zero.
+      sinks: float [heads], a score of each head, neither scaled nor bounded, that takes part in the softmax like that
+        of a key which every query sees and whose value is zero.
       score, mask: functions as above; gradients are automatic then. With `causal` or `window`, both have to hold.
       extras: arrays, or pytrees of them, for score and mask.
       dropout: the share of the weights that are zero by chance, the others being larger for it; from 0 to less than 1.
@@ -208,7 +208,7 @@ def attention(
         return run(save=False)
     check_sinks("attention", q, sinks)
     o, lse = run(save=True)
-    # of all weights those of keys have the share 2^lse / (2^lse + e^sink)
+    # The keys' share of all weights, those of the sinks included, is 2^lse / (2^lse + e^sink).
     share = jax.nn.sigmoid((lse - sinks.astype(lse.dtype)[None, :, None] * LOG2_E) * math.log(2.0))
     return (o.astype(lse.dtype) * share.swapaxes(1, 2)[..., None]).astype(o.dtype)
 
@@ -302,10 +302,10 @@ def attention_reference(
         x = score(x.reshape(seen.shape), *places, *extras).reshape(x.shape)
     seen = seen if mask is None else seen & mask(*places, *extras)
     x = jnp.where(seen.reshape(x.shape), x, -jnp.inf)
-    if sinks is not None:  # the last column
+    if sinks is not None:  # the sink is the last column
         sunk = sinks.astype(x.dtype).reshape(1, groups, -1, 1, 1)
         x = jnp.concatenate([x, jnp.broadcast_to(sunk, (*x.shape[:-1], 1))], axis=-1)
-    p = jnp.nan_to_num(jax.nn.softmax(x, -1))[..., :s]  # a query without keys
+    p = jnp.nan_to_num(jax.nn.softmax(x, -1))[..., :s]  # the row of a query without keys is NaN
     words = flex_attention.key_words("attention", key, dropout)
     if words is not None:
         p = p * flex_attention.kept(words, *places, heads, t, dropout).astype(p.dtype).reshape(p.shape)

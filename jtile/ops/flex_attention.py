@@ -31,7 +31,7 @@ def _seen(b, h, i, j, extras, *, mask: Function, window: Window, s: int):
 
 
 def kept(key, b, h, i, j, heads: int, t: int, dropout: float):
-    """What weights are multiplied with: 0, or 1 / (1 - dropout), by 32 bits for each place b, h, i, j."""
+    """The factors of the weights: 0, or 1 / (1 - dropout), as 32 random bits for each place b, h, i, j decide."""
     uint32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
     row = uint32((b * heads + h) * t + i)
     drawn = threefry(key, *jnp.broadcast_arrays(row, uint32(j)))
@@ -71,7 +71,7 @@ def key_words(op: str, key, dropout: float):
 
 
 def _types(q, *_, save: bool, **__):
-    """o, and with `save` the log-sum-exp of every query's scores, in powers of two."""
+    """The types of o and, with `save`, of the log-sum-exp of every query's scores, in powers of two."""
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
     return (jt.like(q), lse) if save else jt.like(q)
 
@@ -161,7 +161,7 @@ def _depends(op: str, mask: Function, extras, bq: int, bk: int) -> tuple[bool, b
 
 
 def check_rows(op: str, lengths, offsets) -> None:
-    """A typed error for what functions say instead."""
+    """A typed error where `lengths` or `offsets` are given: beside functions, a `mask` has to say what they say."""
     if lengths is not None or offsets is not None:
         raise KernelValueError(
             f"{op}: lengths and offsets beside score, mask or dropout; give them as extras, and write what they mean: "
@@ -170,7 +170,7 @@ def check_rows(op: str, lengths, offsets) -> None:
 
 
 def check_functions(op: str, score: Function, mask: Function, extras) -> None:
-    """Typed errors for functions and extras that are none."""
+    """Typed errors for a score or mask that is no function, and for extras that are no arrays."""
     for name, function in (("score", score), ("mask", mask)):
         if function is not None and not callable(function):
             raise KernelTypeError(f"{op}: {name} is a function of tiles, got {type(function).__name__}")

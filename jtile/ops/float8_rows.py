@@ -13,8 +13,8 @@ from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import BLOCKS
 from jtile.ops.weight_codes import FLOAT8
 
-MANY = 128  # rows from which on a product is bound by the tensor cores, and not by reading the weights
-_LARGEST = 448.0  # of e4m3
+MANY = 128  # with so many rows, or more, a product is bound by the tensor cores, and not by reading the weights
+_LARGEST = 448.0  # the largest number of e4m3
 
 
 def _rounded_types(x, *, groups, **_):
@@ -33,7 +33,7 @@ def rounded_rows(x, codes, scale, *, groups: int, packed: bool):
     S = jnp.where(top == 0, jnp.float32(1), top / jnp.float32(_LARGEST))
     Q = X / S[:, None]
     Q = jnp.minimum(jnp.maximum(Q, jnp.float32(-_LARGEST)), jnp.float32(_LARGEST))
-    if packed:  # of s, h, t, e, see `QuantizedTensor.packed`, to s, t, e, h
+    if packed:  # from the order s, h, t, e (see `QuantizedTensor.packed`) to s, t, e, h
         Q = Q.reshape(X.shape[0], 8, 2, 4, 2).transpose(0, 1, 3, 4, 2).reshape(X.shape)
     scale[i, :] = S
     codes[i, :, :] = Q.astype(codes.dtype)

@@ -50,7 +50,7 @@ def fft_tiles(x, table, y, *, br: int, factors: tuple[int, ...], sign: int, scal
 
 
 def _between(x, table, *, factors: tuple[int, ...], **_):
-    """What is between two steps: behind the first a row for each p of all k, real parts first."""
+    """Memory for the numbers between two steps: behind the first step a row for each p with all k, real parts first."""
     n, r = x.shape[1], factors[0]
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n // r, 2 * r), *[(n,)] * 4)]
 
@@ -60,12 +60,13 @@ def fft_rows(
     x, table, y, begun, real, imaginary, other_real, other_imaginary, *,
     factors: tuple[int, ...], sign: int, scale: float,
 ):  # fmt: skip
-    """As `fft_tiles`, a row at a time, in memory of the program: vectors run along q, in the first step along p."""
+    """The transform of `fft_tiles` a row at a time, in memory of the program: vectors run along q, in the first step
+    along p."""
     i, n, l, more = jt.program_id(0), x.shape[1], 1, [slice(None)] * (len(x.shape) - 2)
     now, then = (real, imaginary), (other_real, other_imaginary)
     for s, r in enumerate(factors):
         m, first, last = n // (r * l), first_root(factors, s), s + 1 == len(factors)
-        b = divisor(m if s == 0 else l, 16)  # in a vector or two, which stay in registers
+        b = divisor(m if s == 0 else l, 16)  # numbers that are taken at once: a vector or two, which stay in registers
         for p in jt.range(1 if s == 0 else m):
             for c in jt.range((m if s == 0 else l) // b):
                 q = c * b
@@ -107,7 +108,7 @@ for _kernel in (fft_tiles, fft_rows):
 
 
 def _rows(x, sign: int, scale: float):
-    """Of the rows of x [rows, n], complex64; of x float32 [rows, n, 2] with both parts side by side."""
+    """The transforms of the rows of x [rows, n], complex64, or of x float32 [rows, n, 2], both parts side by side."""
     n, whole = x.shape[1], machine().whole
     factors = radices(n, 8)
     if x.ndim == 3 and (factors is None or n > _LONGEST[whole]):
@@ -129,7 +130,7 @@ def _halves(factors: tuple[int, ...]) -> int:
 
 
 def _in_two(x, left: int, sign: int, scale: float):
-    """n = left right, as columns and then rows of a matrix (Bailey 1990)."""
+    """The transform of n = left right numbers, by those of the columns and then the rows of a matrix (Bailey 1990)."""
     # y[k1 + left k2] = sum_j2 w_right^(j2 k2) w_n^(j2 k1) sum_j1 w_left^(j1 k1) x[j1 right + j2]
     (rows, n), right = x.shape, x.shape[1] // left
     columns = x.reshape(rows, left, right).swapaxes(1, 2).reshape(-1, left)
@@ -141,7 +142,7 @@ def _in_two(x, left: int, sign: int, scale: float):
 
 
 def _by_chirps(x, sign: int, scale: float):
-    """As a convolution of the length of a power of two (Bluestein 1970): j k = (j^2 + k^2 - (k - j)^2) / 2."""
+    """The transform as a convolution of a power of two (Bluestein 1970): j k = (j^2 + k^2 - (k - j)^2) / 2."""
     n = x.shape[1]
     m = jt.next_power_of_2(2 * n - 1)
     chirp = np.exp(sign * 1j * np.pi * (np.arange(n) ** 2 % (2 * n)) / n)
@@ -184,7 +185,7 @@ def fft(x: jax.Array, axis: int = -1) -> jax.Array:
 
     Args:
       x: complex64 array [..., n, ...], or one of floats of at most 32 bits.
-      axis: where to transform along.
+      axis: the axis to transform along.
     Returns:
       complex64, of x's shape.
     Raises:
@@ -199,7 +200,7 @@ def ifft(x: jax.Array, axis: int = -1) -> jax.Array:
 
     Args:
       x: complex64 array [..., n, ...], or one of floats of at most 32 bits.
-      axis: where to transform along.
+      axis: the axis to transform along.
     Returns:
       complex64, of x's shape.
     Raises:
@@ -210,11 +211,11 @@ def ifft(x: jax.Array, axis: int = -1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("axis",), inline=True)
 def rfft(x: jax.Array, axis: int = -1) -> jax.Array:
-    """The first n // 2 + 1 numbers of `fft` of real x, as `jnp.fft.rfft`, of even lengths by one of half the length.
+    """The first n // 2 + 1 numbers of `fft` of real x, as `jnp.fft.rfft`; an even n takes a transform of n / 2.
 
     Args:
       x: array of floats of at most 32 bits, [..., n, ...].
-      axis: where to transform along.
+      axis: the axis to transform along.
     Returns:
       complex64 [..., n // 2 + 1, ...].
     Raises:
@@ -244,8 +245,8 @@ def irfft(x: jax.Array, n: int | None = None, axis: int = -1) -> jax.Array:
 
     Args:
       x: complex64 array [..., m, ...]; of the first number, and of the last one for an even n, the real part counts.
-      n: how many, 2 m - 2 (default) or 2 m - 1.
-      axis: where to transform along.
+      n: how many numbers the result has, 2 m - 2 (default) or 2 m - 1.
+      axis: the axis to transform along.
     Returns:
       float32 [..., n, ...].
     Raises:

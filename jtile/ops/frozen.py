@@ -9,8 +9,8 @@ from jtile.ops.operands import NO_EPILOGUE, Epilogue
 
 
 def saving(product: Callable, x, weights, epilogue: Epilogue, activation):
-    """The result by `product(x, weights, epilogue)`, of one weight or of the two of a gated product, and what
-    `gradients` starts from."""
+    """The result of a product with one weight, or of a gated product with two, made by `product(x, weights, epilogue)`;
+    and what `gradients` starts from."""
     if len(weights) > 1:
         gate, up = (product(x, (w,), NO_EPILOGUE) for w in weights)
         return ACTIVATIONS[activation](gate) * up, (gate, up)

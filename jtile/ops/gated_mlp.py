@@ -26,7 +26,7 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False,
       x: float [..., k].
       gate, up: two weights of one kind: float [k, n] ([n, k] with `transpose`), or `QuantizedTensor` [n, k].
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
-      out_dtype: of the result; by default that of x, and float32 for quantised weights.
+      out_dtype: dtype of the result; by default that of x, and float32 for quantised weights.
 
     Returns:
       [..., n].
@@ -55,7 +55,7 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False,
 
 
 def gated_mlp_reference(x, gate, up, *, activation: str = "silu", transpose: bool = False) -> jax.Array:
-    """The same in `jnp`, at the highest precision."""
+    """`gated_mlp` in `jnp`, at the highest precision."""
     if isinstance(gate, QuantizedTensor):
         gate, up, transpose = gate.dequantize(), up.dequantize(), True
         x = x.astype(jnp.float32)
@@ -98,7 +98,7 @@ _gated = _gated.autotune(space=spaces.gated_products, key=spaces.GATED, override
 
 
 def _run(x, gate, up, *, tb, bm, bn, bk, save=False, **meta):
-    """The kernel for these tiles, on these arrays."""
+    """Run the kernel with these tiles."""
     kernel = _gated
     if dispatch.has(jt.target(), "warps"):
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize, gates=2))
@@ -112,7 +112,7 @@ def _in_tiles(x, gate, up, *, activation: str, tb: bool):
 
 
 def _streamed(x, gate, up, *, activation: str, tb: bool):
-    """One or two rows; both matrices are read once."""
+    """The result for one or two rows of x; both matrices are read once."""
     del tb
     options = dict(kind=x.dtype.name, activation=activation, out_dtype=x.dtype)
     return hopper_gemv.product(x, (Weight(gate), Weight(up)), **options)
@@ -130,7 +130,7 @@ def _not_streamed(x, gate, up, *, activation: str, tb: bool) -> str | None:
 
 
 def _few_rows(x, gate, up, *, activation: str, tb: bool):
-    """Some rows; both matrices are read once."""
+    """The result for few rows of x, more than two; both matrices are read once."""
     del tb
     return hopper_rows.product(x, (gate, up), activation=activation, out_dtype=x.dtype)
 

@@ -52,11 +52,11 @@ class Choice:
 def product(
     m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, **of: Any
 ) -> dict[str, int]:
-    """Of `gates` matrix products [m, k] [k, n] of elements of `itemsize` bytes in one kernel.
+    """The tile sizes of `gates` matrix products [m, k] [k, n] of elements of `itemsize` bytes in one kernel.
 
     Args:
       transposed: the right operand lies in memory as [n, k].
-      of: `batch`: so many of them; `fast`: products of precision "fast"; more: see `hopper_tiles.Product`.
+      of: `batch`: how many products; `fast`: whether their precision is "fast"; more: see `hopper_tiles.Product`.
     Returns:
       `bm`, `bn` and `bk`.
     """
@@ -70,7 +70,8 @@ def product(
 
 
 def extended(m: int, n: int, k: int, itemsize: int, **of: Any) -> tuple[int, int, int]:
-    """The sizes that a product's operands are best extended to, with zeros, mostly its own; `of`: see `product`."""
+    """The sizes that a product's operands are best extended to, with zeros, mostly those that it has; `of`: see
+    `product`."""
     return hopper_tiles.extended(Product(m, n, k, itemsize, **of)) if warpgroups() else (m, n, k)
 
 
@@ -78,8 +79,8 @@ def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple
     """In how many parts the sums of a product are best made, 1 for whole, and the tiles of the parts; `of`: where the
     operands lie transposed in memory, see `hopper_tiles`.
 
-    Where large tiles leave half of the GPU idle. Each part takes the writing and reading of its float32 sums, hence
-    parts of 4096 terms or more.
+    Several parts are best where large tiles leave half of the GPU idle. The float32 sums of each part are written and
+    read, so that a part has 4096 terms or more.
     """
     own = hopper_tiles.parts_of_product(Product(m, n, k, itemsize, **of)) if warpgroups() else None
     return own or _parts(m, n, k, itemsize, processors())
@@ -98,7 +99,7 @@ product_options = products.warps
 
 
 def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
-    """What a product of few rows takes besides; see `products.stages_of_few_rows`."""
+    """Further meta-parameters and options of a product of few rows; see `products.stages_of_few_rows`."""
     found = products.stages_of_few_rows(bm, bn, bk, itemsize) if measured_warps() else ({}, {})
     return Choice(*found)
 
@@ -123,14 +124,14 @@ def warpgroups() -> bool:
 def attention(
     t: int, s: int, d: int, itemsize: int, causal: bool, little: bool = False, lengths: bool = False
 ) -> dict[str, int]:
-    """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
+    """The queries `bq` and keys `bk` of a tile of attention of t queries over s keys with heads of d; `little`: see
     `little_memory`; `lengths`: not all keys of a row count."""
     own = hopper_tiles.attention(t, s, d, itemsize, causal, lengths) if warpgroups() else None
     return own or products.attention_on_gpu(t, s, d, itemsize, causal, little)
 
 
 def keys_of_cache(d: int, itemsize: int) -> int:
-    """Keys of a tile of attention over a cache."""
+    """The number of keys in a tile of attention over a cache."""
     return max(16, min(64, 32768 // (d * itemsize))) if little_memory() else 64
 
 
@@ -139,8 +140,8 @@ attention_options = products.warps_of_attention
 
 @functools.lru_cache(maxsize=1024)
 def attention_gradients(t: int, s: int, d: int, itemsize: int, little: bool = False) -> tuple[Choice, Choice]:
-    """Of the two kernels of its reverse mode: that of the keys, and that of the queries; `little`: see
-    `little_memory`."""
+    """The choices for the two kernels of attention's reverse mode: for the gradients of the keys and values, and for
+    those of the queries; `little`: see `little_memory`."""
     options = {"num_warps": 8}
     if itemsize == 2 and d in (64, 128):
         sides = {"bq": side(t, 64), "bk": side(s, 64)}, {"bq": side(t, 64 if d == 64 else 128), "bk": side(s, 64)}
@@ -148,7 +149,7 @@ def attention_gradients(t: int, s: int, d: int, itemsize: int, little: bool = Fa
     if itemsize >= 4:
         small, large, huge = ((32, 32), (64, 32)), ((16, 32), (32, 16)), ((16, 16), (16, 16))
         (q1, k1), (q2, k2) = small if d <= 64 else large if d <= 128 else huge
-    elif d <= 128:  # padded to a power of two: masks take registers
+    elif d <= 128:  # heads are padded to a power of two: masks take registers
         (q1, k1), (q2, k2) = (32, 128), (128, 64)
     elif d <= 256 or not little:
         (q1, k1), (q2, k2) = (32, 32 if little else 64), (64, 32)
@@ -160,10 +161,10 @@ def attention_gradients(t: int, s: int, d: int, itemsize: int, little: bool = Fa
 
 @functools.lru_cache(maxsize=1024)
 def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) -> int:
-    """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more, since
-    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too, and long
-    ones that are `centred` wait for two sums one after the other, which more threads make sooner."""
-    if centred and elements in (16384, 32768):  # none masked: of 12288 eight warps are quicker
+    """The warps of a kernel that holds `elements` of one or more rows in registers: a thread has 32 bytes of them, or
+    more, since many warps wait long for each other at a reduction. Rows that are `weighted` have weights there too, and
+    long ones that are `centred` wait for two sums one after the other, which more threads make sooner."""
+    if centred and elements in (16384, 32768):  # no masks: rows of 12288, which need them, are quicker in eight warps
         return 16
     if elements > 16384:
         return min(power(elements) // 2048, 32) if elements > 32768 else 8
@@ -171,9 +172,9 @@ def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) 
 
 
 def long_rows(n: int, itemsize: int) -> Choice | None:
-    """Of a layer norm of rows of n elements that are read twice: blocks `bn` of the second time. None where that saves
-    no registers that further rows could be held in: shorter rows, which leave some, longer ones and those of 32 bits,
-    of which a multiprocessor holds one or two either way."""
+    """The choice for a layer norm that reads its rows of n elements twice, the second time in blocks `bn`. None where
+    that frees no registers for further rows: shorter rows leave some anyway, and of longer ones, or those of 32 bits,
+    a multiprocessor holds one or two either way."""
     suits = 8192 < n <= 16384 and itemsize == 2 and measured_warps()
     return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
@@ -191,7 +192,7 @@ def _gradients_of_rows(rows: int, n: int, itemsize: int, centre: bool, processor
     side = power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
-    short = side < 1024  # rows of a tile are in several warps, which meet to add them: the fewer the better
+    short = side < 1024  # several warps share the rows of a tile, and meet to add them up: the fewer rows the better
     br = min(max((1024 if short else 2048) // side, 1), power(max(rows // processors, 1)))
     per = cdiv(cdiv(rows, br), processors * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)

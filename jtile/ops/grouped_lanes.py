@@ -30,7 +30,7 @@ def _few_type(x, weight, index, *, out_dtype, **_):
 def routed_lanes(x, weight: Weight, index, y, *, kind: str, activation, blocks: int, stages: int, out_dtype: str):
     """y [m, tiles, rows] of x [m / n, in], each row of which meets n matrices, and the numbers of these, index int32
     [m]; codes [groups, tiles, rows, bytes or words], scale (and minimum) [groups, tiles, rows, scales of a row]. With
-    an activation arrays have an axis of two behind that of groups: y = act(x Gᵀ) * (x Uᵀ)."""
+    an activation, arrays have an axis of two (G, U) behind that of groups: y = act(x Gᵀ) * (x Uᵀ)."""
     # y_i = W_g x_(i / n)     g = index_i; zero where there is no such matrix
     tile, i, rows = jt.program_id(0), jt.program_id(1), weight.codes.shape[-2]
     g, inside = named(index, i, weight.codes.shape[0])
@@ -47,8 +47,8 @@ def routed_lanes(x, weight: Weight, index, y, *, kind: str, activation, blocks: 
     grid=lambda x, weight, index, *, rows, **_: (jt.cdiv(weight.scale.shape[-2], rows), index.shape[0]),
 )
 def k_routed_lanes(x, weight: SuperBlocks, index, y, *, kind: str, activation, rows: int, blocks: int, out_dtype: str):
-    """The same of K-quants: x [m / n, super blocks, runs of a part, parts, 32], arrays as `k_lanes.split` gives them;
-    y [m, out]."""
+    """`routed_lanes` for K-quants: x [m / n, super blocks, runs of a part, parts, 32], arrays as `k_lanes.split` gives
+    them; y [m, out]."""
     r, i = jt.program_id(0), jt.program_id(1)
     g, inside = named(index, i, weight.scale.shape[0])
     of = (i // (index.shape[0] // x.shape[0]),)
@@ -69,7 +69,7 @@ def _many_grid(x, weight, *_, rows, bm, **__):
 def grouped_code_lanes(
     x, weight: Weight, sizes, y, *, kind: str, rows: int, bm: int, blocks: int, out_dtype: str, stages: int = 3
 ):
-    """`bm` rows of a group of x, `rows` of its matrix in a program.
+    """The products of each group: a program takes `bm` rows of a group of x, and `rows` rows of its matrix.
 
     x [m, blocks, 32] (of 4-bit codes [m, blocks, 2, 16]); codes [groups, out, blocks, stored], scale (and minimum)
     [groups, out, scales of a row]; sizes int32, zero behind the groups.
@@ -93,7 +93,7 @@ def grouped_code_lanes(
 
 @jt.kernel(out_type=_many_type, grid=_many_grid)
 def k_grouped_lanes(x, weight: SuperBlocks, sizes, y, *, kind: str, rows: int, bm: int, out_dtype: str):
-    """The same of K-quants; operands as those of `k_routed_lanes`."""
+    """`grouped_code_lanes` for K-quants; operands as those of `k_routed_lanes`."""
     r, layout = jt.program_id(0), LAYOUTS[kind]
     tile = tile_of_rows(sizes, weight.scale.shape[0], jt.program_id(1), bm, x.shape[0])
     if tile.exists:
@@ -135,7 +135,7 @@ def k_grouped_dx(g, weight: SuperBlocks, sizes, dx, *, kind: str, rows: int, bm:
 
 
 def few_rows(x, weight: Weight | SuperBlocks, index, *, kind: str, activation: str | None, out_dtype: str):
-    """[m, out] of x [m / n, in] and index int32 [m]; with an activation [m, out / 2]."""
+    """The products [m, out] of x [m / n, in] and index int32 [m]; with an activation [m, out / 2]."""
     gates = 1 if activation is None else 2
     out, m = weight.scale.shape[1] // gates, index.shape[0]
     options = dict(kind=kind, activation=activation, out_dtype=out_dtype)
@@ -152,7 +152,7 @@ def few_rows(x, weight: Weight | SuperBlocks, index, *, kind: str, activation: s
 
 
 def many_rows(x, weight: Weight | SuperBlocks, sizes, *, kind: str, out_dtype: str):
-    """[m, out] of x [m, in] in the order of groups, and sizes int32 [groups or more]."""
+    """The products [m, out] of x [m, in] in the order of groups, and sizes int32 [groups or more]."""
     groups, out = weight.scale.shape[:2]
     each = jt.cdiv(known(x.shape[0]), groups)
     if isinstance(weight, SuperBlocks):
@@ -170,8 +170,9 @@ def many_rows(x, weight: Weight | SuperBlocks, sizes, *, kind: str, out_dtype: s
 
 
 def _few_choice(out: int, blocks: int, kind: str, gates: int) -> tuple[int, dict[str, int], int]:
-    """As `quantized_lanes.gemv_choice`. Of gated layers four rows of each part, which are in twice the threads: 24 and
-    19 us for eight experts of 2048 x 1536 in fp8 and Q4_1 on an H200, where two rows (eight) took 27 and 24."""
+    """The choice for few rows, see `quantized_lanes.gemv_choice`. A program of a gated layer takes four rows of each
+    part, in twice the threads: 24 and 19 us for eight experts of 2048 x 1536 in fp8 and Q4_1 on an H200, where two
+    rows (eight) took 27 and 24."""
     if gates == 1:
         return quantized_lanes.gemv_choice(1, out, blocks, kind, False)
     warps = min(4, max(1, jt.next_power_of_2(blocks) // 16))
@@ -181,7 +182,7 @@ def _few_choice(out: int, blocks: int, kind: str, gates: int) -> tuple[int, dict
 
 
 def _many_choice(out: int, each: int, kind: str, dtype) -> dict[str, int]:
-    """Tiles for groups of about `each` rows. Of 16 bits tensor cores take 64 of them at once: 311 us for 128 groups of
+    """Tiles for groups of about `each` rows. Of 16-bit rows tensor cores take 64 at once: 311 us for 128 groups of
     32 rows with matrices of 2048 x 1536 in fp8 on an H200, 353 with tiles of 32."""
     if dtype == jnp.float32:
         return {"rows": side(out, 64), "bm": side(each, 64), "blocks": 1}
@@ -191,7 +192,7 @@ def _many_choice(out: int, each: int, kind: str, dtype) -> dict[str, int]:
 
 
 def k_dx(g, weight: SuperBlocks, sizes, kind: str) -> jax.Array:
-    """float32 [m, in] for the cotangents g [m, out] of rows in the order of groups."""
+    """The cotangent of x, float32 [m, in], for the cotangents g [m, out] of rows in the order of groups."""
     groups, _, blocks = weight.scale.shape
     bm = fit(jt.cdiv(known(g.shape[0]), groups), 64)
     dx = k_grouped_dx(g, k_lanes.split(weight, LAYOUTS[kind]), sizes, kind=kind, rows=32, bm=bm)
@@ -214,7 +215,7 @@ def _whole_blocks(x, weight: Weight) -> tuple[jax.Array, Weight]:
 
 
 def flat(x, weight: Weight | SuperBlocks, kind: str) -> tuple[jax.Array, Weight | SuperBlocks]:
-    """Operands of these kernels as x [m, in] and arrays [groups, out, …]."""
+    """Operands of these kernels brought back to x [m, in] and arrays [groups, out, …]."""
     groups, of_row = weight.scale.shape[0], weight.scale.shape[-1]
     out = weight.scale.size // groups // of_row
     as_rows = lambda a: None if a is None else a.reshape(groups, out, -1)

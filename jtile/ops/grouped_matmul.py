@@ -29,14 +29,14 @@ def _grid(x, w, sizes, *, tw, bm, bn, **_):
 def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4, band: int = 8):
     """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups or more] -> y [rows, n].
 
-    Sizes behind those of the groups are 0: a power of two of them is a tile that every target has.
+    Sizes behind those of the groups are 0: their number is a power of two, as tiles have to be on some targets.
     """
     # y_r = x_r W_g     for the rows r of group g; zero behind the groups
     rows, k = x.shape
     last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
     acc = jt.zeros((bm, bn), sums_in(x))
-    # bands of the rows that there are: programs without a tile come last, and no processor has more of the others
+    # Bands are of tiles that there are: programs without a tile come last, so that processors share the others evenly.
     t, j = jt.swizzle(jt.program_id(0), jt.program_id(1), tiles, group=band)
     if jt.program_id(0) * jt.num_programs(1) + jt.program_id(1) < tiles * jt.num_programs(1):
         g, first, end, inside = place(last, ends, w.shape[0], t, bm, rows)
@@ -47,7 +47,7 @@ def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, sta
         jt.store(y, (jt.ds(first, bm), jt.ds(j * bn, bn)), acc.astype(out_dtype), mask=jnp.broadcast_to(mine, (bm, bn)))
 
 
-# by `tw`; the order of the tiles hides from the compiler that columns of y are cut as those of w are
+# The kernels by `tw`. Their sharding is given, since the order of the tiles hides that columns of y follow those of w.
 grouped_rows = {
     tw: jt.kernel(
         out_type=_out_type, grid=_grid, name="grouped_rows", sharding=f"_ _, {'_ n _' if tw else '_ _ n'}, _ -> _ n"
@@ -65,7 +65,7 @@ def _outer_grid(x, dy, sizes, *_, groups, bm, bn, **__):
 
 
 class LastRows[T: Shaped](NamedTuple):
-    """Of x [rows, k] and dy [rows, n] the rows of each group behind its last whole block, as `last_rows` gives them."""
+    """The rows of each group behind its last whole block, of x [rows, k] and of dy [rows, n]; see `last_rows`."""
 
     x: T | None = None
     dy: T | None = None
@@ -78,8 +78,8 @@ def grouped_outer(
 ):  # fmt: skip
     """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows.
 
-    With `step` the rows behind the last whole `bk` of each group are those of `last`, taken `step` at a time, as they
-    are. Else they are masked here; `always`: without asking whether there are any.
+    With `step`, `last` has the rows behind the last whole `bk` of each group, and they are taken `step` at a time,
+    without masks. Without, they are masked here; `always`: without asking whether there are any.
     """
     # dW_g = sum over the rows r of group g of x_r^T dy_r
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -101,13 +101,13 @@ def grouped_outer(
     elif always or rest < end:
         a, b = part(rest)
         mine = (rest + jt.arange(bk) < end)[:, None]
-        # both: what the next group's rows hold may be no number
+        # Both are masked, since rows of the next group may hold NaN.
         acc = jt.dot(jnp.where(mine, a, 0).T, jnp.where(mine, b, 0), acc)
     dw.tiles(None, bm, bn)[g, i, j] = acc.astype(out_dtype)
 
 
 def last_rows(x, sizes, bk: int):
-    """Of x [rows, n] the rows of each group behind its last whole `bk`, and zeros behind them: [groups, bk, n]."""
+    """The rows of x [rows, n] behind the last whole `bk` of each group, and zeros behind them: [groups, bk, n]."""
     ends = jnp.cumsum(sizes)
     starts = jnp.minimum(ends - sizes, x.shape[0])
     ends = jnp.minimum(ends, x.shape[0])
@@ -116,16 +116,16 @@ def last_rows(x, sizes, bk: int):
 
 
 def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, int]:
-    """Of a product of groups of about rows / groups rows."""
+    """The tile sizes of a product of groups that have about rows / groups rows each."""
     each = jt.cdiv(known(rows), max(groups, 1))
     if machine().whole:
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
-    if each <= 96 and itemsize == 2 and k >= 128:  # as fast as their matrices are read, in lines of 256 bytes
+    if each <= 96 and itemsize == 2 and k >= 128:  # as fast as matrices are read: in lines of 256 bytes
         return {"bm": 64, "bn": min(128, max(16, jt.next_power_of_2(n))), "bk": 128}
     sides = hopper_tiles.candidates(Product(max(each, 65), n, k, itemsize)) if gpu_tiles.warpgroups() else ()
     if not sides:
         return gpu_tiles.product(min(known(rows), max(each, 65)), n, k, itemsize)
-    # the last tile of a group is half full
+    # The last tile of each group counts as half full.
     filled = lambda bm: Product(groups * (each + bm // 2), n, k, itemsize)
     bm, bn = min(sides, key=lambda s: hopper_tiles.predicted_us(filled(s[0]), Form(1, *s)))
     return {"bm": bm, "bn": bn, "bk": 64}
@@ -150,7 +150,7 @@ def _forward(x, w, sizes, **meta):
 
 
 def _gradients(left, right, sizes, groups: int, out_dtype: str):
-    """Those of the matrices: [groups, n, k] for left [rows, n] and right [rows, k], or the other way round."""
+    """The gradients of the matrices: [groups, n, k] for left [rows, n] and right [rows, k], or the other way round."""
     each = jt.cdiv(known(left.shape[0]), groups)
     tiles = _tiles(left.shape[1], 1, right.shape[1], each, left.dtype.itemsize)
     tiles["bk"] = max(min(tiles["bk"], 64), 16)
@@ -158,12 +158,12 @@ def _gradients(left, right, sizes, groups: int, out_dtype: str):
     if gpu_tiles.warpgroups():
         sides = known(left.shape[1]), known(right.shape[1])
         if each >= 512 and left.dtype.itemsize == 2 and sides[0] >= 128 and sides[1] >= 256:
-            # masks would take shared memory for every consumer, and time at the end of every tile
+            # Masks would take shared memory for every consumer, and time at the end of every tile.
             tiles |= {"bm": 128, "bn": 256, "bk": 64, "step": 16}
             last = LastRows(*(last_rows(r, sizes[:groups], tiles["bk"]) for r in (left, right)))
         else:
             tiles |= {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
-    if dispatch.vector_cores():  # whose compiler cannot move sums of a cube core in and out of a branch
+    if dispatch.vector_cores():  # an NPU's compiler cannot move sums of a cube core in and out of a branch
         tiles["always"] = True
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], left.dtype.itemsize))
     return kernel(left, right, sizes, last, groups=groups, out_dtype=out_dtype, **tiles)
@@ -187,7 +187,7 @@ def grouped_matmul(
     """`y[r] = x[r] @ w[g]` for the rows r of group g; rows stand in the order of their groups.
 
     The sizes stay on the device: no step waits for them, and one compiled program serves all of them. Differentiable in
-    x, and in w where it is float: quantised matrices are frozen. What `jax.lax.ragged_dot` computes.
+    x, and in w where it is float: quantised matrices are frozen. The result is that of `jax.lax.ragged_dot`.
 
     Args:
       x: float array [rows, k].
@@ -231,7 +231,7 @@ def grouped_matmul(
 
 
 def grouped_matmul_reference(x, w, group_sizes, *, transpose_w: bool = False, out_dtype=None) -> jax.Array:
-    """The same in `jnp`: every row with every matrix, and the right one chosen."""
+    """`grouped_matmul` in `jnp`: every row is multiplied with every matrix, and the right product chosen."""
     wide = sums_in(x)
     w = w.dequantize() if isinstance(w, QuantizedTensor) else w
     ends = jnp.cumsum(group_sizes)

@@ -28,7 +28,8 @@ Stack = Weight | SuperBlocks  # the arrays of a weight with a leading axis of gr
 
 
 def product(x, weight: QuantizedTensor, sizes, *, out_dtype: str) -> jax.Array:
-    """[rows, out] of x [rows, in], weights [groups, out, in] and sizes int32 [groups or more]; see `grouped_matmul`."""
+    """The products of x [rows, in], [rows, out]; weights [groups, out, in], sizes int32 [groups or more]. See
+    `grouped_matmul`."""
     rows, groups = x.shape[0], weight.shape[0]
     if not few(rows, groups):
         return _many_rows(x, _arrays(weight), sizes, kind=weight.kind, out_dtype=out_dtype)
@@ -38,27 +39,27 @@ def product(x, weight: QuantizedTensor, sizes, *, out_dtype: str) -> jax.Array:
 
 
 def few(rows, groups: int) -> bool:
-    """Whether rows are multiplied one by one, straight from the codes. On CPUs that is as fast as tiles are where a
-    matrix has two or three rows; on GPUs, whose tiles of 64 rows take as long for one as for many, where most matrices
-    have one. An NPU's vector cores have no form for it."""
+    """Whether rows are multiplied one by one, straight from the codes. On CPUs that is as fast as tiles where a
+    matrix has two or three rows; on GPUs, whose tiles of 64 rows take as long for one row as for many, where most
+    matrices have one row. An NPU's vector cores have no form for it."""
     most = groups // 2 if dispatch.small_tiles() else 2 * groups
     return known(rows) <= most and not dispatch.vector_cores()
 
 
 def routed(x, weight: QuantizedTensor, index, *, activation: str | None, out_dtype: str) -> jax.Array:
-    """[m, out] of few rows, x [m / n, in], each of which meets the n matrices that index int32 [m] names; with an
-    activation [m, out / 2] of a gated layer. See `routed_matmul`."""
+    """The products [m, out] of few rows, x [m / n, in], each of which meets the n matrices that index int32 [m] names;
+    with an activation, those of a gated layer, [m, out / 2]. See `routed_matmul`."""
     return _few_rows(x, _arrays(weight), index, kind=weight.kind, activation=activation, out_dtype=out_dtype)
 
 
 def _arrays(weight: QuantizedTensor) -> Stack:
-    """Nothing differentiates by them: quantised weights are frozen."""
+    """The arrays of a weight, by which nothing differentiates: quantised weights are frozen."""
     arrays = weight.super_blocks if weight.is_super else Weight(weight.codes, weight.scale, weight.minimum)
     return jax.lax.stop_gradient(arrays)
 
 
 def _plain(weight: Stack, kind: str) -> Stack:
-    """With codes in bytes."""
+    """The arrays with codes in bytes."""
     if isinstance(weight, SuperBlocks):
         return k_products.in_bytes(weight)
     return weight._replace(codes=unpack_codes(weight.codes, kind))
@@ -87,7 +88,7 @@ def _tile(weight: Stack, kind: str, r, rows: int, inner: int, c=0, chunks: int =
 )
 def routed_rows(x, weight: Stack, index, y, *, kind: str, activation, rows: int, out_dtype: str):
     """y [m, out] of x [m / n, in], each row of which meets n matrices, and the numbers of these, index int32 [m]. With
-    an activation arrays have an axis of two behind that of groups: y = act(x Gᵀ) * (x Uᵀ)."""
+    an activation, arrays have an axis of two (G, U) behind that of groups: y = act(x Gᵀ) * (x Uᵀ)."""
     # y_i = W_g x_(i / n)     g = index_i; zero where there is no such matrix
     i, r = jt.program_id(0), jt.program_id(1)
     g, inside = named(index, i, weight.scale.shape[0])
@@ -190,8 +191,8 @@ def routed_dx(g, weight: Stack, index, kind: str, shape: tuple[int, int]) -> jax
 
 
 def _of_index(run, flat):
-    """The rule of a kernel for few rows: `run` computes it again, `flat` says its operands as `routed_rows` takes
-    them."""
+    """The rule of reverse mode of a kernel `run` for few rows; `flat` brings its operands to the form of
+    `routed_rows`."""
 
     def forward(x, weight, index, *, activation, **meta):
         if activation is None:
@@ -215,7 +216,7 @@ def _of_index(run, flat):
 
 
 def _of_sizes(run, flat):
-    """Likewise for rows in the order of their groups."""
+    """The rule of reverse mode of a kernel `run` for rows in the order of their groups; `flat`: see `_of_index`."""
 
     def forward(x, weight, sizes, **meta):
         return run(x, weight, sizes, **meta), (x, weight, sizes)
@@ -229,7 +230,7 @@ def _of_sizes(run, flat):
 
 
 def _as_it_is(x, weight, kind):
-    """Arrays with an axis of gate and up as those of the matrix of both."""
+    """x, and the arrays with an axis of two, of gate and up, as those of one matrix with the rows of both."""
     lead, rows = weight.scale.shape[0], weight.scale.ndim - 1
     join = lambda a: None if a is None else a.reshape(lead, -1, *a.shape[rows:])
     return x, type(weight)(*map(join, weight))

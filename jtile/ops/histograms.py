@@ -47,7 +47,7 @@ def count(x, total, mine, *, bn: int, bins: int, low: float, high: float):
 def histogram(x: jax.Array, *, bins: int, range: tuple[float, float]) -> jax.Array:
     """How many elements of `x` lie in each of `bins` bins of equal width.
 
-    Not differentiable: the result is of integers.
+    Not differentiable: the result holds integers.
 
     Args:
       x: real array of any shape, compared as float32.

@@ -30,8 +30,8 @@ NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second ca
     grid=lambda o, g, lse, ct, *, n, **_: (*lse.shape[:2], jt.cdiv(lse.shape[2], n)),
 )
 def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float):
-    """What the sums of s and dp start from, [batch, heads, t rounded up to n], so that p = 2^(unit s) and ds = p dp;
-    and dq = 0.
+    """The numbers that the sums of s and dp start from, [batch, heads, t rounded up to n], so that p = 2^(unit s) and
+    ds = p dp; and dq = 0.
 
     o, g [batch, t, heads, d]; lse [batch, heads, t]; ct: its cotangent, or None. Queries behind t get p = 0.
     """
@@ -46,7 +46,7 @@ def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float):
 
 
 def _place(q, k, window: Window):
-    """Row, kv head and block of keys of this program: programs that run at the same time share what they read."""
+    """Row, kv head and block of keys of this program, so that programs that run at one time share what they read."""
     (batch, t, kvs, group, d), keys = q.shape, k.shape[1]
     program, blocks = jt.program_id(0), jt.cdiv(keys, 2 * KEYS)
     near = 1  # heads whose blocks run side by side: the first block of keys has the most queries, the last the fewest
@@ -198,14 +198,14 @@ def hopper_attention_backward(
         for head in jt.range(group):
             for i in jt.range(lo, hi):
                 fetch(rounds, head, i, g, G, dp0, DP0, g_full, g_empty)
-                rounds = rounds + 1  # behind the last one more block of queries is multiplied, which nobody uses
+                rounds = rounds + 1  # behind the last round one more block of queries is multiplied, which nobody uses
                 last = i + 1 >= hi
                 ahead = jnp.where(last, jnp.minimum(head + 1, group - 1), head), jnp.where(last, lo, i + 1)
                 fetch(rounds, *ahead, q, Q, s0, S0, q_full, q_empty)
 
 
 def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
-    """Why `gradients` cannot make those of this call, None where it can."""
+    """Why `gradients` cannot compute the gradients of this call, None where it can."""
     known = all(isinstance(n, int) for n in (*q.shape, *k.shape))
     return first_unmet(
         (known, "sizes are not known"),
@@ -217,14 +217,15 @@ def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
 
 
 def gradients(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: None, window: Window):
-    """(dq, dk, dv) for the cotangents g of o and ct of lse, or None; as `attention_backward`."""
+    """(dq, dk, dv) for the cotangents g of o and ct of lse (or None); arguments as those of `attention_backward`."""
     del softcap
     return _of_rows(scale, window)(q, k, v, o, lse, g, ct, lengths, offsets)
 
 
 @functools.lru_cache(maxsize=128)
 def _of_rows(scale: float, window: Window):
-    """Gradients by the kernel above. Batches of vmap become rows: a tensor map has five axes, and all are in use."""
+    """A function that computes gradients by `hopper_attention_backward`. Batches of vmap become rows: a tensor map has
+    five axes, and all are in use."""
 
     @jax.custom_batching.custom_vmap
     def run(*args):
@@ -243,9 +244,9 @@ def _of_rows(scale: float, window: Window):
 
 
 def of_batch(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
-    """As `gradients`, by the kernel above, wherever it runs."""
+    """The result of `gradients` by `hopper_attention_backward`, without a rule for vmap."""
     (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
-    if d != hopper_tiles.head(d):  # rows of the next power of two; zeros add nothing
+    if d != hopper_tiles.head(d):  # heads are extended to the next power of two; zeros add nothing
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, hopper_tiles.head(d) - d),))
         args = *map(wide, (q, k, v, o)), lse, wide(g), ct, lengths, offsets
         return tuple(x[..., :d] for x in of_batch(*args, scale=scale, window=window))

@@ -40,13 +40,13 @@ def _types(q, k, v, lengths, table, *, parts: int, **_):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What the roles of a program know alike.
+    """What all roles of a program know.
 
     Attributes:
       q, k, v, lengths, table: the operands of `hopper_decode`.
       units, parts, t, whole: its meta-parameters.
       Q, K, V: the tile of queries, and rings of units of keys and of values.
-      q_full, ...: a slot of those has come, has been read.
+      q_full, q_empty, ...: a slot of Q, K or V has come; has been read.
     """
 
     q: jt.Ref
@@ -69,7 +69,7 @@ class _Work:
     v_empty: jt.Barrier
 
     def share(self):
-        """See `share_of`; of whole rows those that begin in a share, which ends behind the last of them."""
+        """This program's share, see `share_of`; of `whole` rows it has those that begin in the share."""
         begin, end, r, start, size = share_of(self.lengths, jt.program_id(0), self.parts, self.units)
         if self.whole:
             before, n = start < begin, self.units.of(self.length(r))
@@ -77,11 +77,11 @@ class _Work:
         return begin, end, r, start, size
 
     def inside(self, begin, end, start, n):
-        """From where to where a row that begins at `start` and has n units is this program's."""
+        """Where this program's part of a row begins and ends, if the row begins at `start` and has n units."""
         return (start, start + n) if self.whole else (jnp.maximum(begin, start), jnp.minimum(end, start + n))
 
     def length(self, r):
-        """The length of a row times heads; of the last one behind it."""
+        """The length of row-and-head r; behind the last one, that of the last row."""
         last = self.lengths.shape[0] - 1
         return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)], 0, self.units.slots)
 
@@ -145,7 +145,7 @@ def _seen(s, key, length, w: _Work):
 
 @jt.function
 def _zero_behind(buffer, key, length):
-    """What stands behind the length may be anything, and 0 times it too: zeros instead."""
+    """Store zeros behind the length: memory there may hold NaN, and 0 times NaN is NaN."""
     bk, d = buffer.shape
     if key + bk > length:
         inside = key + jt.arange(bk)[:, None] < length
@@ -156,8 +156,8 @@ def _zero_behind(buffer, key, length):
 
 
 def _weights(s, key, length, m, l, w: _Work, scale: float, softcap: float | None):
-    """The weights of finished scores s, in the dtype of the values; the new maxima and sums, and what older ones
-    fade to."""
+    """The weights of finished scores s, in the dtype of the values; the new maxima and sums, and the factor that older
+    sums fade by."""
     unit = scale * LOG2_E if softcap is None else 1.0
     s = _seen(s if softcap is None else scores(s, scale, softcap), key, length, w)
     top = jnp.maximum(m, s.max(1) * unit)
@@ -212,7 +212,7 @@ def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | N
 
 @jt.function
 def _meet(w: _Work, r, first, last, o, o_part, lse_part):
-    """Whoever comes last of the programs with keys of a row puts together what they gave."""
+    """The last to come of the programs that have keys of a row puts together what they gave."""
     _, queries, d = o.shape
     if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
         n = jt.next_power_of_2(queries)
@@ -270,14 +270,14 @@ def decode(
     q, k, v, lengths, table, scales=(),
     *, scale: float, softcap: float | None, window: None = None, splits: int | None = None,
 ):  # fmt: skip
-    """As `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row or None."""
+    """The result of `decode_attention` for q [batch, t, heads, d], k, v, lengths, and the pages of each row or None."""
     del scales, window
     return mapped(scale, softcap, splits == 1)(q, k, v, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
 def mapped(scale: float, softcap: float | None, whole: bool = False):
-    """`decode` with a rule for vmap: batches become rows, whose keys are shared out together."""
+    """A `decode` that has a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
     def run(q, k, v, lengths, table):
@@ -301,8 +301,8 @@ def mapped(scale: float, softcap: float | None, whole: bool = False):
 
 
 def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, whole: bool = False):
-    """As `decode`, without its rule for vmap; `whole`: a program takes all keys of a row and head, one unit after the
-    other, so that what a query gets depends neither on other rows nor on the tokens beside it."""
+    """The result of `decode`, without its rule for vmap. `whole`: a program takes all keys of a row and head, unit by
+    unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
     (batch, t, heads, d), (page, kvs) = q.shape, k.shape[1:3]
     size = 128 if d < 256 and (table is None or page % 128 == 0) else 64
     units = Units(slots=page * (1 if table is None else table.shape[1]), size=size, heads=kvs)

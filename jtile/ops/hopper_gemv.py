@@ -43,16 +43,16 @@ from jtile.ops.streamed_numbers import (
     spread,
 )
 
-PIECE = 1024  # weights of a row, of a role, of a round
-_SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
+PIECE = 1024  # weights of a row that a role takes in a round
+_SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
-_BESIDE = 80, 40  # registers of its roles that multiply, and of the others
+_BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
 
 
 def _of_piece(array, inner: int, kind: str) -> int:
-    """How many of the scales of a row of `inner` weights belong to 512 bytes of codes; 0: not a whole number."""
+    """How many scales of a row of `inner` weights belong to 512 bytes of codes; 0 where that is no whole number."""
     n = array.shape[-1] * (PIECE // groups_of(kind))
     return n // inner if n % inner == 0 else 0
 
@@ -93,7 +93,7 @@ class _Rows:
         return jax.lax.rsqrt(squares.sum() * jnp.float32(1 / (self.x.shape[1] * self.x.shape[2])) + self.eps)
 
     def weights(self, at, eights: bool) -> list:
-        """Those of the norm, for piece `at` or each of its `eights`; None where there is no norm."""
+        """The weights of the norm, for piece `at` or for each of its `eights`; None where there is no norm."""
         if self.norm is None:
             return [None] * (len(self.eights(at)) if eights else 1)
         w = self.norm.weight
@@ -102,7 +102,7 @@ class _Rows:
         return [w.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]]
 
     def piece(self, i: int, at, scale, weights: list) -> list:
-        """Piece `at` of row i as it is multiplied, or its `eights`; `scale`: that of the row, `weights`: see there."""
+        """Piece `at` of row i as it is multiplied, or its `eights`, from what `scale` and `weights` gave."""
         places = [None] if len(weights) == 1 else self.eights(at)
         parts = [self.before(i, at, eight) for eight in places]
         return [x if w is None else x * scale * w.astype(jnp.float32) for x, w in zip(parts, weights)]
@@ -116,10 +116,10 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      words: by role and weight, rings of 512 bytes of some rows, one for each group.
-      of_blocks: by role, weight and array, likewise rings of the scales (and minima) that belong to them.
-      numbers: by role and row of x what `planes_of` or `integers_of` says, a slot for each round of a row.
-      sums: by role, weight and row of x the sums of lanes.
+      words: for each role and weight, the rings of its 512-byte pieces of `rows` rows, one for each group.
+      of_blocks: for each role, weight and array, the rings of the scales (or minima) that belong to the words.
+      numbers: for each role and row of x, what `planes_of` or `integers_of` gives, a slot for each round of a row.
+      sums: for each role, weight and row of x, the sums of the lanes.
       full, empty: a round of the words has come; has been read by all roles.
       done, taken: the sums of a tile of rows are there; have been read.
     """
@@ -161,8 +161,8 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
 
 
 def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
-    """Puts role j's part of x into shared memory as its rounds take it. early: x is there when the kernels in front
-    have ended, and the weights of the norm before."""
+    """Puts role j's part of x into shared memory as its rounds take it. early: the kernels in front make x, and are
+    waited for; they do not make the weights of the norm, which are read before."""
     weights = [x.weights(chunk * roles + j, integers(kind)) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
@@ -177,7 +177,7 @@ def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int,
 
 
 def _leaves(tree) -> list:
-    """The rings of a tree."""
+    """The rings in a tree, as a list."""
     return jax.tree.leaves(tree, is_leaf=_is_ring)
 
 
@@ -187,7 +187,7 @@ def _is_ring(x) -> bool:
 
 @jt.function
 def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles):
-    """Role j: the sums of its lanes of each tile of rows."""
+    """Role j: adds up, in its lanes, the products of each tile of rows."""
     words, of_blocks, numbers = mem.words[j], mem.of_blocks[j], mem.numbers[j]
     at = lambda k: [jax.tree.map(lambda ring: ring.at(k), row, is_leaf=_is_ring) for row in numbers]
     x = held(at(0)) if chunks == 1 else None
@@ -239,7 +239,7 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
         scales = [w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights] if last else []
         return scales + ([] if bias is None else [bias.tiles(None, rows)[0, tile].astype(jnp.float32)])
 
-    ahead = [of_tile(0), of_tile(1)]  # they come from memory while others are summed
+    ahead = [of_tile(0), of_tile(1)]  # they come from memory while earlier tiles are summed
     for n in jt.range(tiles):
         tile = first + n * programs
         now, ahead = ahead[0], [ahead[1], of_tile(n + 2)]
@@ -278,8 +278,8 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
           roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
-    Of each weight codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. Two
-    of them: y = act(x Gᵀ) * (x Uᵀ). Of the epilogue bias [1, out] and residual [m, out].
+    A weight has codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. With two
+    weights y = act(x Gᵀ) * (x Uᵀ). The epilogue may have bias [1, out] and residual [m, out].
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
@@ -290,8 +290,8 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
                  eps: float, rows: int, roles: int, slots: int, early: bool = False,
                  beside: bool = False):  # fmt: skip
-    """The same of the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight [in / n, n]; and
-    that sum, in the dtype of the residual."""
+    """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
+    [in / n, n]; and that sum, `total`, in the dtype of the residual."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
     _program(_Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
@@ -346,7 +346,7 @@ def _tuned(body, out_type, sharding: str, name: str, key: tuple[str, ...]) -> jt
 
 
 def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
-    """Of each array of scales or minima, those of 512 bytes of codes."""
+    """For each array of scales or minima, the bytes of it that belong to 512 bytes of codes."""
     return tuple(_of_piece(a, inner, kind) * a.dtype.itemsize for a in _of_blocks(weight, kind))
 
 
@@ -355,9 +355,9 @@ def choices(
     m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3,
     beside: bool = False,
 ) -> list[dict[str, int]]:  # fmt: skip
-    """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
+    """Meta-parameters that fit, the best first: tall tiles (8 rows for 4 bits, where the last tile is sooner done), as
     many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
-    `_scale_bytes`; copies go to multiples of 128 bytes. count: `bytes_of` x. beside: room is left for a block of
+    `_scale_bytes`; copies go to multiples of 128 bytes. count: see `bytes_of`. beside: room is left for a block of
     `hopper_step`."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks, shared = jt.cdiv(inner, PIECE * roles), _NARROW if beside else _SHARED
@@ -377,7 +377,7 @@ def choices(
 
 
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
-    """For the tuner."""
+    """The meta-parameters that the tuner tries."""
     inner = x.shape[1] * x.shape[2]
     return choices(x.shape[0], inner, kind, len(weights) > 1, _scale_bytes(weights[0], inner, kind), bytes_of(x.dtype))
 
@@ -411,7 +411,7 @@ def product(
     x, weights: tuple[Weight, ...], epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None,
     out_dtype=jnp.float32,
 ) -> jax.Array:  # fmt: skip
-    """[m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
+    """The product [m, out] of x [m, in] and one weight, or the gated one of two; bias [1, out], residual [m, out]."""
     x, options = _arguments(x, weights, kind)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
     return kernel(weights, epilogue)(x, weights, epilogue, **options)
@@ -436,7 +436,7 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, di
     beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))
     meta = choices(*options, beside)
     best = meta[0]
-    if bits_of(kind) == 16:  # tall tiles, if not so few that many multiprocessors have one less than others
+    if bits_of(kind) == 16:  # tall tiles are best, unless so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())
         best = next(one for one in meta if busy(one) > 0.85 * max(map(busy, meta)))
@@ -448,7 +448,7 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, di
 
 
 def _stands_beside(x, weights: tuple[Weight, ...]) -> bool:
-    """Whether a product may be one in front of attention or behind it, where a decoder has kernels that overlap: its
-    gated ones and those of long rows stand between other products, for which there is no room beside them. Two rows,
-    or 32-bit ones, take the registers."""
+    """Whether a product may stand in front of attention or behind it, where a decoder has kernels that overlap: gated
+    products and those of long rows stand between other products, for which there is no room beside them. Two rows, or
+    32-bit ones, take the registers."""
     return len(weights) == 1 and x.shape[0] == 1 and x.shape[1] <= 4 * PIECE and x.dtype.itemsize == 2

@@ -21,19 +21,19 @@ from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, share_of
 
 ROWS = 64  # queries of a program
-KEYS = 64  # of one role in a round; a unit of keys is those of both roles
+KEYS = 64  # keys of one role in a round; a unit of keys has those of both roles
 UNIT, ROPE = 2 * KEYS, 64
 
 
 def _types(q, cache, lengths, table, *, parts: int, rank: int, **_):
-    """The output, and the parts of rows that several programs share."""
+    """The types of the output, and of the parts of rows that several programs share."""
     batch, rows, _ = q.shape
     return jt.like(q, shape=(batch, rows, rank)), *part_types(jt.cdiv(rows, ROWS) * ROWS, rank, parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What the roles of a program know alike.
+    """What all roles of a program know.
 
     Attributes:
       q, cache, lengths, table: the operands of `hopper_mla`.
@@ -42,11 +42,11 @@ class _Work:
       C: slot 2 x + h holds columns [h rank / 2, ...) of the latent vectors of the keys of role x.
       R: slot x holds their rotary part; when it is used up, the weights of these keys.
       M, L: running maxima and sums of the roles.
-      S: what of all keys is this program's (see `share_of`), which the role that copies works out for all.
-      full, empty: of the slots of C, and of R with those that the other role owns: come, read.
-      q_full, q_empty: the same of the queries.
+      S: this program's share of all keys (see `share_of`), which the role that copies works out for all roles.
+      full, empty: a slot of C has come; has been read. A slot of R comes with the half of C that the other role owns.
+      q_full, q_empty: the queries have come; have been read.
       maximum, weights, sums: role x has put its slot of M, R (as weights), L.
-      known: S is there.
+      known: S has been worked out.
     """
 
     q: jt.Ref
@@ -96,7 +96,7 @@ class _Work:
 
 
 def _fetch(w: _Work, c, row, k, x: int, h: int):
-    """Half h of the keys of role x; with those that the other role owns, the rotary part."""
+    """Copy half h of the keys of role x; the rotary part comes with the half that the other role owns."""
     i, (_, keys, half) = 2 * x + h, (None, *w.C.shape)
     w.empty[i].wait((c & 1) ^ 1)
     w.full[i].expect(w.C.nbytes if x == h else w.C.nbytes + w.R.nbytes)
@@ -128,8 +128,8 @@ def _copies(w: _Work):
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
         ahead = [w.place(b, 2 * (lo - start) + x, last) for x in range(2)]
         for u in jt.range(lo, hi):
-            places, ahead = ahead, [w.place(b, 2 * (u + 1 - start) + x, last) for x in range(2)]  # found a round early
-            for x, h in ((0, 0), (1, 1), (1, 0), (0, 1)):  # as they become free
+            places, ahead = ahead, [w.place(b, 2 * (u + 1 - start) + x, last) for x in range(2)]  # a round early
+            for x, h in ((0, 0), (1, 1), (1, 0), (0, 1)):  # in the order in which slots become free
                 _fetch(w, c, *places[x], x, h)
             if u == lo:
                 _fetch_queries(w, turn, b)
@@ -140,7 +140,7 @@ def _copies(w: _Work):
 @jt.function
 def _scores(w: _Work, x: int, c):
     """The scores of a unit's keys of role x. One code for both halves of the entries: a sixth of the instructions."""
-    z = c >> 30  # 0, but nobody knows: else addresses move out of the loop, and there are not registers for all
+    z = c >> 30  # 0, which the compiler does not know: else it moves addresses out of the loop, and registers run out
     s = jt.zeros((ROWS, KEYS), jnp.float32)
     for i in jt.range(2):
         h = x ^ i  # the half of the other role brings the rotary part
@@ -152,9 +152,9 @@ def _scores(w: _Work, x: int, c):
 @jt.function
 def _edge(w: _Work, x: int, s, key, length, query):
     """The scores of the keys of role x, from `key` on, of the queries from `query` on: -inf where a query does not see
-    a key. What stands behind the length may be anything, and 0 times it too: zeros instead.
+    a key. Entries behind the length become zeros: memory there may hold NaN, and 0 times NaN is NaN.
 
-    One branch in the loop for both, behind the scores, where it costs nothing: among the weights it would keep their
+    One branch in the loop does both, behind the scores, where it costs nothing: among the weights it would keep their
     exponentials and the sums' rescaling apart."""
     if key + KEYS > length - w.t + 1:
         seen = length - w.t + (query + jt.arange(ROWS)[:, None]) // w.heads
@@ -207,8 +207,8 @@ def _second(w: _Work, c, s, acc, l, m):
 
 
 def _step(w: _Work, x: int, c, key, length, acc, l, m):
-    """A unit of keys from `key` on."""
-    other, z = 2 - x, c >> 30  # the other role's keys, of this role's columns
+    """Role x takes a unit of keys from `key` on: (acc, l, m) behind it."""
+    other, z = 2 - x, c >> 30  # the slot of the other role's keys with this role's columns
     s = _edge(w, x, _scores(w, x, c), key + x * KEYS, length, w.here()[1] * ROWS + z)
     acc, l, m = (_first, _second)[x](w, c, s, acc, l, m)
     w.weights[1 - x].wait(c & 1)
@@ -242,7 +242,7 @@ def _give(w: _Work, x: int, b, turn, begins, ends, acc, l, m, o, o_part, lse_par
 
 @jt.function
 def _values(w: _Work, x: int, o, o_part, lse_part):
-    """Role x: the scores of keys [64 x, 64 x + 64) of a unit, columns [x rank / 2, ...) of the outputs of all."""
+    """Role x: it makes scores of keys [64 x, 64 x + 64) of a unit, and columns [x rank / 2, ...) of all outputs."""
     w.known[0].wait(0)
     begin, end, b, start = (w.S[i].load().reshape(()) for i in range(4))
     c, turn = jnp.int32(0), jnp.int32(0)
@@ -257,7 +257,7 @@ def _values(w: _Work, x: int, o, o_part, lse_part):
             acc, l, m = _step(w, x, c, (u - start) * UNIT, length, acc, l, m)
             c = c + 1
         begins, ends = lo == start, hi == start + n
-        w.q_empty[0].arrive(when=~(begins & ends))  # a row's part needs the queries no more; a whole row goes there
+        w.q_empty[0].arrive(when=~(begins & ends))  # a whole row's output goes to the queries' place first
         _give(w, x, b, turn, begins, ends, acc, l, m, o, o_part, lse_part)
         b, start, turn = b + 1, start + n, turn + 1
 
@@ -280,7 +280,7 @@ def hopper_mla(
         q, cache, lengths, table, units, parts, heads, rank, scale,
         Q, QR, C, R, M, L, S, full, empty, q_full, q_empty, maximum, weights, sums, known,
     )  # fmt: skip
-    with jt.role("copies", warps=4, registers=24):  # the first role: others address buffers cheaper where they are not
+    with jt.role("copies", warps=4, registers=24):  # the first: other roles address buffers cheaper if they are not
         _copies(w)
     for x in range(2):
         with jt.role(f"values_{x}", warps=4, registers=240):
@@ -304,14 +304,14 @@ def misfit(q, cache, lengths, table, scales, *, rank: int, scale: float, splits:
 
 
 def decode(q, cache, lengths, table, scales=None, *, rank: int, scale: float):
-    """As `mla_decode` of q [batch, t, heads, rank + 64], cache, lengths, and the pages of each row or None."""
+    """The result of `mla_decode` for q [batch, t, heads, rank + 64], cache, lengths, and each row's pages or None."""
     del scales
     return mapped(rank, scale)(q, cache, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
 def mapped(rank: int, scale: float):
-    """`decode` with a rule for vmap: batches become rows, whose keys are shared out together."""
+    """A `decode` that has a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
     def run(q, cache, lengths, table):
@@ -334,7 +334,7 @@ def mapped(rank: int, scale: float):
 
 
 def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
-    """As `decode`, without its rule for vmap."""
+    """The result of `decode`, without its rule for vmap."""
     batch, t, heads, width = q.shape
     rows, slots = t * heads, cache.shape[1] * (1 if table is None else table.shape[1])
     units, parts = Units(slots=slots, size=UNIT), max(1, gpu_tiles.processors() // jt.cdiv(rows, ROWS))

@@ -25,9 +25,9 @@ from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import BLOCK
 
 FOUR_BIT = ("q4_0", "q4_1")
-ROWS = 64  # of W, of a consumer
-DEPTH = 256  # weights of a row, of a round
-WORDS = 32  # of a row of a buffer: 128 bytes
+ROWS = 64  # rows of W of a consumer
+DEPTH = 256  # weights of a row that a round takes
+WORDS = 32  # words in a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
 _UP, _DOWN = 2.0**110, 2.0**23  # both bring codes times 2^-133 back; a float16 times the first is a bfloat16
 _UP_FLOAT8 = 2.0 ** (120 - 23)  # this and _DOWN bring codes times 2^-120 back
@@ -81,9 +81,10 @@ def _operand(words, scale, shift, kind: str, dtype):
 
 
 def _scales(tiles, kind: str, dtype) -> list:
-    """What codes of blocks are multiplied with and, for Q4_1, what is added, from scales (and minima) [rows, blocks].
+    """The factors of the codes of blocks and, for Q4_1, the terms added to them, of scales (and minima) [rows, blocks].
 
-    [rows, blocks]; of 4-bit codes times 2^-133 the former is [rows, blocks, 2], the second for fields that count more.
+    They are [rows, blocks]; for 4-bit codes times 2^-133 factors are [rows, blocks, 2]: the second of two is for the
+    upper fields, which count 16 times.
     """
     d, *low = (t.astype(jnp.float32) for t in tiles)
     shift = [m + 8 * d for m in low]  # of q - 8
@@ -104,7 +105,7 @@ def _cover(array, inner: int) -> tuple[int, int]:
 
 
 def _of_round(tile, k, of_round: int):
-    """Of a buffer of scales, float [rows, cover], those of round k, one for each block: [rows, DEPTH / BLOCK]."""
+    """The scales of round k in a buffer of scales, float [rows, cover], one for each block: [rows, DEPTH / BLOCK]."""
     rows, cover = tile.shape
     if cover > of_round:
         parts = tile.astype(jnp.float32).reshape(rows, cover // of_round, of_round)
@@ -135,14 +136,14 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      words: of each 64 rows of W the rings of its words.
-      of_blocks: likewise those of the scales (and minima) that come with words.
-      of_round: of each of these arrays how many belong to a round.
+      words: the rings of words, one for each 64 rows of W.
+      of_blocks: for each 64 rows, the rings of the scales (and minima) that come with words.
+      of_round: how many numbers of a row of each array of `of_blocks` belong to a round.
       x: the ring of x.
-      partial: of each consumer that has some of the rounds, but the first, and of each 64 rows: its sums.
+      partial: the sums of each consumer that has some of the rounds, but the first, for each 64 rows.
       full, empty: a round of the words has come; has been read.
       x_full, x_empty: a piece of x has come; has been read.
-      done: those sums are there.
+      done: the sums in `partial` are there.
     """
 
     words: list[list[jt.Shared]]
@@ -193,15 +194,15 @@ def _piece(words, scales, p: int, kind: str, dtype):
 @jt.function
 def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, first):
     """The sums [64, columns] of 64 rows over every `step`-th round; `first`: see `_round`. Numbers are made while other
-    roles' products run; making those of the next piece behind a product of the own gained nothing for 16, 64 and 256
-    rows of x."""
+    roles' products run; making those of the next piece while the role's own product runs gained nothing for 16, 64 and
+    256 rows of x."""
     x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
     pieces = x.shape[1] // PIECE
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
     for k in jt.range(first_round, rounds, step):
         mem.full.at(k).wait()
         words, scales = _round(mem, i, k, first, kind, dtype)
-        mem.empty.at(k).arrive()  # they are in registers
+        mem.empty.at(k).arrive()  # words and scales are in registers
         for p in range(count):
             at = k * (count // pieces) + p // pieces
             a = _piece(words, scales, p, kind, dtype)
@@ -217,7 +218,7 @@ def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, f
 
 
 def _together(mem: _Memory, acc, i: int):
-    """With the sums of the consumers that had the other rounds."""
+    """The sums `acc` plus those of the consumers that had the other rounds."""
     for j, partial in enumerate(mem.partial):
         mem.done[j * len(partial) + i].wait(0)
         acc = acc + partial[i].load()
@@ -225,7 +226,7 @@ def _together(mem: _Memory, acc, i: int):
 
 
 def _write(acc, mem: _Memory, y, split, column, row, i: int, rounds: int):
-    """Sums [64, columns] as y: by a copy out of a buffer of x that everybody has read, if y is as wide as x."""
+    """Write sums [64, columns] to y: by a copy out of a buffer of x that everybody has read, if y is as wide as x."""
     columns, pieces = mem.x.shape[0], mem.x.shape[1] // PIECE
     if pieces == 1 and y.dtype == mem.x.dtype and y.shape[2] * y.dtype.itemsize % 16 == 0:
         at = rounds * (DEPTH // PIECE) + i
@@ -285,7 +286,7 @@ def hopper_quantized_product(
                     cover = ring.shape[1]
                     place = at if cover == n else at // (cover // n)
                     jt.async_copy(a.tiles(ROWS, cover).at[tile * high + i, place], ring.at(k), full)
-    with jt.role("feeder", warps=1, registers=24):  # of x, which has fewer rounds in its ring: words do not wait for it
+    with jt.role("feeder", warps=1, registers=24):  # copies x, whose ring has fewer rounds: words do not wait for it
         for k in jt.range(rounds * each):
             mem.x_empty.at(k).wait(before=True)
             mem.x_full.at(k).expect(mem.x.nbytes)
@@ -317,8 +318,8 @@ def _choice(m: int, out: int, inner: int, kind: str, processors: int) -> dict[st
 
 
 def misfit(x, weight: Weight, kind: str) -> str | None:
-    """Why the kernel does not compute x [m, in] times this, None where it does: packed weights, 16-bit floats, and rows
-    that tensor maps can say."""
+    """Why the kernel does not compute x [m, in] times this weight, None where it does: for packed weights, 16-bit
+    floats and rows that tensor maps can say."""
     m, inner = x.shape
     last = weight.scale is not None and weight.scaled_last(kind)
     whole = inner > 0 and inner % (BLOCK if last else DEPTH) == 0
@@ -340,13 +341,13 @@ def _copied(array, inner: int) -> bool:
 
 
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:
-    """[m, out] of x [m, in] and a packed weight."""
+    """The product [m, out] of x [m, in] and a packed weight."""
     # fp8 has the tiles of the kind of one-byte integers whose scales lie like its own.
     like = kind if kind != "fp8" else "int8" if weight.scaled_last(kind) else "q8_0"
     meta = choice(x.shape[0], weight.codes.shape[0], x.shape[1], like)
     whole = meta["splits"] == 1
     meta |= {"out_dtype": jnp.dtype(out_dtype if whole else jnp.float32).name}
-    if weight.minimum is None:  # one signature for all kinds
+    if weight.minimum is None:  # all kinds have one signature
         weight = weight._replace(minimum=weight.scale)
     y = hopper_quantized_product(x, weight, kind=kind, **meta)
     return y[0] if whole else y.sum(0).astype(out_dtype)

@@ -6,7 +6,7 @@ stays on each multiprocessor with a deep ring of W. All blocks get an equal shar
 rows of W these belong to, and the last block that has some of a row's rounds puts together what they gave.
 
 Where `jt.config(overlap=True)` promises that the kernel in front does not make W, the ring is filled while that kernel
-still ends: its role is an early one. x comes by a role of its own, so that W does not wait for it.
+still ends: its role is an early one. A role of its own brings x, so that W does not wait for it.
 
 More rows are quicker in tiles (`matmul`): x comes from the cache again for each round, so that 64 rows of it are as
 many bytes as those of W in a round.
@@ -35,14 +35,14 @@ _HELD = 4096  # numbers of a tile's parts that are put together at a time
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """Which rounds a program has, of those of all tiles one behind the other.
+    """The rounds that a program has, of the rounds of all tiles one behind the other.
 
-    It begins with the tile that it shares with the program behind it, so that it ends with a tile of its own where it
-    has one: putting a shared one together takes time, in which W goes on coming.
+    The program begins with the tile that it shares with the program behind it, so that it ends with a tile of its own
+    where it has one: putting a shared tile together takes time, in which W goes on coming.
 
     Attributes:
-      rounds: of a tile; size: rounds of a program.
-      begin, end: the program's. turn: where the tile begins that comes first.
+      rounds: rounds of a tile. size: rounds of a program.
+      begin, end: the program's first round, and the one behind its last. turn: where the tile begins that comes first.
     """
 
     rounds: int
@@ -84,8 +84,8 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      rings: of each weight a ring of 64 rows of it. x: the ring of x.
-      full, empty: a round of W has come; has been read. x_full, x_empty: likewise of x.
+      rings: for each weight a ring of 64 rows of it. x: the ring of x.
+      full, empty: a round of W has come; has been read. x_full, x_empty: a round of x has come; has been read.
     """
 
     rings: list[jt.Shared]
@@ -124,7 +124,7 @@ def _together(parts, share: _Share, tile, like):
     side = min(max(_HELD // (len(like) * like[0].size), 1), 4)
     for c in jt.range(jt.cdiv(last + 1 - first, side)):
         found = []
-        for p in (first + c * side + k for k in range(side)):  # all on their way at once
+        for p in (first + c * side + k for k in range(side)):  # all loads are on their way at once
             begins = p * share.size <= tile * share.rounds
             at, there = _place(p, begins), p <= last
             whole = slice(None)
@@ -156,7 +156,7 @@ def _consume(mem: _Memory, share: _Share, bias, y, parts, activation):
 
 
 def _write(sums, bias, y, place, activation) -> None:
-    """y of 64 rows of W from the sums of each weight."""
+    """Write y for 64 rows of W from the sums of each weight."""
     one, *other = sums
     if bias is not None:
         one = one + bias.tiles(None, ROWS)[0, place].astype(jnp.float32)[:, None]
@@ -249,7 +249,7 @@ def misfit(x, weights: tuple) -> str | None:
 
 
 def product(x, weights: tuple, bias=None, *, activation=None, out_dtype=jnp.float32) -> jax.Array:
-    """[m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out]."""
+    """The product [m, out] of x [m, in] and one weight, or the gated one of two; bias [1, out]."""
     meta = choice(x.shape[0], len(weights), x.dtype.itemsize)
     meta |= dict(parts=gpu_tiles.processors(), activation=activation, out_dtype=jnp.dtype(out_dtype).name)
     return hopper_rows(x, weights, bias, early=gpu_tiles.overlaps(), **meta)[0]

@@ -19,20 +19,20 @@ from jtile.ops.flash_attention import NOTHING
 
 _ROWS = 128  # rows whose lengths are looked at together
 _PROGRAMS = 1056  # programs that put parts together, at most
-_TILE = 4096  # numbers of a part that one of them holds at a time
+_TILE = 4096  # numbers of a part that one of these programs holds at a time
 _LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as many do after another launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """How keys are counted: `slots` of a row at most, `size` keys a unit, `heads` times."""
+    """How keys are counted: a row has `slots` of them at most, a unit `size`, and each row counts `heads` times."""
 
     slots: int
     size: int
     heads: int = 1
 
     def of(self, length):
-        """Units of a row and head."""
+        """The units of a row and head, for a row of this length."""
         return jnp.maximum(jt.cdiv(jnp.clip(length, 0, self.slots), self.size), 1)
 
     def of_rows(self, lengths, k):
@@ -43,12 +43,13 @@ class Units:
 
 
 def _sum(x):
-    """Of int32 numbers, in int32: `jnp` takes 64 bits where they are enabled."""
+    """The sum of int32 numbers, in int32: `jnp.sum` gives 64 bits where they are enabled."""
     return jnp.sum(x, dtype=jnp.int32)
 
 
 def _sums(lengths, one, count: int):
-    """The sums of `one(k, sums)`, `count` numbers, over the blocks k of the rows; it sees the sums before."""
+    """The sums of `one(k, sums)`, `count` numbers, over the blocks k of the rows; `sums`: those of the
+    blocks before."""
     blocks = jt.cdiv(lengths.shape[0], _ROWS)
     sums = (jnp.int32(0),) * count
     return one(0, sums) if blocks == 1 else _fold(blocks, one, sums)
@@ -88,13 +89,13 @@ def parts_of(start, n, size):
 
 
 def row_of(row_and_head, units: Units):
-    """The row of a row times heads."""
+    """The row that a row-and-head belongs to."""
     return row_and_head if units.heads == 1 else jax.lax.div(row_and_head, jnp.int32(units.heads))
 
 
 def part_types(rows: int, d: int, parts: int) -> list[jax.ShapeDtypeStruct]:
-    """Of rows that several parts share, the outputs and logarithms of sums, two of each part: of the row that ends or
-    goes on in it, and of the one that begins in it and goes on behind it."""
+    """The types of outputs and logarithms of sums of rows that several parts share. Each part has two: of the row that
+    ends or goes on in it, and of the row that begins in it and goes on behind it."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2 * parts, rows, d), (2 * parts, rows))]
 
 
@@ -105,14 +106,14 @@ def place_of_part(part, begins):
 
 @jt.function
 def put_together(o_part, lse_part, first, last, query, n: int, side: int):
-    """What the parts from `first` to `last` gave one row: of the `n` queries from `query` on, [n, d], `side` parts at a
-    time."""
+    """What the parts from `first` to `last` gave one row, put together for the `n` queries from `query` on: [n, d];
+    `side` parts are taken at a time."""
     # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
     d = o_part.shape[2]
     m, l, acc = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32), jt.zeros((n, d), jnp.float32)
     for c in jt.range(jt.cdiv(last + 1 - first, side)):
         x, o_p = [], []
-        for p in (first + c * side + k for k in range(side)):  # each a tile of its own: threads keep what they load
+        for p in (first + c * side + k for k in range(side)):  # one tile each: threads keep what they load
             at, there = place_of_part(p, p == first), p <= last
             x.append(jt.load(lse_part, (at, jt.ds(query, n)), mask=there, other=2 * NOTHING))
             o_p.append(jt.load(o_part, (at, jt.ds(query, n), jt.ds(0, d)), mask=there))
@@ -120,13 +121,13 @@ def put_together(o_part, lse_part, first, last, query, n: int, side: int):
         fade = jnp.exp2(m - top)
         acc, l, m = acc * fade[:, None], l * fade, top
         for x_p, part in zip(x, o_p, strict=True):
-            w = jnp.exp2(x_p - top)  # 0 behind the last part
+            w = jnp.exp2(x_p - top)  # the weight is 0 behind the last part
             acc, l = acc + w[:, None] * part, l + w
     return acc * (1.0 / l)[:, None]
 
 
 def side_of(queries: int, d: int) -> int:
-    """Parts of a row that `put_together` takes at a time, of so many queries: as many as registers hold."""
+    """The parts of a row that `put_together` takes at a time for so many queries: as many as registers hold."""
     return min(max(2 * _TILE // (jt.next_power_of_2(queries) * d), 1), 16)
 
 
@@ -162,7 +163,7 @@ def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int)
 def combined(whole, o_part, lse_part, lengths, units: Units):
     """The output: the rows that one part gave, and those of several parts put together."""
     rows, queries, d = whole.shape
-    if units.slots <= units.size or o_part.shape[0] == 2:  # a unit a row, or one part: nothing is shared
+    if units.slots <= units.size or o_part.shape[0] == 2:  # a row is one unit, or there is one part: no row is shared
         return whole
     most = max(min(rows * queries // _PROGRAMS, _TILE // d, queries), 1)  # a loop over queries would wait for each
     n = 1 << (most.bit_length() - 1)

@@ -22,22 +22,22 @@ from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import Units, part_types, parts_of, place_of_part, put_together, row_of, share_of
 
-QUERIES = 8  # of a tile: those of the heads of a group
-UNIT = 64  # keys
+QUERIES = 8  # queries of a tile: those of the heads of a group
+UNIT = 64  # keys of a unit
 _SIDE = 12  # parts that are put together at a time
-_MOST = 4  # units of a program: of more the kernel whose products overlap is sooner done
-_REGISTERS = 104  # of a thread that multiplies: with those of a product beside it no more than there are
+_MOST = 4  # units of a program, at most: with more, the kernel whose products overlap is sooner done
+_REGISTERS = 104  # registers of a thread that multiplies: they leave enough for a product beside it
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What the roles of a program know alike.
+    """What all roles of a program know.
 
     Attributes:
       qkv, cos, ..., table: the operands of `hopper_step`.
       units, parts, heads, eps: its meta-parameters.
       Q, P: a tile of queries, and of weights of a unit of keys; K, V: rings of units of keys and of values.
-      k_full, ...: a slot of those has come, has been read.
+      k_full, k_empty, ...: a slot of K or V has come; has been read.
     """
 
     qkv: jt.Ref
@@ -62,11 +62,11 @@ class _Work:
     v_empty: jt.Barrier
 
     def share(self):
-        """See `share_of`."""
+        """This program's share of all keys; see `share_of`."""
         return share_of(self.lengths, jt.program_id(0), self.parts, self.units)
 
     def length(self, r):
-        """The length of a row times heads, without the new token; of the last one behind it."""
+        """The length of row-and-head r, without the new token; behind the last one, that of the last row."""
         last = self.lengths.shape[0] - 1
         return jnp.minimum(self.lengths[jnp.minimum(row_of(r, self.units), last)], self.units.slots)
 
@@ -114,7 +114,7 @@ def _copies(w: _Work):
 
 @jt.function
 def _zero_behind(buffer, key, length):
-    """What stands behind the length may be anything, and 0 times it too: zeros instead."""
+    """Store zeros behind the length: memory there may hold NaN, and 0 times NaN is NaN."""
     if key + UNIT > length:
         inside = key + jt.arange(UNIT)[:, None] < length
         for i in range(0, buffer.shape[1], 64):
@@ -140,7 +140,7 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
         q = [x.astype(dtype) for x in w.turned(b, head * group, group, norms[0])]
         k = [x.astype(dtype) for x in w.turned(b, w.heads + head, 1, norms[1])]
         w.Q.store(jnp.concatenate(q, axis=1))
-        # the new token's key is in the first row of its tile, the others are zero
+        # The new token's key is in the first row of its tile; the other rows are zero.
         own = sum((x.astype(jnp.float32) * y.astype(jnp.float32).sum(0)[None]).sum(1) for x, y in zip(q, k))
         v = w.qkv[b, w.heads + kvs + head, :]
         m = jnp.where(mine, own * (scale * LOG2_E), NOTHING)
@@ -197,7 +197,7 @@ def _append(w: _Work, b, head, length, k, v, new_keys, new_values):
 
 @jt.function
 def _meet(r, first, last, o, o_part, lse_part):
-    """Whoever comes last of the programs with keys of a row puts together what they gave."""
+    """The last to come of the programs that have keys of a row puts together what they gave."""
     _, queries, d = o.shape
     if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
         n = jt.next_power_of_2(queries)
@@ -260,13 +260,13 @@ def misfit(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, sc
 
 
 def _most(rows: int, keys, table) -> int:
-    """Units of keys that a program has at most."""
+    """The most units of keys that a program has."""
     slots = keys.shape[1] * (1 if table is None else table.shape[1])
     return jt.cdiv(rows * keys.shape[2] * jt.cdiv(slots, UNIT), gpu_tiles.processors())
 
 
 def step(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, eps: float, scale: float):
-    """As `step_attention`, of `norms` two weights or ()."""
+    """The result of `step_attention`; `norms`: two weights or ()."""
     slots = keys.shape[1] * (1 if table is None else table.shape[1])
     o, keys, values, _, _ = hopper_step(
         qkv, cos, sin, lengths, keys, values, norms, table, heads=heads, eps=eps, scale=scale,

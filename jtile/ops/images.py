@@ -74,7 +74,7 @@ def bilateral_gradient(x, y, u, g, *, bm: int, bn: int, radius: int, space: floa
 
 @jt.kernel(out_type=lambda x, **meta: jt.like(_inner(x, **meta), dtype=sums_in(x)), grid=_grid)
 def bilateral_sums(x, y, *, bm: int, bn: int, radius: int, space: float, level: float):
-    """As `bilateral_tiles`, of the weights alone."""
+    """The sums of weights of `bilateral_tiles`, y [batch, m, n]; x as there."""
     p, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     at = lambda a, b: wide(x[p, jt.ds(i * bm + a, bm), jt.ds(j * bn + b, bn)])
     middle = at(radius, radius)
@@ -112,7 +112,7 @@ def bilateral_filter(x: jax.Array, *, space: float, level: float, radius: int | 
 
     Args:
       x: float array [..., m, n].
-      space: standard deviation of distances, in points. level: that of differences of x.
+      space: standard deviation of distances, in points. level: standard deviation of differences of x.
       radius: the square has 2 radius + 1 points a side; 1 to 16, default ceil(2 space), at most 16.
     Returns:
       An array like `x`.
@@ -231,7 +231,7 @@ def _turned_band(n: int, m: int, method: str, antialias: bool) -> tuple[np.ndarr
     grid=lambda x, first, *_, bc, **__: (x.shape[0], first.shape[0], jt.cdiv(x.shape[2], bc)),
 )
 def resize_rows(x, first, w, back_first, back_w, y, *, bc: int):
-    """Along the middle axis of x [outer, n, inner]; first [m], w [m, taps]: see `_band`. The band of the transposed
+    """Resizes the middle axis of x [outer, n, inner]; first [m], w [m, taps]: see `_band`. The band of the transposed
     matrix is what reverse mode takes."""
     # y_i = sum_a w_ia x_(first_i + a)
     del back_first, back_w
@@ -247,7 +247,7 @@ def resize_rows(x, first, w, back_first, back_w, y, *, bc: int):
     grid=lambda x, first, *_, br, bc, **__: (jt.cdiv(x.shape[0], br), jt.cdiv(first.shape[0], bc)),
 )
 def resize_columns(x, first, w, back_first, back_w, y, *, br: int, bc: int):
-    """Along the rows of x [outer, n]; as `resize_rows`."""
+    """Resizes the last axis of x [outer, n]; the other arguments are those of `resize_rows`."""
     del back_first, back_w
     o, c = jt.program_id(0), jt.program_id(1)
     begin, total = first.tiles(bc)[c], jt.zeros((br, bc), sums_in(x))
@@ -264,7 +264,7 @@ def _resize_backward(bands, g):
 
 
 def _resized(x, *bands):
-    """Along the middle axis of x [outer, n, inner], or the last of x [outer, n]."""
+    """x with the middle axis of [outer, n, inner], or the last one of [outer, n], resized."""
     if x.ndim == 3:
         return resize_rows(x, *bands, bc=fit(x.shape[2], machine().tile // 8 if machine().whole else 256))
     m = bands[0].shape[0]

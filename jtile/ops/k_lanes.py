@@ -25,14 +25,14 @@ ONES = 0x01010101  # a bit of every byte of a word
 
 
 def _sides(layout: Layout) -> tuple[int, int]:
-    """Sub-blocks of a part, and weights of a part."""
+    """(sub-blocks of a part, weights of a part)."""
     return layout.runs * layout.wide, layout.runs * RUN
 
 
 class _Chunk:
     """Some super blocks of some rows of W: what is read of them is read once.
 
-    Arrays as `split` gives them. `words`: codes are taken as words of four, else as bytes."""
+    Its arrays are those that `split` gives. `words`: codes are taken as words of four, else as bytes."""
 
     def __init__(self, weight: SuperBlocks, layout: Layout, r, chunk, rows: int, blocks: int, words: bool):
         self.weight, self.layout, self.words = weight, layout, words
@@ -75,8 +75,8 @@ class _Chunk:
 
 @jt.function
 def lane_products(x, of, weights, r, kind: str, rows: int, blocks: int):
-    """Of each weight, and of each row `of` x, the products with `rows` rows of W: float32 [rows]. Operands as those of
-    `k_gemv_lanes`."""
+    """For each weight, and for each row `of` x, the products with `rows` rows of W: float32 [rows]. Operands as those
+    of `k_gemv_lanes`."""
     m, layout = len(of), LAYOUTS[kind]
     subs, width = _sides(layout)
 
@@ -100,7 +100,7 @@ def lane_products(x, of, weights, r, kind: str, rows: int, blocks: int):
     sums, top = summed(blocks, scaled_planes, scaled_fields)
     sums = tuple(total * jnp.float32(DOWN) for total in sums)
     peak = top.max()
-    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
+    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # x is out of the scaled numbers' range: sum once more
         sums, _ = summed(max(blocks // 4, 1), plain_planes, plain_fields)
     return sums
 
@@ -128,7 +128,7 @@ def k_gemv_lanes(
 
 
 def _terms(chunk: _Chunk, part: int, xs, fields_of) -> list:
-    """What a part adds to the products with the rows of x, of which `xs` has the planes and their sums."""
+    """The terms that a part adds to the products with the rows of x; `xs`: the planes of each row, and their sums."""
     fields, (scale, low) = fields_of(chunk.codes(part)), chunk.scales(part)
     out = []
     for planes, total in xs:
@@ -155,7 +155,7 @@ def dequantized_parts(weight: SuperBlocks, layout: Layout, r, chunk, rows: int) 
 def k_gemm_lanes(
     x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, bm: int
 ):
-    """`bm` rows of x, `rows` of W in a program; operands as those of `k_gemv_lanes`."""
+    """The products of `bm` rows of x with `rows` rows of W in a program; operands as those of `k_gemv_lanes`."""
     # Y = X Wᵀ, a sum over super blocks, their parts, and the terms that W is split into
     r, i, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
     X = x.tiles(bm, None, layout.runs, None, RUN)
@@ -219,7 +219,8 @@ def gemv_choice(products: int, out: int, blocks: int, kind: str) -> tuple[dict[s
 def product(
     x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None
 ) -> jax.Array:
-    """float32 [m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
+    """The product, float32 [m, out], of x [m, in] and one weight, or the gated one of two; bias [1, out], residual
+    [m, out]."""
     layout, (out, blocks) = LAYOUTS[kind], weights[0].scale.shape
     options = {"kind": kind, "activation": activation}
     few = known(x.shape[0]) <= 2 and not dispatch.vector_cores()
@@ -238,6 +239,6 @@ def product(
 
 
 def dx(g, weight: SuperBlocks, kind: str) -> jax.Array:
-    """float32 [m, in] for the cotangents g [m, out] of a product with W, whose codes are bytes."""
+    """The cotangent of x, float32 [m, in], for the cotangents g [m, out] of a product with W, whose codes are bytes."""
     found = k_dx_lanes(g, split(weight, LAYOUTS[kind]), kind=kind, rows=32, bm=fit(g.shape[0], 64))
     return found.reshape(g.shape[0], weight.scale.shape[1] * SUPER)

@@ -56,7 +56,7 @@ def _codes(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c):
 
 
 def _beside(numbers, layout: Layout) -> list:
-    """Numbers [..., subs] of sub-blocks beside the codes of each part."""
+    """Numbers [..., subs] of sub-blocks, shaped to meet the codes of each part."""
     parts = numbers.reshape(*numbers.shape[:-1], layout.parts, layout.runs, layout.wide)
     return [parts[..., part, :, :][..., None] for part in range(layout.parts)]
 
@@ -112,7 +112,7 @@ def k_gemv(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: 
     grid=lambda x, weights, *_, rows, bm, **__: (jt.cdiv(weights[0].scale.shape[0], rows), jt.cdiv(x.shape[0], bm)),
 )
 def k_gemm(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, bm: int):
-    """`bm` rows of x, `rows` of W in a program."""
+    """`bm` rows of x times `rows` rows of W in a program."""
     r, i, blocks = jt.program_id(0), jt.program_id(1), weights[0].scale.shape[1]
     X = x.tiles(bm, x.shape[1])[i, 0]
     found = [jt.dot(X, dequantized_tile(w, LAYOUTS[kind], r, rows, blocks).T) for w in weights]
@@ -143,7 +143,7 @@ def _dx(g, weight: SuperBlocks, kind: str):
 
 
 def chunks_of(weight: SuperBlocks) -> int:
-    """In how many parts `k_dx` takes the columns of W: of two super blocks at most."""
+    """The number of parts in which `k_dx` takes the columns of W: a part has two super blocks at most."""
     blocks = weight.scale.shape[-1]
     return next(n for n in range(jt.cdiv(blocks, 2), blocks + 1) if blocks % n == 0) if blocks else 1
 
@@ -165,7 +165,7 @@ def _backward(residuals, g, *, kind, activation, **_):
 
 
 def _on_cpu(x, weights, epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None):
-    """One or two rows of x straight from codes, more with dequantised tiles of W."""
+    """The product on CPUs: one or two rows of x meet codes as they are, more rows meet dequantised tiles of W."""
     weights, x = tuple(map(in_bytes, weights)), x.astype(jnp.float32)
     (m, inner), out = x.shape, weights[0].scale.shape[0]
     if known(m) <= 2:
@@ -176,7 +176,7 @@ def _on_cpu(x, weights, epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activati
 
 
 def _lanes_forward(x, weights, epilogue: Epilogue, **meta):
-    """Of arrays with axes of super blocks and parts."""
+    """The forward rule of kernels whose arrays have axes of super blocks and parts."""
     return _forward(k_lanes.product, x.reshape(x.shape[0], -1), tuple(map(k_lanes.flat, weights)), epilogue, **meta)
 
 
@@ -193,7 +193,7 @@ for _kernel in (k_lanes.k_gemv_lanes, k_lanes.k_gemm_lanes):
 
 
 def _rounded(run):
-    """An implementation of a product whose result is float32."""
+    """An implementation of the op by a product `run` whose result is float32: it is rounded to `out_dtype`."""
 
     def rounded(x, weights, epilogue, *, out_dtype, **options):
         return run(x, weights, epilogue, **options).astype(out_dtype)
@@ -206,7 +206,7 @@ def _not_in_lanes(x, weights, epilogue, **_) -> str | None:
     return first_unmet((all(known(n) for n in sizes), "an operand is empty"))
 
 
-# x [m, in], a weight or two of a gated product, and the epilogue
+# The product of x [m, in] with a weight, or the gated product with two, and its epilogue.
 product = Op(
     "product with K-quants",
     Implementation("codes in lanes", _rounded(k_lanes.product), _not_in_lanes, WARPS),

@@ -19,7 +19,7 @@ from jtile.ops.split_attention import CACHE_DTYPES, combined, in_one_piece, plac
 
 
 def _types(q, cache, lengths, table, scales, *, splits: int, rank: int, **_):
-    """acc, m and l of every split, [batch, splits, rows(, rank)]; with one split just the output."""
+    """Types of acc, m and l of every split, [batch, splits, rows(, rank)]; with one split that of the output alone."""
     batch, rows, _ = q.shape
     if splits == 1:
         return jt.like(q, shape=(batch, rows, rank))
@@ -188,7 +188,7 @@ def _decode(q, cache, lengths, table, scales, rank: int, scale: float, splits: i
 
 
 def _of_all_rows(q, cache, lengths, table, scales, *, rank: int, scale: float, **_):
-    """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
+    """The result of the kernel whose programs share out the keys of all rows; each device shares out its own."""
     entries, pages = ("b _ _", "") if table is None else ("_ _ _", ", b _")
     rule = f"b _ h _, {entries}, b{pages} -> b _ h _"
     return jt.partitioned(_of_a_device(rank, scale), rule)(q, cache, lengths, table)
@@ -219,13 +219,13 @@ def _splits(q, cache, table, rank: int) -> int:
 
 
 def parts_of_entries(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int | None = None):
-    """acc [batch, 1, splits, t, heads, rank], m and l of several splits; for who puts them together with others."""
+    """acc [batch, 1, splits, t, heads, rank], m and l of several splits, for callers that add further parts."""
     splits = max(_splits(q, cache, table, rank) if splits is None else splits, 2)
     return _parts(q, cache, lengths, table, scales, rank=rank, scale=scale, splits=splits)
 
 
 def _parts(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int):
-    """What `mla_splits` gives: of several splits, as `combined` takes it."""
+    """What `mla_splits` gives; where there are several splits, in the shapes that `combined` takes."""
     (batch, t, heads, width), tiles = q.shape, _sides(q, cache, table, rank)
     kernel = mla_splits if tiles["bm"] < 64 else tuned(mla_splits, num_warps=8)
     options = {"heads": heads, "rank": rank, "scale": scale, "splits": splits}
@@ -244,7 +244,7 @@ _op_of_a_device = Op(
 
 @_decode.defjvp
 def _decode_jvp(rank, scale, splits, primals, tangents):
-    """Of the form with all scores: the new tokens are few."""
+    """The derivative of the form that has all scores in memory: the new tokens are few."""
     del splits
     q, cache, lengths, table, scales = primals
     options = {"rank": rank, "pages": table, "scale": scale}
@@ -272,5 +272,5 @@ def mla_decode_reference(q, cache, lengths, *, rank=512, pages=None, scales=None
     s = jnp.einsum("bthd,bsd->bhts", q.astype(wide), cache, precision="highest")
     s = s * (width**-0.5 if scale is None else scale)
     s = jnp.where(seen[:, None], s, -jnp.inf)
-    p = jnp.nan_to_num(jax.nn.softmax(s, -1))  # a token without keys
+    p = jnp.nan_to_num(jax.nn.softmax(s, -1))  # the row of a token without keys is NaN
     return jnp.einsum("bhts,bsr->bthr", p, cache[..., :rank], precision="highest").astype(dtype)

@@ -18,7 +18,7 @@ from jtile.ops.latent_gradients import beside, gradients
 
 
 def _types(q, k, rope, v, *_, save: bool = False, **__):
-    """o, and with `save` the log-sum-exp of every query's scores, which the backward pass starts from."""
+    """Types of o and, with `save`, of the log-sum-exp of every query's scores, which the backward pass starts from."""
     (batch, t, heads), o = q.shape[:3], jt.like(q, shape=(*q.shape[:3], v.shape[3]))
     return (o, jax.ShapeDtypeStruct((batch, heads, t), sums_in(q))) if save else o
 
@@ -93,8 +93,8 @@ def mla_attention(
     """Attention of heads whose keys have a part of their own and a rotary part that all heads share (DeepSeek's MLA
     over a prompt, or in training, with keys and values expanded from the latent vectors).
 
-    As `attention` of q and of k with `rope` behind each head's part, without making those keys. Differentiable in q, k,
-    rope and v, not in lengths and offsets; memory grows with the sequence, not with its square.
+    The result is that of `attention` for q and for k with `rope` behind each head's part, but no such keys are made.
+    Differentiable in q, k, rope and v, not in lengths and offsets; memory grows with the sequence, not with its square.
 
     Args:
       q: float array [batch, t, heads, d + r], the rotary part behind the other.
@@ -120,7 +120,8 @@ def mla_attention(
 
 
 def _tiles(t: int, s: int, d: int, own: int, itemsize: int, causal: bool, lengths: bool) -> dict[str, int]:
-    """Queries and keys of a tile, on the platform at hand; d: of a whole key, own: of its part or of a value."""
+    """Queries and keys of a tile, on the platform at hand; d: features of a whole key, own: features of
+    its own part or of a value."""
     if machine().whole:
         return {"bq": fit(t, 128), "bk": fit(s, 256)}
     if gpu_tiles.warpgroups() and (tiles := gpu_tiles.attention(t, s, own, itemsize, causal, False, lengths)):

@@ -17,11 +17,11 @@ from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, 
 from jtile.ops.dispatch import Implementation, Op, vector_cores
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
-STEPS = 4  # positions at most that are taken one by one
+STEPS = 4  # the most positions that are taken one by one
 
 
 def _types(q, k, v, g, beta, *rest, save: bool, **_):
-    """o, and with `save` the state behind the last position."""
+    """The types of o and, with `save`, of the state behind the last position."""
     batch, _, heads, dv = v.shape
     return (jt.like(v), jax.ShapeDtypeStruct((batch, heads, k.shape[3], dv), sums_in(v))) if save else jt.like(v)
 
@@ -80,7 +80,7 @@ def delta_rule_mix(k, g, beta, mix, *, c: int):
 
 @jt.kernel(out_type=_types, grid=_grid)
 def linear_attention_steps(q, k, v, g, beta, state, o, last=None, *, bv: int, scale: float, save: bool):
-    """`linear_attention_chunks` one position after the other: for few of them, as in decoding."""
+    """`linear_attention_chunks` one position after the other, for few positions, as in decoding."""
     b, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     dk, kh = k.shape[3], h // (v.shape[2] // k.shape[2])
     V, O = v.tiles(None, None, None, bv), o.tiles(None, None, None, bv)

@@ -78,8 +78,8 @@ def linear_cross_entropy_parts(x, w, bias, labels, lse, aim, *, bm: int, bn: int
 def linear_cross_entropy_cotangents(
     x, w, bias, labels, lse, ct_lse, ct_aim, first, d, *, bm: int, bn: int, bk: int, classes: int, smoothing: float
 ):
-    """d [rows, classes], cotangents of the logits of `classes` classes from block `first` on, of those of the results
-    of `linear_cross_entropy_parts`; rows without a label have none, whatever their logits are."""
+    """d [rows, classes], cotangents of the logits of `classes` classes from block `first` on, for those of the
+    results of `linear_cross_entropy_parts`; rows without a label have none, whatever their logits are."""
     # d_iv = exp(z_iv - lse_ji) lse'_ji + q_iv aim'_ji
     i, j = jt.program_id(0), jt.program_id(1)
     block = first[...] + j
@@ -222,7 +222,7 @@ def linear_cross_entropy(
     known_labels = jnp.where(outside | ignored, -1, flat).astype(jnp.int32)
     options: dict[str, Any] = {"smoothing": float(label_smoothing)}
     kernel, sides = _tuned(linear_cross_entropy_parts, x.dtype.itemsize, labels.size, vocab, k, transposed=True)
-    if vector_cores():  # whose memory holds the logits of a tile, and what becomes of them
+    if vector_cores():  # an NPU's memory has to hold the logits of a tile, and what becomes of them
         sides |= {"bm": max(sides["bm"] // 2, 16)}
     parts, aims = kernel(rows, weight, bias, known_labels, **sides, **options)
     lse = jax.nn.logsumexp(parts, 0)

@@ -23,12 +23,12 @@ from jtile.ops._shapes import (
 )
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
-_LONG = 4096  # classes from which a GPU takes a row in blocks, with sums of each thread's own
+_LONG = 4096  # with as many classes a GPU takes a row in blocks, and each thread has sums of its own
 LOG2_E = math.log2(math.e)
 
 
 def _types(x, labels, *, save: bool = False, **_):
-    """The losses, and with `save` the log-sum-exp of each row, which the backward pass starts from."""
+    """Types of the losses and, with `save`, of the log-sum-exp of each row, which the backward pass starts from."""
     rows = jax.ShapeDtypeStruct(x.shape[:1], sums_in(x))
     return (rows, rows) if save else rows
 
@@ -53,7 +53,7 @@ def cross_entropy_rows(
             plain = plain + jnp.where(inside, t, 0.0).sum(1)
     label = labels[rows]
     picked, first = jnp.zeros((br,), loss.dtype), jt.program_id(0) * br
-    for r in jt.range(jnp.minimum(x.shape[0] - first, br)):  # row by row: rows stay an axis that shards
+    for r in jt.range(jnp.minimum(x.shape[0] - first, br)):  # row by row, so that rows stay an axis that shards
         at = jnp.clip(labels[first + r].astype(jnp.int32), 0, vocab - 1)
         picked = jnp.where(jt.arange(br) == r, wide(x[first + r, at]), picked)
     whole = m + jnp.log(total)
@@ -69,8 +69,8 @@ def cross_entropy_rows(
 def cross_entropy_lanes(
     x, labels, loss, lse=None, *, bv: int, lanes: int, ignore: int | None, smoothing: float, save: bool = False
 ):
-    """As `cross_entropy_rows` for one long row in a program: threads keep their own maxima and sums to the end."""
-    # of the elements of one thread: m = max log2(e) x_k     total = sum_k 2^(log2(e) x_k - m)
+    """`cross_entropy_rows` for one long row in a program: threads keep their own maxima and sums to the end."""
+    # For the elements of one thread: m = max log2(e) x_k     total = sum_k 2^(log2(e) x_k - m)
     i, vocab = jt.program_id(0), x.shape[1]
     X = x.tiles(None, bv, pad=-math.inf)
     m, total, plain = (jnp.full((lanes,), v, loss.dtype) for v in (-math.inf, 0, 0))
@@ -106,7 +106,7 @@ def cross_entropy_lanes(
     grid=lambda x, *_, br, bv, **__: (jt.cdiv(x.shape[0], br), jt.cdiv(x.shape[1], bv)),
 )
 def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int, ignore: int | None, smoothing: float):
-    """dx [rows, vocab] of the cotangents of the losses, g [rows], and of lse, ct [rows] or None.
+    """dx [rows, vocab] for the cotangents of the losses, g [rows], and of lse, ct [rows] or None.
 
     A row whose loss is 0 or NaN, whatever its logits are, has no gradient.
     """

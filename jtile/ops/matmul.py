@@ -57,7 +57,7 @@ def matmul(
         check_shape("matmul", "bias", bias, (n,))
     batch = a.shape[:-2]
     if b.ndim == 2 and batch and not transpose_a:
-        a = a.reshape(1, math.prod(batch) * m, k)  # one weight for all rows: a single tall product
+        a = a.reshape(1, math.prod(batch) * m, k)  # all rows have one weight: they make a single tall product
     a = a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:])
     b = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
@@ -69,7 +69,7 @@ def matmul(
 def matmul_reference(
     a, b, *, bias=None, activation=None, transpose_a=False, transpose_b=False, out_dtype=None
 ) -> jax.Array:
-    """The same in `jnp`, at the highest precision."""
+    """`matmul` in `jnp`, at the highest precision."""
     a, b = jnp.asarray(a), jnp.asarray(b)
     floating = jnp.issubdtype(a.dtype, jnp.floating)
     out_dtype = out_dtype or (_promoted(a, b) if floating else jnp.int32)
@@ -127,7 +127,7 @@ def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: boo
 
 
 def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
-    """Those of op(a) op(b) for arrays [batch or 1, rows, columns]."""
+    """The tile sizes of op(a) op(b), for arrays [batch or 1, rows, columns]."""
     m, n, k = _sides(a, b, ta, tb)
     of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
     of |= dict(left=ta, fast=_whole(a)) if small_tiles() else {}
@@ -188,7 +188,7 @@ _kernel = _untuned.autotune(space=spaces.products, key=spaces.PRODUCT, override=
 
 
 def _whole_sums(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **meta):
-    """The kernel for these tiles, on these arrays."""
+    """Run the kernel with these tiles."""
     kernel = _kernel
     if dispatch.has(jt.target(), "warps"):
         few = gpu_tiles.few_rows(bm, bn, bk, a.dtype.itemsize)
@@ -198,7 +198,7 @@ def _whole_sums(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **
 
 
 def _sums_in_parts(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **meta):
-    """Several programs a tile of the result, in tiles of their own."""
+    """The product, where several programs make parts of the sums of a tile; the parts have tiles of their own."""
     parts, sides = _parts(a, b, ta, tb)
     return product_in_parts(a, b, bias, parts=parts, ta=ta, tb=tb, **sides, **meta)
 
@@ -215,12 +215,12 @@ _product = Op(
 
 
 def _run(a, b, bias=None, *, ta: bool, tb: bool, save: bool = False, **meta):
-    """`activation(op(a) op(b) + bias)`, and with `save` what the activation is of."""
+    """`activation(op(a) op(b) + bias)`, and with `save` also the sums that the activation is applied to."""
     return _product(a, b, bias, ta=ta, tb=tb, save=save, **meta, **_tiles(a, b, ta, tb))
 
 
 def _extended(a, b, bias, *, ta: bool, tb: bool, **meta):
-    """The product with what follows it. Rows that no tensor map takes are first copied, with zeros behind them, where
+    """The product, bias and activation. Rows that no tensor map takes are first copied, with zeros behind them, where
     that costs less than it saves."""
     sizes = _sides(a, b, ta, tb)
     m, n, k = wide = sizes
@@ -236,7 +236,7 @@ def _extended(a, b, bias, *, ta: bool, tb: bool, **meta):
 
 
 def _streamed(a, b, bias, *, activation, ta: bool, tb: bool, out_dtype: str):
-    """One or two rows a [1, m, k] times b [1, n, k], which is read once."""
+    """The product of one or two rows a [1, m, k] with b [1, n, k], which is read once."""
     kind, epilogue = a.dtype.name, Epilogue(bias)
     return hopper_gemv.product(a[0], (Weight(b[0]),), epilogue, kind=kind, activation=activation, out_dtype=out_dtype)[
         None
@@ -262,7 +262,7 @@ def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
 
 
 def _few_rows(a, b, bias, *, activation, ta: bool, tb: bool, out_dtype: str):
-    """Some rows a [1, m, k] times b [1, n, k], which is read once."""
+    """The product of few rows a [1, m, k], more than two, with b [1, n, k], which is read once."""
     del ta, tb
     return hopper_rows.product(a[0], (b[0],), bias, activation=activation, out_dtype=out_dtype)[None]
 
@@ -284,10 +284,10 @@ _matmul = Op(
 def in_tiles(
     a, b, *, transpose_a: bool = False, transpose_b: bool = False, out_dtype=None, parts: int = 1, **given: int
 ):
-    """`op(a) op(b)` of [e, m, k] and [e, k, n] as it is asked for, whatever `matmul` would choose: to measure choices.
+    """`op(a) op(b)` of [e, m, k] and [e, k, n] with tiles that are given, not chosen: to measure choices.
 
     Args:
-      parts: in how many parts the sums are made.
+      parts: the number of parts in which the sums are made.
       given: `bm`, `bn`, `bk` and other meta-parameters of the kernel, and options of the compiler such as `num_warps`.
     """
     options = dict(activation=None, ta=transpose_a, tb=transpose_b, out_dtype=jnp.dtype(out_dtype or a.dtype).name)
@@ -299,7 +299,7 @@ def in_tiles(
 
 
 def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
-    """In how many parts a product of two matrices is summed on a GPU, and the tiles; 1 for what is not split."""
+    """The number of parts in which a product of two matrices is summed on a GPU (1: not split), and the tiles."""
     sizes = _sides(a, b, ta, tb)
     matrices = all(x.shape[0] == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b))
     if not matrices or not all(isinstance(n, int) for n in sizes):
@@ -313,10 +313,10 @@ def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
 
 
 def cotangents(a, b, g, *, ta: bool, tb: bool):
-    """Those of a and b for the cotangent g [batch, m, n] of `product(a, b)`: products again, no transpose is copied."""
+    """The cotangents of a and b for g [batch, m, n], that of `product(a, b)`: products too; no transpose is copied."""
     # dA = G B^T     dB = A^T G     for op(a) = a^T the transposes of these
     da = product(b, g, a.dtype, ta=tb, tb=True) if ta else product(g, b, a.dtype, tb=not tb)
-    wide = _sums(a, b) if b.shape[0] < g.shape[0] else b.dtype  # one weight for all the batch
+    wide = _sums(a, b) if b.shape[0] < g.shape[0] else b.dtype  # of a shared weight: summed, then rounded
     db = product(g, a, wide, ta=True, tb=ta) if tb else product(a, g, wide, ta=not ta)
     return da, db if db.shape == b.shape else db.sum(0, keepdims=True).astype(b.dtype)
 

@@ -24,7 +24,7 @@ def _behind(b, h, i, j, block: int, stride: int):
 
 @functools.cache
 def _seen(block: int, stride: int) -> Any:
-    """One function for equal sizes, so that it is traced once."""
+    """The mask of compressed keys: equal sizes give the same function, so that it is traced once."""
     return functools.partial(_behind, block=block, stride=stride)
 
 
@@ -78,7 +78,8 @@ def _compressed(x, block: int, stride: int):
 
 
 def _selected(weights, t: int, s: int, *, block: int, stride: int, keys: int, count: int):
-    """int32 [batch, kv heads, t, n]: the first block, those of the query and in front of it, and the most important."""
+    """int32 [batch, kv heads, t, n]: the first block, that of the query, the one in front of it, and
+    the most important others."""
     blocks = jt.cdiv(s, keys)
     at = np.arange(weights.shape[3])[None, :] * stride  # where windows begin
     first = np.arange(blocks)[:, None] * keys
@@ -114,8 +115,8 @@ def native_sparse_attention(
       gates: float array [batch, t, heads, 3]: of the compressed, the selected and the window's branch.
       compressed: keys and values [batch, c, kv_heads, d] for the c = (t - block) // stride + 1 windows of `block`
         positions that begin at multiples of `stride`, as a layer of the model makes them; default: means.
-      block, stride: positions; stride divides block.
-      keys: of a block that can be selected, a power of two. count: how many blocks a query selects, at least 1.
+      block, stride: positions of a window, and from one window to the next; stride divides block.
+      keys: keys of a block that can be selected, a power of two. count: how many blocks a query selects, at least 1.
       window: how many keys, that of the query among them. scale: default 1 / sqrt(d).
     Returns:
       An array like `q`.

@@ -1,7 +1,7 @@
 """Products of an RMS norm's result, with the sum in front of the norm: what stands between two blocks of a decoder.
 
-Of one or two rows each is one kernel on Hopper, whose blocks compute the norm while the weights are on their way.
-Elsewhere, and for more rows, it is the norm's kernel and the product's.
+For one or two rows each is one kernel on Hopper, whose blocks compute the norm while the weights are on their way.
+Elsewhere, and for more rows, the norm and the product have a kernel each.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def rms_norm_matmul(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None
 
     Args:
       x: float [..., k].
-      weight: float [k], of the norm.
+      weight: float [k], the weight of the norm.
       b: float [n, k], or a `QuantizedTensor` [n, k].
       residual: float [..., k].
       eps: added to the mean square.
-      out_dtype: of the product; by default that of x.
+      out_dtype: dtype of the product; by default that of x.
 
     Returns:
       The product [..., n], and the sum [..., k] in the residual's dtype.
@@ -55,12 +55,12 @@ def rms_norm_gated_mlp(
 
     Args:
       x: float [..., k].
-      weight: float [k], of the norm.
+      weight: float [k], the weight of the norm.
       gate, up: two weights [n, k] of one kind: float, or `QuantizedTensor`.
       residual: float [..., k].
       eps: added to the mean square.
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
-      out_dtype: of the product; by default that of x.
+      out_dtype: dtype of the product; by default that of x.
 
     Returns:
       The product [..., n], and the sum [..., k] in the residual's dtype.
@@ -76,7 +76,7 @@ def rms_norm_gated_mlp(
 
 
 def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None):
-    """The same in `jnp`, at the highest precision, with a norm that is not rounded."""
+    """The same function in `jnp`, at the highest precision, with a norm that is not rounded."""
     y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
     options = {"out_dtype": out_dtype or x.dtype}
     if isinstance(b, QuantizedTensor):
@@ -87,7 +87,7 @@ def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_
 def rms_norm_gated_mlp_reference(
     x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
 ):
-    """The same in `jnp`, at the highest precision, with a norm that is not rounded."""
+    """The same function in `jnp`, at the highest precision, with a norm that is not rounded."""
     y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
     y = gated_mlp_reference(y, gate, up, activation=activation, transpose=True)
     return y.astype(out_dtype or x.dtype), total
@@ -140,7 +140,7 @@ def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
     return weights[0].kind, tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
 
 
-# rms_norm(x + residual) [m, k] times a matrix [n, k], or two of a gated product; and the sum
+# The product of rms_norm(x + residual) [m, k] with a matrix [n, k], or the gated one with two; and the sum.
 _product = Op(
     "product of an RMS norm",
     Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),

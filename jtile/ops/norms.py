@@ -37,7 +37,7 @@ class Affine[T: Shaped](NamedTuple):
         return Affine(*(None if x is None else part(x) for x in self))
 
     def of(self, t):
-        """t w + b, where these are tiles."""
+        """t w + b for a tile t, with w and b as tiles."""
         t = t if self.weight is None else t * self.weight.astype(t.dtype)
         return t if self.bias is None else t + self.bias.astype(t.dtype)
 
@@ -60,7 +60,8 @@ def layer_norm_rows(x, params: Affine, y, *, br: int, eps: float):
 def layer_norm_long_rows(x, params: Affine, y, *, bn: int, eps: float):
     """`layer_norm_rows`, one row in a program: held for its sums, and read again, in blocks of `bn`, for its result.
 
-    The second time it comes from the cache: registers of the first are free then, and further rows are on their way.
+    The second time the row comes from the cache: the registers of the first time are free then, and further rows are on
+    their way.
     """
     i, n = jt.program_id(0), x.shape[1]
     t = wide(x.tiles(None, n)[i, 0])
@@ -119,7 +120,7 @@ def _held_rows(x, params, *, eps: float):
     return of_rows(layer_norm_rows, x, br, weighted=True, centred=True)(x, params, br=br, eps=eps)
 
 
-# x [rows, n] by the kernel that suits the length of the rows
+# The layer norm of x [rows, n], by the kernel that suits the length of the rows.
 _layer = Op(
     "rows of layer_norm",
     Implementation("rows read twice", _long_rows, _not_long_rows, WARPS),
@@ -133,7 +134,7 @@ def _layer_forward(x, params, *, eps: float, **_):
 
 def _layer_backward(residuals, g, *, eps: float, **_):
     x, params = residuals
-    sums = int(params.weight is not None) if params.bias is None else 2  # the bias is the second one
+    sums = int(params.weight is not None) if params.bias is None else 2  # gradients of w, and then of the bias
     (dx,), gradients = norm_backward((x,), params.weight, Cotangents(g), sums=sums, centre=True, eps=eps)
     of = lambda p, k: None if p is None else gradients[k].astype(p.dtype)
     return dx, Affine(of(params.weight, 0), of(params.bias, 1))

@@ -14,21 +14,21 @@ from jtile.ops._shapes import fit, known, machine, rows_per_tile, sums_in, tuned
 from jtile.ops.dispatch import VECTOR_CORES, WARPS, Implementation, Op, first_unmet
 from jtile.ops.operands import Shaped
 
-_TILES = 32  # tiles a program where the number of rows is not known
-_UNKNOWN = 8192  # rows that a GPU's choices assume then
+_TILES = 32  # tiles of a program where the number of rows is not known
+_UNKNOWN = 8192  # rows that a GPU's choices assume where their number is not known
 _IN_CORE = 4096  # elements of the longest row whose sums an NPU's vector core has room for
-_COLUMNS, _ROWS, _LONGEST = 1024, 4, 32  # of a tile of the kernel of sums alone, and how many tiles it adds up
+_COLUMNS, _ROWS, _LONGEST = 1024, 4, 32  # sides of a tile of `norm_backward_sums`, and the most tiles of a program
 
 
 class Cotangents[T: Shaped](NamedTuple):
-    """Of y = norm(s) w + b and, where s = x_1 + ... is a result too, of s."""
+    """The cotangents of y = norm(s) w + b and, where s = x_1 + ... is a result too, of s."""
 
     y: T
     s: T | None = None
 
 
 class Statistics[T: Shaped](NamedTuple):
-    """Of every row [rows]: the factor 1 / sqrt(...) of its norm and, of a layer norm, its mean."""
+    """For every row, [rows]: the factor 1 / sqrt(...) of its norm and, for a layer norm, its mean."""
 
     factor: T
     mean: T | None = None
@@ -41,8 +41,8 @@ class Gradients:
 
     Attributes:
       dx: a cotangent like each term of the sum.
-      sums: [chunks, n], a program's shares of those of w, and of b; or one of them, or none.
-      statistics: of the rows, or None.
+      sums: [chunks, n], the programs' shares of the gradients of w and of b; or of w alone, or none.
+      statistics: the `Statistics` of the rows, or None.
     """
 
     dx: tuple[Any, ...]
@@ -62,8 +62,8 @@ def _types(xs, weight, cts, *, br, per, sums, centre, statistics=False, **_):
 
 
 def _sums_of_rows(tiles, together: bool):
-    """Of each of the tiles [rows, n], as [rows, 1]; `together`: in one reduction, so that warps which share rows wait
-    for each other once."""
+    """The sums of the rows of each of the tiles [rows, n], as [rows, 1]; `together`: in one reduction, so that warps
+    that share rows wait for each other once."""
     if not together:
         return [t.sum(1, keepdims=True) for t in tiles]
     add = lambda a, b: tuple(x + y for x, y in zip(a, b))
@@ -71,7 +71,7 @@ def _sums_of_rows(tiles, together: bool):
 
 
 def _gradient(t, g, w, centre: bool, eps: float, together: bool):
-    """Of rows t and the cotangents g of their norms: those of t, the normalised rows, the factors, the means."""
+    """For rows t and the cotangents g of their norms: (cotangents of t, normalised rows, factors, means)."""
     # u = t / sqrt(mean(t^2) + eps)     t = x - mean(x) for the layer norm     h = g w
     # dx = (h - mean(h) - u mean(h u)) / sqrt(...)     without mean(h) for the RMS norm
     n = t.shape[1]
@@ -91,7 +91,7 @@ def _shifted(w, offset: float):
 
 
 def _total(terms):
-    """The sum of the terms of x, as it is computed with."""
+    """The sum of the terms of x, in the dtype that it is computed in."""
     t = wide(terms[0])
     for other in terms[1:]:
         t = t + other.astype(t.dtype)
@@ -105,15 +105,15 @@ def norm_backward_rows(
     statistics: bool = False, together: bool = False, ahead: bool = False, again: bool = False, apart: bool = False,
     stages: int | None = None,
 ):  # fmt: skip
-    """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
+    """The gradients of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
     Args:
       xs, weight: the terms of the sum [rows, n]; w [n] or None.
-      sums: of how many parameters, w and then b, the gradients are added up; statistics: whether those are given.
-      centre: layer norm, else RMS norm.
+      sums: for how many parameters, w and then b, gradients are added up; statistics: whether to give `Statistics`.
+      centre: True for a layer norm, False for an RMS norm.
       together: see `_sums_of_rows`.
-      ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
-      again: so is w, with every tile: registers hold no copy of it.
+      ahead: fetch the next tile into registers while one is worked on; stages: fetch so many into shared memory.
+      again: fetch w with every tile, too: registers hold no copy of it.
       apart: a program's tiles lie as many apart as there are programs, not side by side: all programs read one stretch
         of memory at a time, and not places that are a power of two apart.
     """
@@ -145,7 +145,7 @@ def norm_backward_rows(
         for ref, value in zip(out.statistics or (), found):
             if ref is not None and value is not None:
                 ref.tiles(br)[i] = value.reshape(br)
-        if ragged:  # with eps = 0 the rows behind the last one are no numbers
+        if ragged:  # with eps = 0 the rows behind the last one are NaN
             u = jnp.where((i * br + jt.arange(br) < xs[0].shape[0])[:, None], u, jnp.zeros((), u.dtype))
         dw = dw + (g * u).sum(0) if sums else dw
         db = db + g.sum(0) if sums > 1 else db
@@ -165,7 +165,7 @@ def norm_backward_blocks(
     *, br: int, bn: int, sums: int, centre: bool, eps: float, offset: float,
 ):  # fmt: skip
     """As `norm_backward_rows` without sums, for rows that a program has no room for: `br` rows in blocks of `bn`
-    columns, which are read twice, or three times (`centre`). With `sums` it gives the statistics for them."""
+    columns, which are read twice, or three times (`centre`). With `sums` it gives the statistics that these need."""
     i, n = jt.program_id(0), xs[0].shape[1]
     blocks, ragged = jt.cdiv(n, bn), n % bn
     X, DX = ([ref.tiles(br, bn) for ref in refs] for refs in (xs, out.dx))
@@ -235,7 +235,7 @@ def norm_backward_sums(xs, ct, statistics: Statistics, *out, br: int, bc: int, p
 
 
 def _in_rows(xs, weight, cts, *, sums: int, **options):
-    """On a CPU, whose programs take rows one after the other."""
+    """The gradients on a CPU, whose programs take rows one after the other."""
     rows = xs[0].shape[0]
     br = rows_per_tile(*xs[0].shape)
     tiles = jt.cdiv(rows, br)
@@ -245,7 +245,7 @@ def _in_rows(xs, weight, cts, *, sums: int, **options):
 
 
 def _in_core(xs, weight, cts, *, sums: int, **options):
-    """On an NPU: a vector core holds few rows, and the sums beside them."""
+    """The gradients on an NPU whose vector cores hold a few rows, and the sums beside them."""
     rows, n = _count(xs[0].shape[0]), known(xs[0].shape[1])
     br = fit(rows, max(1, machine().tile // n))
     per = jt.cdiv(jt.cdiv(rows, br), machine().sums)
@@ -254,7 +254,7 @@ def _in_core(xs, weight, cts, *, sums: int, **options):
 
 
 def _in_blocks(xs, weight, cts, *, sums: int, **options):
-    """On an NPU, of rows that a vector core has no room for."""
+    """The gradients on an NPU, for rows that a vector core has no room for."""
     br, bn = fit(_count(xs[0].shape[0]), 8), fit(xs[0].shape[1], machine().tile // 2)
     out = norm_backward_blocks(xs, weight, cts, br=br, bn=bn, sums=sums, **options)
     return out.dx, _apart(xs, cts, out.statistics, sums)
@@ -287,7 +287,7 @@ def _count(rows) -> int:
 
 
 def _sums_apart(xs, weight, cts, *, sums: int, **options):
-    """On a GPU, of rows that leave no registers for sums: those by themselves, from what the rows had in common."""
+    """The gradients on a GPU, for rows that leave no registers for sums: another kernel makes these from statistics."""
     rows = _count(xs[0].shape[0])
     warps = min(gpu_tiles.warps_of_rows(2 * known(xs[0].shape[1]), weighted=True), 16)
     per = jt.cdiv(rows, gpu_tiles.processors())
@@ -299,7 +299,7 @@ def _sums_apart(xs, weight, cts, *, sums: int, **options):
 
 
 def _apart(xs, cts, statistics, sums: int) -> list[jax.Array]:
-    """The sums by themselves, from what the rows had in common."""
+    """The sums, by a kernel of their own, from the statistics of the rows."""
     if not sums:
         return []
     tiles = jt.cdiv(_count(xs[0].shape[0]), _ROWS)

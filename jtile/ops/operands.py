@@ -1,7 +1,7 @@
 """Operands of kernels that belong together, by name: a kernel's body takes these structures with a Ref for every array.
 
 What is absent is None. The structures are pytrees, so that calls, `vmap` and derivatives see plain arrays. Outside of a
-kernel's body they are of arrays, `Weight[jax.Array]`; inside of Refs, `Weight[Ref]`.
+kernel's body they hold arrays, `Weight[jax.Array]`; inside, they hold Refs, `Weight[Ref]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Weight[T: Shaped](NamedTuple):
 
     @property
     def of_blocks(self) -> tuple[T, ...]:
-        """The arrays with a number for each group of weights."""
+        """The arrays that have a number for each group of weights: scales, and minima."""
         return tuple(x for x in self[1:] if x is not None)
 
     def scaled_last(self, kind: str) -> bool:

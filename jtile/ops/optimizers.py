@@ -39,7 +39,7 @@ class AdamState(NamedTuple):
 def adam_tiles(
     p, g, m, v, rates, new_p, new_m, new_v, *, br: int, bn: int, b1: float, b2: float, eps: float, decay: float
 ):
-    """All [rows, n]; rates [4]: the learning rate, what corrects both means, and what g is multiplied with."""
+    """One step for arrays [rows, n]; rates [4]: the learning rate, the corrections of both means, the factor of g."""
     # m' = b1 m + (1 - b1) g     v' = b2 v + (1 - b2) g^2     p' = p - r (c1 m' / (sqrt(c2 v') + eps) + decay p)
     i, j = jt.program_id(0), jt.program_id(1)
     P, G, M, V = (wide(x.tiles(br, bn)[i, j]) for x in (new_p, g, new_m, new_v))
@@ -54,11 +54,11 @@ def adam_tiles(
 
 
 def adam_init(params: Any, *, dtype: Any = None) -> AdamState:
-    """The state in front of the first step.
+    """The state before the first step.
 
     Args:
       params: a pytree of float arrays.
-      dtype: of both means; default float32 (float64 for float64 parameters).
+      dtype: dtype of both means; default float32 (float64 for float64 parameters).
     Returns:
       An `AdamState` of zeros.
     Raises:
@@ -89,13 +89,13 @@ def adamw(
     Args:
       params: a pytree of float arrays.
       grads: the gradients, float arrays of the same structure and shapes.
-      state: of `adam_init`, or of the step before.
-      learning_rate: a number, or a scalar array, as of a schedule.
+      state: what `adam_init` gave, or the step before.
+      learning_rate: a number, or a scalar array, such as a schedule gives.
       b1, b2: how much of the running means a step keeps. eps: added to the square root.
       weight_decay: a number, or a pytree of numbers like `params`: 0 for arrays that do not decay.
-      grad_scale: what gradients are multiplied with first, as by a clip of their global norm.
+      grad_scale: what gradients are multiplied with first, such as a factor that clips their global norm.
     Returns:
-      (params, state) behind the step.
+      (params, state) after the step.
     Raises:
       KernelTypeError: arrays that are no floats. KernelValueError: structures or shapes that do not fit, b1 or b2
       outside of [0, 1).
@@ -180,7 +180,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: singular values come 
 def _below(at):
     """The tile on or below the diagonal with number `at`, row by row: at = i (i + 1) / 2 + j."""
     i = ((jnp.sqrt(8.0 * at.astype(jnp.float32) + 1.0) - 1.0) * 0.5).astype(jnp.int32)
-    i = jnp.where(i * (i + 1) // 2 > at, i - 1, i)  # the root is rounded
+    i = jnp.where(i * (i + 1) // 2 > at, i - 1, i)  # the square root may be rounded up
     i = jnp.where((i + 1) * (i + 2) // 2 <= at, i + 1, i)
     return i, at - i * (i + 1) // 2
 
@@ -271,10 +271,10 @@ def newton_schulz(
 
     Args:
       x: float array [..., m, n].
-      steps: how many.
+      steps: how many steps to make.
       coefficients: a, b and c.
       eps: added to the norm.
-      dtype: of the products' operands, summed in float32; default x's. Muon takes bfloat16.
+      dtype: dtype of the operands of products, which are summed in float32; default x's. Muon takes bfloat16.
     Returns:
       An array like `x`.
     Raises:

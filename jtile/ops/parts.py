@@ -13,13 +13,13 @@ from jtile.ops._shapes import tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_derivative
 from jtile.ops.gpu_tiles import product_options
 
-ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # of a tile of the second kernel: many small ones, all of the GPU
+ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # of a tile of the second kernel: small tiles fill the GPU
 
 
 def product_in_parts(a, b, bias=None, *, parts: int, ta: bool, tb: bool, bm: int, bn: int, bk: int, **last):
     """`activation(op(a) op(b) + bias)` of a [1, m, k], b [1, k, n], bias [1, n] or None; `last`: see `sum_of_parts`.
 
-    Its sums of k terms are made in `parts`, in tiles of bm, bn, bk.
+    The sums of k terms are made in `parts`, in tiles of bm, bn, bk.
     """
     kernel = tuned(_products(ta, tb), **product_options(bm, bn, 2))
     z = kernel(a, b, parts=parts, bm=bm, bn=bn, bk=bk)
@@ -35,12 +35,12 @@ def panels(a, b, rows, columns, ta: bool, tb: bool, bm: int, bn: int, bk: int):
     return A, B
 
 
-BLOCK = 256  # terms of a sum at a time, where their number is not known
+BLOCK = 256  # terms of a sum that are taken at a time, where their number is not known
 
 
 @jt.function
 def summed(A, B, terms, shape: tuple[int, int], dtype, bk: int):
-    """`sum_p A(p) B(p)`, a tile: functions of p that give `bk` of the `terms` terms of a sum each; 0: all at once."""
+    """`sum_p A(p) B(p)`, a tile; A and B are functions of p that give `bk` of the `terms` terms of a sum (0: all)."""
     total = jnp.zeros(shape, dtype)
     if isinstance(terms, int) and (bk == 0 or bk >= terms):
         return jt.dot(A(0), B(0), total)
@@ -51,7 +51,7 @@ def summed(A, B, terms, shape: tuple[int, int], dtype, bk: int):
 
 @functools.cache
 def _products(ta: bool, tb: bool) -> jt.Kernel:
-    """[1, m, k], [1, k, n] -> sums over equal parts of k, [parts, m, n]."""
+    """The kernel [1, m, k], [1, k, n] -> sums over equal parts of k, [parts, m, n]."""
 
     def part(a, b, y, *, parts, bm, bn, bk):
         # Y_s[i, j] = sum_p A[i, p] B[p, j] over part s of p; beyond the arrays all is 0
@@ -72,7 +72,7 @@ def _products(ta: bool, tb: bool) -> jt.Kernel:
     )(part)
 
     def cotangents(residuals, ct, **_):
-        from jtile.ops.matmul import cotangents  # which calls this module
+        from jtile.ops.matmul import cotangents  # imported here, since that module imports this one
 
         # The parts are added up at once, so that they all have one cotangent.
         return cotangents(*residuals, ct[:1], ta=ta, tb=tb)
@@ -91,7 +91,7 @@ def _sum_types(z, *_, out_dtype, save, **__):
     grid=lambda z, *_, br, bn, **__: (jt.cdiv(z.shape[1], br), jt.cdiv(z.shape[2], bn)),
 )
 def sum_of_parts(z, bias, y, sums=None, *, activation, out_dtype, br, bn, save=False):
-    """z [parts, m, n], bias [1, n] or None -> y [1, m, n], and with `save` the sums."""
+    """z [parts, m, n], bias [1, n] or None -> y [1, m, n], and with `save` also the sums."""
     # y = act(t)     t = sum_s z_s + bias
     i, j = jt.program_id(0), jt.program_id(1)
     Z = z.tiles(None, br, bn)

@@ -43,7 +43,7 @@ def quantized_matmul(
       bias: None or [out].
       activation: None, "relu", "silu", "gelu" (erf) or "gelu_tanh".
       residual: None or [..., out], added last.
-      out_dtype: of the result, a float; bias, activation and residual come before it is rounded.
+      out_dtype: dtype of the result, a float; bias, activation and residual come before it is rounded.
 
     Returns:
       [..., out].
@@ -70,7 +70,7 @@ def quantized_matmul(
 def quantized_matmul_reference(
     x, weight: QuantizedTensor, *, bias=None, activation=None, residual=None, out_dtype=jnp.float32
 ) -> jax.Array:
-    """The same in `jnp`: the dequantised weights in a float32 product."""
+    """`quantized_matmul` in `jnp`: the dequantised weights in a float32 product."""
     y = jnp.matmul(x.astype(jnp.float32), weight.dequantize().T, precision="highest")
     y = y if bias is None else y + jnp.asarray(bias).reshape((1,) * (y.ndim - 1) + (-1,))
     y = ACTIVATIONS[activation](y)
@@ -96,7 +96,7 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
 
 
 def tiles(m: int, out: int, inner: int) -> dict:
-    """Rows of W a program takes: enough programs for the threads, tiles that stay in cache."""
+    """The rows of W that a program takes: programs are enough for the threads, and tiles stay in cache."""
     if m <= 2:
         budget = max(4, (64 << 10) // max(inner, 1))
         return {"rows": _divisor(out, budget)}
@@ -111,8 +111,8 @@ def _divisor(n: int, limit: int) -> int:
 
 
 def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **options) -> jax.Array:
-    """By the op for weights of this kind. Nothing differentiates by their arrays, forwards or backwards: quantised
-    weights are frozen."""
+    """The product by the op for weights of this kind. Nothing differentiates by their arrays, forwards or backwards:
+    quantised weights are frozen."""
     if weights[0].is_super:
         return k_products.product(x, jax.lax.stop_gradient(tuple(w.super_blocks for w in weights)), epilogue, **options)
     arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
@@ -122,15 +122,15 @@ def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **o
 
 
 def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
-    """With codes that are not packed."""
+    """The weights with codes that are not packed."""
     return tuple(w._replace(codes=unpack_codes(w.codes, kind)) for w in weights)
 
 
 def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: int = 1):
     """The codes of a tile as float32 parts, [rows, *lead, width] each, and where each part stands in its block.
 
-    Of the columns only those of chunk c of `chunks`, which holds `lead` groups: of 4-bit codes, whose blocks have two
-    parts, (groups,) of one block, or (groups, blocks of a group).
+    The columns are those of chunk c of `chunks`, whose groups `lead` describes. For 4-bit codes, whose blocks have two
+    parts, it is (groups,) of one block, or (groups, blocks of a group).
     """
     stored = codes.shape[1] // chunks
     q = codes.tiles(rows, stored)[r, c].reshape(rows, *lead, stored // math.prod(lead))
@@ -157,7 +157,7 @@ def row_product(weight: Weight, X, r, rows: int, kind: str):
 
 
 def _beside(numbers, lead: tuple[int, ...]):
-    """Scales or minima [rows, groups] beside parts of `_codes`."""
+    """Scales or minima [rows, groups], shaped to meet the parts that `_codes` gives."""
     return numbers.reshape(*numbers.shape, *(1,) * len(lead))
 
 
@@ -175,7 +175,7 @@ def dequantized_tile(weight: Weight, r, rows: int, kind: str, inner: int, c=0, c
 
 
 def _lead(weight: Weight, kind: str, groups: int, inner: int) -> tuple[int, ...]:
-    """How `_codes` are to stand beside the scales of `groups` groups; `inner`: of the whole weight."""
+    """The `lead` of `_codes` for `groups` groups; `inner`: the columns of the whole weight."""
     blocks = weight.shared_by(inner // BLOCK) if kind in FOUR_BIT else 1
     return (groups,) if blocks == 1 else (groups, blocks)
 
@@ -269,12 +269,12 @@ def in_chunks(weight: Weight, kind: str, inner: int, out: int) -> tuple[Weight, 
 
 
 def _of_x(kind: str, inner: int):
-    """What gives the cotangent of x."""
+    """A function (g, weight) that gives the cotangent of x."""
     return lambda g, weight: _dx(g, weight, kind, inner)
 
 
 def _forward(kernel, x, weights, *epilogue, kind, activation, **tiles):
-    """Of the kernels for CPUs, by that for one weight; gated ones have no epilogue."""
+    """The forward rule of the kernels for CPUs, by the one for one weight; gated kernels have no epilogue."""
     one = functools.partial(kernel, kind=kind, activation=None, **tiles)
     y, saved = saving(one, x, weights, epilogue[0] if epilogue else NO_EPILOGUE, activation)
     return y, (x, weights, epilogue, saved)
@@ -289,7 +289,7 @@ def _backward(residuals, g, *, kind, activation, **_):
 
 
 def _lanes_forward(x, weights, epilogue: Epilogue, *, kind, activation, **_):
-    """Of arrays in groups or blocks: as they stand in a weight, x is [m, in], codes [out, stored]."""
+    """The forward rule of kernels whose arrays are in groups or blocks; saved are x [m, in] and codes [out, stored]."""
     flat = tuple(w._replace(codes=_flat(w.codes)) for w in weights)
     one = functools.partial(quantized_lanes.product, kind=kind)
     y, saved = saving(one, _flat(x), flat, epilogue, activation)
@@ -304,7 +304,7 @@ def _lanes_backward(residuals, g, *, kind, activation, **_):
 
 
 def _grouped_forward(x, weights, epilogue: Epilogue, **meta):
-    """Of rows in groups: y [m, groups, rows]."""
+    """The forward rule of the kernel whose rows of W are in groups: y [m, groups, rows]."""
     groups = weights[0].codes.shape[:2]
     flat = jax.tree.map(lambda a: a.reshape(math.prod(groups), *a.shape[2:]), weights)
     y, residuals = _lanes_forward(x, flat, jax.tree.map(_flat, epilogue), **meta)
@@ -326,7 +326,7 @@ def _hopper_forward(x, weight: Weight, **meta):
 
 
 def _hopper_backward(residuals, ct, *, kind, **_):
-    """All splits have the cotangent of their sum."""
+    """The rule of reverse mode: all splits have one cotangent, that of their sum."""
     x, weight = residuals
     weight = weight if kind == "q4_1" else weight._replace(minimum=None)
     return _dx(ct[0].astype(jnp.float32), weight, kind, x.shape[1]).astype(x.dtype), None
@@ -343,7 +343,7 @@ for _kernel, _single in ((_gemv, _gemv), (_gemm, _gemm), (_gated_gemv, _gemv), (
 
 
 def _in_lanes(x, weights, epilogue, *, kind, activation, out_dtype):
-    """Packed codes stay so for one or two rows."""
+    """The product in lanes; codes that are packed stay packed for one or two rows of x, else they are unpacked."""
     weights = weights if known(x.shape[0]) in (1, 2) else _plain(weights, kind)
     return quantized_lanes.product(x, weights, epilogue, kind=kind, activation=activation).astype(out_dtype)
 
@@ -365,7 +365,7 @@ def _not_on_warpgroups(x, weight, *, kind, **_) -> str | None:
     return hopper_quantized.misfit(x, weight, kind)
 
 
-# One packed weight, and nothing behind the product.
+# The product with one packed weight, without an epilogue.
 _packed_product = Op(
     "product with a packed weight",
     Implementation("warpgroups", hopper_quantized.product, _not_on_warpgroups, BLOCK_LEVEL, portable=False),
@@ -379,7 +379,7 @@ def _by_packed_products(x, weights, epilogue, *, kind, activation, out_dtype):
 
 
 def _one_by_one(product, x, weights, epilogue, *, activation, out_dtype):
-    """What stands behind the product is left to XLA: the product is bound by the tensor cores."""
+    """Products with one weight each; the epilogue is left to XLA, as the product is bound by the tensor cores."""
     alone = len(weights) == 1 and activation is None and not jax.tree.leaves(epilogue)
     inner = out_dtype if alone else "float32"
     y, *more = (product(x, w, out_dtype=inner) for w in weights)
@@ -394,7 +394,7 @@ def _not_by_packed_products(x, weights, epilogue, *, kind, **_) -> str | None:
 
 
 def _on_cpu(x, weights, epilogue, *, kind, activation, out_dtype):
-    """One or two rows of x straight from codes, more with dequantised tiles of W."""
+    """The product on CPUs: one or two rows of x meet codes as they are, more rows meet dequantised tiles of W."""
     weights, x = _plain(weights, kind), x.astype(jnp.float32)
     m, inner = known(x.shape[0]), x.shape[1]
     options = dict(kind=kind, activation=activation, **tiles(m, weights[0].codes.shape[0], inner))
@@ -428,7 +428,7 @@ def _not_in_8_bits(x, weights, epilogue, *, activations, **_) -> str | None:
     return float8_rows.misfit(x, weights[0], activations=activations)
 
 
-# With fp8 weights whose checkpoint has activations rounded. The derivative is that of rows that are not.
+# The product with fp8 weights whose checkpoint has activations rounded; its derivative is that without rounding.
 _rounded_product = Op(
     "product with rounded rows",
     Implementation("rows in 8 bits", _in_8_bits, _not_in_8_bits, BLOCK_LEVEL, portable=False),

@@ -27,10 +27,10 @@ from jtile.ops.weight_codes import BLOCK, FOUR_BIT
 HALF = BLOCK // 2
 
 UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
-DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
-# the largest |x| of a row for which nothing overflows, and the smallest for which nothing that counts is lost
+DOWN = 2.0**73  # this and UP bring x q back: the bits of an integer q are the number q 2^-149
+# The largest |x| of a row for which nothing overflows, and the smallest for which nothing that counts is lost.
 LARGE, SMALL = 2.0**51, 2.0**-29
-# the field of a word that says 0
+# The field of a word that stands for the weight 0.
 _ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0, "fp8": 0.0, "mxfp4": 0.0}
 
 # x of a block as its words hold the codes: axes [blocks, *these], by (4-bit codes, packed words); of packed words, see
@@ -74,12 +74,13 @@ def float8_fields(words) -> list:
 
 
 def float4_fields(words) -> list:
-    """The eight e2m1 numbers of words, from the low bits on, as float32, times 2^-126, likewise."""
+    """The eight e2m1 numbers of words, from the low bits on, as float32, times 2^-126: their exponents
+    differ from those of float32 by 126."""
     return [_highest_float4(words << np.uint32(28 - 4 * k)) for k in range(8)]
 
 
 def _highest_float4(words):
-    """The number of the four highest bits."""
+    """The e2m1 number in the four highest bits of words, as float32, times 2^-126."""
     signed = jax.lax.bitcast_convert_type(words, jnp.int32) >> np.int32(6)
     return jax.lax.bitcast_convert_type(signed & np.int32(0x81C00000 - (1 << 32)), jnp.float32)
 
@@ -131,7 +132,7 @@ def plain_fields(words, kind: str = "q8_0"):
 
 
 def _of_blocks(load, chunk, blocks: int, shared: int):
-    """The scales of a chunk of `blocks` blocks of rows, `shared` of which have one: float32 [rows, blocks, 1].
+    """The scales of a chunk of `blocks` blocks of rows, `shared` of which have one scale: float32 [rows, blocks, 1].
     `load(n, k)` gives the k-th n scales of the rows."""
     if shared == 1:
         return load(blocks, chunk).astype(jnp.float32)[:, :, None]
@@ -143,7 +144,7 @@ def _of_blocks(load, chunk, blocks: int, shared: int):
 def _terms(weight: Weight, group, chunk, kind: str, blocks: int, shared: int, xs, fields_of):
     """What a chunk of rows of W adds to its products with the rows of x: tiles [rows, blocks, words of a block].
 
-    shared: blocks that have one scale. xs: of each row of x its planes, and their sum.
+    shared: how many blocks have one scale. xs: for each row of x its planes, and their sum.
     """
     rows = weight.codes.shape[1]
     of_block = lambda a: _of_blocks(lambda n, k: a.tiles(None, rows, n)[group, 0, k], chunk, blocks, shared)
@@ -184,8 +185,8 @@ def lane_products(x, of, weights, group, kind: str, blocks: int, stages: int):
     sums, top = summed(blocks, stages, scaled_planes, scaled_fields)
     sums = tuple(total * jnp.float32(DOWN) for total in sums)
     peak = top.max()
-    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
-        sums, _ = summed(max(blocks // 4, 1), 1, plain_planes, plain_fields)  # in tiles that take few registers
+    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # x is out of the scaled numbers' range: sum once more
+        sums, _ = summed(max(blocks // 4, 1), 1, plain_planes, plain_fields)  # small tiles take few registers
     if not weights[0].scaled_last(kind):
         return sums
     scales = [w.scale.tiles(None, rows, 1)[group, 0, 0][:, 0] for w in weights]
@@ -200,7 +201,7 @@ def lane_products(x, of, weights, group, kind: str, blocks: int, stages: int):
 def quantized_gemv_lanes(
     x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, blocks: int, stages: int
 ):
-    """A group of rows of W in a program, `blocks` blocks of 32 weights at a time.
+    """The products with a group of rows of W in a program, `blocks` blocks of 32 weights at a time.
 
     x [m, in], in a multiple of 32; codes [groups, rows, bytes or words], groups * rows = out; scale (and minimum)
     [groups, rows, scales of a row]. With a second weight y = act(x Gᵀ) * (x Uᵀ). Bias [1, groups, rows], residual
@@ -253,7 +254,7 @@ def dequantized_halves(weight: Weight, r, chunk, kind: str, rows: int, blocks: i
 def quantized_gemm_lanes(
     x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, bm: int, blocks: int
 ):
-    """`bm` rows of x, `rows` of W in a program.
+    """The products of `bm` rows of x with `rows` rows of W in a program.
 
     x [m, blocks, 32] (of 4-bit codes [m, blocks, 2, 16]) in the dtype it comes in; codes [out, blocks, stored], scale
     (and minimum) [out, scales of a row]; bias [1, out], residual [m, out]; two weights as in `quantized_gemv_lanes`.
@@ -304,14 +305,15 @@ def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[int,
 def product(
     x, weights: tuple[Weight, ...], epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None
 ) -> jax.Array:
-    """float32 [m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
+    """The product, float32 [m, out], of x [m, in] and one weight, or the gated one of two; bias [1, out], residual
+    [m, out]."""
     m, inner = x.shape
     out, blocks = weights[0].codes.shape[0], jt.cdiv(inner, BLOCK)
-    if inner % BLOCK:  # with one scale a row
+    if inner % BLOCK:  # a row has one scale, and any length
         more = ((0, 0), (0, blocks * BLOCK - inner))
         x, weights = jnp.pad(x, more), tuple(w._replace(codes=jnp.pad(w.codes, more)) for w in weights)
     options = {"kind": kind, "activation": activation}
-    # an NPU's vector cores pad what lies side by side to 32 bytes: words of a block would take all of their memory
+    # An NPU's vector cores pad the last axis to 32 bytes: words of a block would take all of their memory.
     if isinstance(m, int) and m <= 2 and not dispatch.vector_cores():
         rows, tiles, warps = gemv_choice(m, out, blocks, kind, len(weights) > 1)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)

@@ -45,7 +45,7 @@ from jtile.ops.weight_rounding import round_weights
 KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1", "mxfp4")
 BLOCKS = 128  # rows that share the scales of fp8 weights whose activations are rounded by "blocks"
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
-K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
+K_KINDS = tuple(LAYOUTS)  # kinds that are read from GGUF, and not made here
 
 
 @jax.tree_util.register_dataclass
@@ -60,10 +60,10 @@ class QuantizedTensor:
     Attributes:
       codes: the codes of the weights, two 4-bit codes to a byte.
       scale: the scales of the groups.
-      minimum: of `q4_1`, what is added to each weight of a group; None for other kinds.
+      minimum: for `q4_1`, what is added to each weight of a group; None for other kinds.
       kind: `"int8"`, `"q8_0"`, `"fp8"`, `"q4_0"`, `"q4_1"`, `"mxfp4"` or a K-quant, `"q2_k"` to `"q6_k"`.
       high, steps, lows: further arrays of K-quants.
-      activations: of fp8, whether products of many rows may round these rows to e4m3 as well: with a scale for each
+      activations: for fp8, whether products of many rows may round these rows to e4m3 as well: with a scale for each
         row (`"rows"`), or, if the weight has one for each 128 x 128, for each 128 numbers of a row (`"blocks"`). None:
         rows stay as they are.
     """
@@ -72,7 +72,7 @@ class QuantizedTensor:
     scale: jax.Array
     minimum: jax.Array | None
     kind: str = dataclasses.field(metadata=dict(static=True))
-    high: jax.Array | None = None  # these three of K-quants only: see super_blocks.py
+    high: jax.Array | None = None  # K-quants alone have these three: see super_blocks.py
     steps: jax.Array | None = None
     lows: jax.Array | None = None
     activations: str | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -208,10 +208,10 @@ class QuantizedTensor:
     def packed(self) -> QuantizedTensor:
         """The same weights as they are multiplied fastest on GPUs with sm_90; every op takes either form.
 
-        To be called once, when weights are loaded. Where a form is needed that this is not, ops undo it in each call.
+        Call it once, when weights are loaded. An op that needs the other form unpacks the weights in each call.
         Groups are halved until each row of scales is made of whole lines of 16 bytes, which is what tensor maps copy.
 
-        K-quants become bytes of codes in words of four, as they stand.
+        The codes of K-quants, which are bytes, are put in words of four, in their order.
 
         Returns:
           A `QuantizedTensor` of the same shape.
@@ -228,12 +228,12 @@ class QuantizedTensor:
         return dataclasses.replace(self._regrouped(), codes=codes)
 
     def _regrouped(self) -> QuantizedTensor:
-        """The same weights in groups that kernels for sm_90 can copy; this tensor where no size of groups is one."""
+        """The same weights in groups that kernels for sm_90 can copy; this tensor where no size of groups suits."""
         inner, bits = self.shape[-1], 4 if self.is_4bit else 8
         arrays = [a for a in (self.scale, self.minimum) if a is not None]
         size = min(a.dtype.itemsize for a in arrays)
 
-        def copied(group: int) -> bool:  # rows of scales, and those of 512 bytes of codes
+        def copied(group: int) -> bool:  # rows of scales, and the scales of 512 bytes of codes
             return inner // group * size % 16 == 0 and 4096 // bits * size >= 16 * group
 
         if self.scale.shape[-1] == 1 or copied(self.group):
@@ -352,7 +352,7 @@ class QuantizedTensor:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
-    """One program for each shape; outside of a program its steps would be a dozen."""
+    """The weights as floats, by one program for each shape; outside of a program there would be a dozen steps."""
     if tensor.is_super:
         return super_blocks.dequantized(tensor.super_blocks, tensor.kind).astype(dtype)
     return dequantize_rows(tensor.kind, tensor.codes, tensor.scale, tensor.minimum).astype(dtype)
@@ -372,7 +372,7 @@ def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
     Raises:
       KernelTypeError: `x` is no float array.
       KernelValueError: unknown kind, `x` is no matrix, the group is not 32 times a power of two, or `in` is no multiple
-        of it (int8, fp8: any).
+        of it (int8 and fp8 take any).
     """
     x = x if isinstance(x, (np.ndarray, jax.Array)) else jnp.asarray(x)
     check_float("quantize", x=x)
@@ -414,7 +414,7 @@ def from_float8(codes, scale) -> QuantizedTensor:
 
 
 def _odd(inner: int, groups: int) -> int:
-    """In how many parts a group is to be cut, to have 32 weights times a power of two."""
+    """The number of parts that a group is cut into, so that each has 32 weights times a power of two."""
     blocks = inner // groups // BLOCK
     return blocks // (blocks & -blocks)
 
@@ -427,7 +427,7 @@ def _from_int4(codes, scale, zero) -> QuantizedTensor:
     scale = jnp.repeat(scale, odd, axis=1)
     if zero is None:
         return QuantizedTensor(stored, scale, None, "q4_0")
-    # float16 would hold up to 15 times a scale to 0.7 % of it, which logits show
+    # Minima, up to 15 times a scale, would be wrong by 0.7 % of the scale in float16, which logits show.
     low = -scale.astype(jnp.float32) * jnp.repeat(zero, odd, axis=1).astype(jnp.float32)
     return QuantizedTensor(stored, scale, low, "q4_1")
 

@@ -17,7 +17,7 @@ def chunk_of(length: int, most: int) -> int:
 def logarithms(g):
     """Logarithms of decays as they are summed: none is less than that of the smallest float.
 
-    One of -inf or -1e9, as stands where a document begins, would take their digits from those beside it in the sums."""
+    A logarithm of -inf or -1e9, as stands where a document begins, would make the sums lose the digits of others."""
     wide_g = wide(g)
     return jnp.maximum(wide_g, -746.0 if wide_g.dtype == jnp.float64 else -104.0)
 
@@ -48,7 +48,7 @@ def pairs(x, y, g, *, at=None, diagonal: bool = True):
         return products * jnp.exp(jnp.where(seen, at - g.T, -jnp.inf))
     total = jnp.where(t == s, (x.astype(g.dtype) * y.astype(g.dtype)).sum(1, keepdims=True), 0.0) if diagonal else 0.0
     half = 1
-    while half < x.shape[0]:  # t in the second and s in the first half of 2 `half` places: by way of the middle
+    while half < x.shape[0]:  # pairs of t in the second half and s in the first go by way of the middle
         second, blocks = t & half != 0, (-1, 2 * half, g.shape[1])
         middle = jnp.broadcast_to(g.reshape(blocks)[:, half - 1 : half], g.reshape(blocks).shape).reshape(g.shape)
         ahead, behind = jnp.where(second, at - middle, 0.0), jnp.where(second, 0.0, middle - g)

@@ -32,7 +32,7 @@ from jtile.ops.flash_attention import (
     window_of,
 )
 
-PROGRAMS = 4  # on a CPU, where each is a thread
+PROGRAMS = 4  # programs on a CPU, where each is a thread
 
 
 def zigzag_order(tokens: int, devices: int) -> np.ndarray:
@@ -116,13 +116,13 @@ _ring.defvjp(_forward, _backward)
 
 
 def _chunks(zigzag: bool, *arrays):
-    """[batch, chunks, tokens, ...] of arrays [batch, tokens, ...]."""
+    """Arrays [batch, tokens, ...] as [batch, chunks, tokens of a chunk, ...]."""
     u = 1 + zigzag
     return [x.reshape(x.shape[0], u, x.shape[1] // u, *x.shape[2:]) for x in arrays]
 
 
 def _forward_in_one_kernel(q, k, v, *, zigzag: bool, **options):
-    """o like q, and lse [batch, heads, t]."""
+    """(o like q, lse [batch, heads, t]) by one kernel, whose programs pass keys on."""
     chunks = _chunks(zigzag, q, k, v)
     o, lse, *_ = ring_forward(*chunks, **options, **_tiles(chunks[0]))
     return o.reshape(q.shape), lse.reshape(*lse.shape[:2], -1)
@@ -158,7 +158,7 @@ def _tiles(q) -> dict[str, int]:
 
 
 def _chunk(device, u, n: int, chunks: int):
-    """Where chunk u of a device stands among those of all."""
+    """The place of chunk u of a device among the chunks of all devices."""
     return device if chunks == 1 else jnp.where(u == 0, device, 2 * n - 1 - device)
 
 
@@ -228,9 +228,10 @@ def ring_forward(
     *, axis: str, bq: int, bk: int, programs: int, scale: float, softcap: float | None, window: Window,
 ):  # fmt: skip
     """q, o [batch, chunks, c, heads, d]; k, v [batch, chunks, c, kv heads, d]; lse [batch, heads, chunks, c], the
-    log-sum-exp of scores in powers of two. m_run, acc_run: what goes on from step to step; lse holds the sums so far.
+    log-sum-exp of scores in powers of two. m_run, acc_run: maxima and weighted values that go on from step to step;
+    lse holds the sums so far.
     """
-    # as in flash_attention, for the keys of one device after another
+    # The formulas are those of flash_attention, for the keys of one device after another.
     n, me = jt.axis_size(axis), jt.axis_index(axis)
     (batch, chunks, c, heads, d), group, wide = q.shape, q.shape[3] // k.shape[3], lse.dtype
     Q, O = (x.tiles(None, None, bq, None, d) for x in (q, o))
@@ -284,7 +285,8 @@ def _unit(scale: float, softcap: float | None) -> float:
 
 
 def _gradients(q, k, *_, axis: str, programs: int, **__):
-    """As `_keys`, and two buffers for gradients that travel along, with a signal of each program for each step."""
+    """The memory of `_keys`, and two buffers for gradients that travel along, with a signal of each program for each
+    step."""
     n = jt.axis_size(axis)
     return [*_keys(q, k, axis=axis), jt.symmetric((2, 2, *k.shape), sums_in(q)), jt.signals((n + 1, programs))]
 
@@ -314,7 +316,7 @@ def ring_backward(
     between = lambda device, u, w: (_chunk(me, u, n, chunks) - _chunk(device, w, n, chunks)) * c
 
     def pair(s, b, h, u, i, w, j, rows_from):
-        """Of a block of queries and one of keys p and ds, [bq, bk], and their operands."""
+        """(p, ds, q_i, g_i, k_j) of a block of queries and one of keys; p and ds are [bq, bk]."""
         q_i, g_i, kv = Q[b, u, i, h, 0], G[b, u, i, h, 0], jax.lax.div(h, jnp.int32(group))
         k_j, v_j = B[s % 2, 0, b, w, j, kv, 0], B[s % 2, 1, b, w, j, kv, 0]
         x, capped = weights(jt.dot(q_i, k_j.T), L[b, h, u, i][:, None], scale, softcap)

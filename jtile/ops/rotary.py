@@ -78,7 +78,7 @@ def _tables_backward(residuals, g, **meta):
     x, c, s = residuals
     dc, ds = rope_tables_backward(x, g, d=c.shape[2], **meta)
     shared = lambda dt, t: (dt if t.shape[0] == dt.shape[0] else dt.sum(0, keepdims=True)).astype(t.dtype)
-    return rope_tables(g, c, -s, **meta), shared(dc, c), shared(ds, s)  # back by the same angle
+    return rope_tables(g, c, -s, **meta), shared(dc, c), shared(ds, s)  # the cotangent turns back by the same angle
 
 
 def _positions_forward(x, p, f, **meta):
@@ -128,8 +128,8 @@ def rope(
       positions: int [batch, length] or [length]; default 0, 1, ....
       theta: the base of the frequencies `theta^(-2i / rotary_dim)`.
       inverse_frequencies: float [d], radians per position.
-      rotary_dim: features that are turned, 2d; default head_dim.
-      interleaved: pairs are (2i, 2i + 1), else (i, i + d).
+      rotary_dim: the number of features that are turned, 2d; default head_dim.
+      interleaved: whether pairs are (2i, 2i + 1) instead of (i, i + d).
     Returns:
       An array like `x`.
     Raises:

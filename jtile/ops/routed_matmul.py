@@ -42,7 +42,7 @@ def routed_matmul(
       index: int [tokens, k]; what is outside of [0, groups) gives zeros.
       activation: of a gated layer, "silu", "gelu" (erf), "gelu_tanh" or "relu": the first half of the rows of a matrix
         are gates G, the others U, and the result is `activation(x Gᵀ) * (x Uᵀ)`. None: the product as it is.
-      out_dtype: of the result; default that of x.
+      out_dtype: dtype of the result; default that of x.
 
     Returns:
       [tokens, k, out], with an activation [tokens, k, out / 2]; sums are in float32.
@@ -99,7 +99,7 @@ def _check(x, w, index, activation: str | None) -> None:
 
 
 def routed_matmul_reference(x, w, index, *, activation: str | None = None, out_dtype=None) -> jax.Array:
-    """The same in `jnp`: every row with every matrix, and the right ones chosen."""
+    """`routed_matmul` in `jnp`: every row is multiplied with every matrix, and the right products chosen."""
     dense = w.dequantize() if isinstance(w, QuantizedTensor) else w.astype(jnp.float32)
     wide = x.astype(jnp.float32)
     wide = jnp.broadcast_to(wide[:, None], (*index.shape, x.shape[-1])) if x.ndim == 2 else wide

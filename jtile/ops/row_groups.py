@@ -21,8 +21,8 @@ def tiles_of_groups(sizes, bm: int, rows: int):
 
 
 def place(last, ends, groups: int, t, bm: int, rows: int):
-    """(group, first row, row behind the last, whether a group has it) of tile t. Independent of each other, for the
-    sake of time: groups before that of tile t are those that `last` is not behind t for."""
+    """(group, first row, row behind the last, whether a group has it) of tile t. The numbers do not
+    depend on each other, which saves time: groups before that of tile t are those for which `last` is at most t."""
     before = last <= t
     g = before.sum(dtype=jnp.int32)
     first = jnp.where(before, ends, 0).max() + (t - jnp.where(before, last, 0).max()) * bm
@@ -31,8 +31,8 @@ def place(last, ends, groups: int, t, bm: int, rows: int):
 
 
 def in_parts(arrays: Any, activation: str | None) -> Any:
-    """Of a named tuple of arrays [groups, out, …] those of a gated layer with its gates and what they gate apart,
-    [groups, 2, out / 2, …]."""
+    """A named tuple of arrays [groups, out, …]; with an activation, those of a gated layer, as [groups, 2, out / 2, …],
+    gates first, then the factors that they gate."""
     if activation is None:
         return arrays
     apart = lambda a: None if a is None else a.reshape(a.shape[0], 2, a.shape[1] // 2, *a.shape[2:])
@@ -40,31 +40,32 @@ def in_parts(arrays: Any, activation: str | None) -> Any:
 
 
 def parts(arrays: Any, group: Any, activation: str | None) -> list[Any]:
-    """In a kernel, the matrix of a group of what `in_parts` gives, or its two parts."""
+    """In a kernel, the matrix of a group, or its two parts, in a list, from the arrays that `in_parts` gives."""
     matrix = of_group(arrays, group)
     return [matrix] if activation is None else [of_group(matrix, n) for n in range(2)]
 
 
 def gated(products: Any, activation: str | None) -> Any:
-    """What the products with these parts come together to."""
+    """The result from the products with the `parts` of a matrix."""
     first, *more = products
     return ACTIVATIONS[activation](first) * more[0] if more else first
 
 
 def most_tiles(rows: int, groups: int, bm: int) -> int:
-    """Tiles of `bm` rows at most: every group has one that it does not fill, and so have the rows behind the groups."""
+    """The most tiles of `bm` rows: every group has one that it does not fill, as have the rows behind the groups."""
     return rows // bm + groups + 1
 
 
 def padded(sizes):
-    """Sizes of groups, int, as int32 and in a power of two, behind the groups 0: a tile that every target has."""
+    """Sizes of groups, int, as int32, with zeros behind the groups up to a power of two: a tile that every
+    target has."""
     groups = sizes.shape[0]
     return jnp.pad(sizes.astype(jnp.int32), (0, jt.next_power_of_2(groups) - groups))
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfGroup:
-    """The matrix of one group in a stack of them, as what reads the Ref of a matrix takes it."""
+    """The matrix of one group in a stack of matrices, for code that reads the Ref of a matrix."""
 
     stack: jt.Ref
     group: jax.Array | int
@@ -91,15 +92,15 @@ class _TilesOfGroup:
 
 
 def of_group(arrays: Any, group: Any) -> Any:
-    """Of a named tuple of Refs with a leading axis of groups the arrays of one, which have `shape`, `dtype` and
-    `tiles`."""
+    """The arrays of one group, which have `shape`, `dtype` and `tiles`, from a named tuple of Refs with a leading axis
+    of groups."""
     return type(arrays)(*(None if a is None else _OfGroup(a, group) for a in arrays))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows from `first` to before `end` that a program takes: those of a `group`, or not `inside` of any, which come
-    last. Programs for which there are none have a tile that does not exist."""
+    """Rows from `first` to before `end` that a program takes. They are those of a `group` or, if not `inside`, of none:
+    such rows come last. Programs for which there are none have a tile that does not exist."""
 
     exists: jax.Array
     group: jax.Array
@@ -108,23 +109,23 @@ class Tile:
     inside: jax.Array
 
     def mine(self, bm: int, width: int) -> Any:
-        """Which elements of a result [bm, width] are those of these rows."""
+        """Which elements of a result [bm, width] belong to the rows of this tile."""
         return jnp.broadcast_to((self.first + jt.arange(bm) < self.end)[:, None], (bm, width))
 
 
 def tile_of_rows(sizes: Any, groups: int, t: Any, bm: int, rows: int) -> Tile:
-    """The t-th tile of `bm` rows of those of all groups."""
+    """The t-th of the tiles of `bm` rows of all groups."""
     last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
     group, first, end, inside = place(last, ends, groups, t, bm, rows)
     return Tile(t < tiles, group, first, end, inside)
 
 
 def within(index: Any, groups: int) -> Any:
-    """An index with `groups` wherever it names no group."""
+    """An index, in which `groups` stands wherever it names no group."""
     return jnp.where((index >= 0) & (index < groups), index, groups)
 
 
 def named(index: Any, i: Any, groups: int) -> tuple[Any, Any]:
-    """The matrix that an index names for row i, and whether it names one of those that there are."""
+    """The matrix that an index names for row i, and whether there is such a matrix."""
     g = index[i]
     return jnp.clip(g, 0, groups - 1), (g >= 0) & (g < groups)

@@ -14,11 +14,11 @@ from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
 from jtile.ops.linear_attention import STEPS, check_chunk, check_projections, columns
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
-CHUNK = 16  # four kinds of pairs with a decay for every row: most of their work grows with the length of chunks
+CHUNK = 16  # positions; there are four kinds of pairs, most of whose work grows with the length of chunks
 
 
 def _types(r, g, k, v, *_, save: bool, **__):
-    """o, and with `save` the state behind the last position."""
+    """The types of o and, with `save`, of the state behind the last position."""
     batch, _, heads, dv = v.shape
     return (jt.like(v), jax.ShapeDtypeStruct((batch, heads, k.shape[3], dv), sums_in(v))) if save else jt.like(v)
 
@@ -70,7 +70,7 @@ def rwkv7_chunks(r, g, k, v, a, b, mix, state, o, last=None, *, c: int, bv: int,
 
 @jt.kernel(out_type=_types, grid=_grid)
 def rwkv7_steps(r, g, k, v, a, b, state, o, last=None, *, bv: int, scale: float, save: bool):
-    """`rwkv7_chunks` one position after the other: for few of them, as in decoding."""
+    """`rwkv7_chunks` one position after the other, for few positions, as in decoding."""
     i, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     dk = k.shape[3]
     V, O = v.tiles(None, None, None, bv), o.tiles(None, None, None, bv)
@@ -103,7 +103,7 @@ def rwkv7_positions(r, g, k, v, a, b, state, o, last=None, *, bv: int, scale: fl
 
 
 def _positions_backward(residuals, ct, *, scale: float, save: bool, **_):
-    """That of chunks: which save a state for each of them, not for each position."""
+    """The rule of reverse mode of chunks, which save a state for each chunk, not for each position."""
     run = functools.partial(_chunks, scale=scale, save=save, chunk=None)
     return jax.vjp(run, *residuals)[1](ct)
 
@@ -126,8 +126,8 @@ def rwkv7(
       v: float array [batch, t, heads, dv]; r, k, v, a and b have one dtype.
       state: float array [batch, heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
-      chunk: positions of a chunk, a power of two; default 16. Where it is not given CPUs take positions one by one,
-        forwards; so do NPUs, whose memory does not hold the pairs of a chunk, both ways.
+      chunk: positions of a chunk, a power of two; default 16. Where it is not given, CPUs take positions one by one
+        forwards, and NPUs, whose memory does not hold the pairs of a chunk, forwards and backwards.
     Returns:
       o, an array like `v`; with `return_state` (o, last), last [batch, heads, dk, dv] in float32 (float64 for float64).
     Raises:

@@ -12,7 +12,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, fit, machine
 
-_ONE = 0x3F800000  # the bits of 1.0: those of numbers from 0 to 1 are in the order of the numbers
+_ONE = 0x3F800000  # the bits of 1.0; bits of numbers from 0 to 1, as integers, are in the order of the numbers
 
 
 @jt.kernel(
@@ -21,7 +21,7 @@ _ONE = 0x3F800000  # the bits of 1.0: those of numbers from 0 to 1 are in the or
     scratch=lambda x, *_, bn, **__: jax.ShapeDtypeStruct((jt.cdiv(x.shape[1], bn) * bn,), jnp.float32),
 )
 def top_p_rows(x, p, heat, drawn, y, weights, *, bn: int):
-    """x [rows, n], p, heat (1 / temperature) and drawn (of [0, 1)) float32 [rows]; y [rows]."""
+    """x [rows, n], p, heat (1 / temperature) and drawn (in [0, 1)) float32 [rows]; y [rows]."""
     # w_j = exp((x_j - max x) heat)     c: the largest number with sum_{w_j >= c} w_j >= p sum_j w_j, digit by digit
     # y: the first j with sum_{i <= j, w_i >= c} w_i > drawn sum_{w_i >= c} w_i
     i, n = jt.program_id(0), x.shape[1]
@@ -65,12 +65,12 @@ def sample_top_p(logits: jax.Array, key: jax.Array, *, p: Any = 1.0, temperature
     """A token of each row, drawn from the smallest set of likeliest tokens whose probabilities sum to at least `p`.
 
     Tokens of equal probability enter the set together. The bound of the set is found bit by bit, by 30 sums of a row
-    that stays in a cache, where others sort it. Not differentiable: the result is of integers.
+    that stays in a cache, instead of by a sort. Not differentiable: the result holds integers.
 
     Args:
       logits: float array [..., n]; computed in float32. -inf bans a token.
-      key: of `jax.random.key`; equal keys draw equal tokens. One uniform number is drawn for each row.
-      p: of (0, 1], a number or an array [...]. temperature: above 0, likewise; logits are divided by it.
+      key: a key that `jax.random.key` gives; equal keys draw equal tokens. One uniform number is drawn for each row.
+      p: in (0, 1], a number or an array [...]. temperature: above 0, likewise; logits are divided by it.
     Returns:
       int32 [...].
     Raises:
@@ -92,7 +92,7 @@ def sample_top_p(logits: jax.Array, key: jax.Array, *, p: Any = 1.0, temperature
 
 
 def _of_rows(op: str, name: str, x: Any, shape: tuple[int, ...]):
-    """A number for each row, float32, of a number or an array."""
+    """A number or an array as a float32 number for each row."""
     if isinstance(x, bool):
         raise KernelTypeError(f"{op}: {name} is a number or a float array, got {x!r}")
     if isinstance(x, int | float):

@@ -41,7 +41,7 @@ def scaled_products(
     """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [k / block, m], sb f32 [k / block, n / block] (`tb`: the other way)
     -> y [m, n].
 
-    `bk` divides `block`, and so does `bn`, or it is a multiple of it.
+    `bk` divides `block`; `bn` divides `block`, or is a multiple of it.
     """
     # y_ij = sum_q sa_qi sb_qj sum over the terms t of block q of a_it b_tj
     i, j = jt.program_id(0), jt.program_id(1)
@@ -93,7 +93,8 @@ def gated_products_of_rows(
 
 
 def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None, **of) -> dict[str, int]:
-    """Of a product with scales for blocks, or with one scale (None, `of`: see `matmul.tiles`)."""
+    """The tile sizes of a product with scales for blocks, or, with `block` None, with one scale; `of`: see
+    `matmul.tiles`."""
     if block is None:
         return tiles(m, n, k, itemsize, **of) | {"bk": _tiles(m, n, k, itemsize, 128)["bk"]}
     side = lambda most: next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if d <= most and block % d == 0)
@@ -125,7 +126,7 @@ def scaled_matmul(
       a_scale: float32, a scalar or [m, ceil(k / block)]: one for `block` terms of a row.
       b_scale: float32, a scalar or [ceil(k / block), ceil(n / block)]: one for a square of `block`; with `transpose_b`
         [ceil(n / block), ceil(k / block)].
-      out_dtype: of the result.
+      out_dtype: dtype of the result.
       precision: as in `jt.dot`: "fast" leaves the sums of 8-bit floats (with scales: of a block) to the tensor cores.
 
     Returns:
@@ -190,7 +191,7 @@ def _check_scale(name: str, x, shape: tuple[int, int]) -> None:
 def scaled_matmul_reference(
     a, b, a_scale, b_scale, *, block: int = 128, transpose_b: bool = False, out_dtype=jnp.bfloat16
 ) -> jax.Array:
-    """The same in `jnp`, at the highest precision."""
+    """`scaled_matmul` in `jnp`, at the highest precision."""
 
     def spread(x, scale, *sides: int):
         for axis, side in enumerate(sides if scale.ndim else ()):

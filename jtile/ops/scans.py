@@ -12,11 +12,11 @@ import jtile as jt
 from jtile.ops._shapes import check_axis, fit, known, machine, rows_per_tile
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
-_PIECE = 2048  # elements that a program of a GPU adds up, where whole axes are too few programs
+_PIECE = 2048  # elements that a program of a GPU adds up, where a program for each whole axis would be too few
 
 
 def _wide(x):
-    """A tile as it is added up: 16-bit floats in float32, integers as they are."""
+    """A tile in the dtype that it is added up in: 16-bit floats in float32, integers as they are."""
     small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if small else x
 
@@ -26,7 +26,7 @@ def _wide(x):
     grid=lambda x, *, br, bc, **_: (x.shape[0], jt.cdiv(x.shape[2], bc)) if br is None else jt.cdiv(x.shape[0], br),
 )
 def cumsum_blocks(x, y, *, br: int | None, bn: int, bc: int, reverse: bool):
-    """Along the middle axis of x [outer, n, inner], in blocks of `bn`: `br` rows (inner 1) or `bc` columns each."""
+    """Sums along the middle axis of x [outer, n, inner], in blocks `bn` of `br` rows (inner 1) or `bc` columns each."""
     # y_j = c + sum_{k <= j} x_k, where c is the sum of the blocks before
     view = (br, bn, bc) if br is not None else (None, bn, bc)
     i, c = jt.program_id(0), 0 if br is not None else jt.program_id(1)
@@ -86,7 +86,7 @@ def _not_in_pieces(x3, **_) -> str | None:
 
 
 def _whole(x3, *, reverse: bool):
-    """Along the middle axis of x3 [outer, n, inner], a program from one end to the other."""
+    """Sums along the middle axis of x3 [outer, n, inner]; a program goes from one end to the other."""
     n, inner = x3.shape[1:]
     if inner == 1:
         bn = fit(n, machine().tile // 8)
@@ -98,7 +98,7 @@ def _whole(x3, *, reverse: bool):
 
 
 def _in_pieces(x3, *, reverse: bool):
-    """The same with more programs: sums inside of pieces, and what all pieces before one add up to."""
+    """The sums of `_whole` by more programs: sums inside of pieces, and what all pieces before one add up to."""
     outer, n, inner = x3.shape
     pieces = jt.cdiv(n, _PIECE)
     t = jnp.pad(_wide(x3), ((0, 0), (0, pieces * _PIECE - n), (0, 0)))

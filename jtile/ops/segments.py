@@ -16,7 +16,7 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.dispatch import Implementation, Op, first_unmet
 
-_FEW = 64  # rows of a part of a segment at least
+_FEW = 64  # the fewest rows of a part of a segment
 _JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 _OVER = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -26,7 +26,7 @@ def _sums(dtype: Any) -> Any:
 
 
 def _neutral(dtype: Any, how: str) -> Any:
-    """What changes no result: 0, or the first (last) of all numbers."""
+    """The number that changes no result: 0 for sums, the least (largest) of all for maxima (minima)."""
     if how == "sum":
         return 0
     if jnp.issubdtype(dtype, jnp.floating):
@@ -44,8 +44,8 @@ def _type(data, *_, segments: int, parts: int, **__):
 )
 def segment_runs(data, ids, order, starts, y, *, segments: int, parts: int, br: int, bf: int, how: str):
     """y [parts, segments, f] of data [n, f]: segment s has the rows `order[starts[s] : starts[s + 1]]`, or for None
-    those of data itself. A program takes `br` rows at a time of one of the parts of a segment. `ids` [n] are what
-    reverse mode reads cotangents by."""
+    those of data itself. A program takes `br` rows at a time of one of the parts of a segment. Reverse mode
+    reads cotangents by `ids` [n]."""
     # y_s = sum_{i : id_i = s} x_i, or their maximum or minimum
     del ids
     s, part, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -71,15 +71,15 @@ def segment_runs(data, ids, order, starts, y, *, segments: int, parts: int, br: 
 
 @functools.cache
 def segment_columns(init: float, how: str) -> jt.Kernel:
-    """The kernel that joins rows as they come, to `init`."""
+    """The kernel that joins rows in the order in which they come, starting from `init`."""
 
     def segment_columns(data, ids, y, *, segments: int, parts: int, bf: int):
-        """As `segment_runs`, of rows in any order: a program has `bf` columns of `y` for its part of the rows."""
+        """`segment_runs` for rows in any order: a program has `bf` columns of `y` for its part of the rows."""
         part, j = jt.program_id(0), jt.program_id(1)
         X, Y, n = data.tiles(None, bf), y.tiles(None, None, bf), data.shape[0]
         per = jt.cdiv(n, parts)
         for i in jt.range(part * per, jnp.minimum((part + 1) * per, n)):
-            s = jnp.clip(ids[i], 0, segments - 1)  # they are, but only so is it known
+            s = jnp.clip(ids[i], 0, segments - 1)  # ids are in this range, but only so is it known
             Y[part, s, j] = _JOIN[how](Y[part, s, j], X[i, j].astype(y.dtype))
 
     grid = lambda data, *_, parts, bf, **__: (parts, jt.cdiv(data.shape[1], bf))
@@ -99,7 +99,7 @@ def segment_columns(init: float, how: str) -> jt.Kernel:
 
 def _backward(data, ids, y, g, how: str):
     """The cotangent of data for that of one part of y; sums of parts have one cotangent for all of them."""
-    from jtile.ops.embeddings import embedding  # whose reverse mode calls this module
+    from jtile.ops.embeddings import embedding  # imported here: its reverse mode calls this module
 
     if how == "sum":
         return embedding(g, ids).astype(data.dtype)
@@ -123,7 +123,7 @@ segment_runs.defvjp(_runs_forward, _runs_backward)
 
 
 def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
-    """Of ids in [-1, segments]."""
+    """The joined rows by runs of sorted ids, which are in [-1, segments]."""
     order = None
     ordered = ids
     if not in_order:
@@ -143,9 +143,9 @@ def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
 def _in_columns(data, ids, *, segments: int, how: str, in_order: bool):
     n, f = map(known, data.shape)
     bf = min(f, 128)
-    # every part has a table of its own, which should stay in a cache: no more of them than cores
+    # Every part has a table of its own, which should stay in a cache: there are no more parts than cores.
     parts = (os.cpu_count() or 1) // jt.cdiv(f, bf) if how == "sum" else 1
-    parts = max(1, min(parts, n // (4 * segments)))  # all of their results are a fourth of the rows at most
+    parts = max(1, min(parts, n // (4 * segments)))  # the results of all parts are a fourth of the rows at most
     ids = jnp.where(ids < 0, segments, ids)  # one segment more for rows that are in none
     kernel = segment_columns(_neutral(_sums(data.dtype), how), how)
     return kernel(data, ids, segments=segments + 1, parts=parts, bf=bf)[:, :segments]
@@ -155,8 +155,8 @@ def _no_columns(data, ids, *, in_order: bool, **_) -> str | None:
     return first_unmet((machine().whole, "many programs would wait for few"), (not in_order, "the ids are in order"))
 
 
-# The rows of each segment joined, [parts, segments, f]; the ids are int32, of rows outside of the segments -1 or
-# `segments`.
+# The rows of each segment joined, [parts, segments, f]; ids are int32; a row outside of the segments has
+# -1 or `segments`.
 _joined = Op(
     "segments",
     Implementation("columns of rows in any order", _in_columns, _no_columns),
@@ -165,7 +165,7 @@ _joined = Op(
 
 
 def _reduced(op: str, data, ids, num_segments: int, in_order: bool, how: str):
-    """[num_segments, ...] in the dtype of sums."""
+    """The rows of each segment joined, [num_segments, ...], in the dtype of sums."""
     _check(op, data, ids, num_segments)
     shape = (num_segments, *data.shape[1:])
     f = math.prod(data.shape[1:])
@@ -205,13 +205,13 @@ _STATIC = ("num_segments", "sorted")
 def segment_sum(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: bool = False) -> jax.Array:
     """The sum of the rows of each segment; `jax.ops.segment_sum` with an order of the terms that is always the same.
 
-    Differentiable in data, whose gradient is a gather. Ids that are not sorted are, on GPUs; CPUs take the rows as they
+    Differentiable in data, whose gradient is a gather. GPUs sort ids that are not sorted; CPUs take the rows as they
     come.
 
     Args:
       data: float or integer array [n, ...].
       ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
-      num_segments: how many there are.
+      num_segments: the number of segments.
       sorted: whether ids ascend; where they then do not, the result is undefined.
     Returns:
       [num_segments, ...] of data's dtype, added up in float32 (float64 for float64, integers in their dtype).
@@ -230,7 +230,7 @@ def segment_mean(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: 
     Args:
       data: float array [n, ...].
       ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
-      num_segments: how many there are.
+      num_segments: the number of segments.
       sorted: whether ids ascend; where they then do not, the result is undefined.
     Returns:
       [num_segments, ...] of data's dtype.
@@ -253,7 +253,7 @@ def segment_max(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: b
     Args:
       data: float or integer array [n, ...].
       ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
-      num_segments: how many there are.
+      num_segments: the number of segments.
       sorted: whether ids ascend; where they then do not, the result is undefined.
     Returns:
       [num_segments, ...] of data's dtype.
@@ -272,7 +272,7 @@ def segment_min(data: jax.Array, ids: jax.Array, num_segments: int, *, sorted: b
     Args:
       data: float or integer array [n, ...].
       ids: int array [n], the segment of each row; rows whose id is not in [0, num_segments) count nowhere.
-      num_segments: how many there are.
+      num_segments: the number of segments.
       sorted: whether ids ascend; where they then do not, the result is undefined.
     Returns:
       [num_segments, ...] of data's dtype.

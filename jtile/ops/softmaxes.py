@@ -13,8 +13,8 @@ from jtile.ops import spaces
 from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, of_rows, rows_per_tile, wide
 from jtile.ops.dispatch import Implementation, Op, first_unmet
 
-_BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner on a CPU
-_AGAIN = 8192  # backward, rows up to this long, of 32 bits or more, start from x: exp costs no more than the bytes of y
+_BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backwards, the first pass is a sum alone: blocks pay off sooner on a CPU
+_AGAIN = 8192  # backwards, rows of 32 bits or more and at most this long start from x: exp costs no more than y's bytes
 
 
 def _normalise(x, axis: int, log: bool):
@@ -37,7 +37,7 @@ def softmax_rows(x, y, *, br: int, log: bool = False):
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, bc, **_: (x.shape[0], jt.cdiv(x.shape[2], bc)))
 def softmax_columns(x, y, *, bc: int, log: bool = False):
-    """Along the middle axis of x [outer, n, inner], `bc` columns in a program."""
+    """The softmax along the middle axis of x [outer, n, inner], `bc` columns in a program."""
     i, j, n = jt.program_id(0), jt.program_id(1), x.shape[1]
     X, Y = x.tiles(None, n, bc), y.tiles(None, n, bc)
     Y[i, 0, j] = _normalise(X[i, 0, j], 0, log).astype(y.dtype)
@@ -45,7 +45,7 @@ def softmax_columns(x, y, *, bc: int, log: bool = False):
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])
 def softmax_blocks(x, y, *, bn: int, log: bool = False):
-    """One row in a program, in blocks of `bn`: an online pass for m and the sum, then one to write."""
+    """The softmax of one row in a program, in blocks of `bn`: an online pass for m and the sum, then one to write."""
     i = jt.program_id(0)
     X, Y = x.tiles(None, bn, pad=-math.inf), y.tiles(None, bn)
     m, total = (wide(jnp.full((), v, x.dtype)) for v in (-math.inf, 0))
@@ -70,7 +70,7 @@ def _gradient(y, g, axis: int, log: bool):
 
 @jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, *, br, **_: jt.cdiv(y.shape[0], br))
 def softmax_backward_rows(y, g, dx, *, br: int, log: bool = False):
-    """dx of the results y and their cotangents g [rows, n]; as `softmax_rows`."""
+    """dx for the results y and their cotangents g [rows, n]; the tiles are those of `softmax_rows`."""
     i, n = jt.program_id(0), y.shape[1]
     Y, G, DX = (ref.tiles(br, n) for ref in (y, g, dx))
     DX[i, 0] = _gradient(Y[i, 0], G[i, 0], 1, log).astype(dx.dtype)
@@ -78,7 +78,7 @@ def softmax_backward_rows(y, g, dx, *, br: int, log: bool = False):
 
 @jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, *, bc, **_: (y.shape[0], jt.cdiv(y.shape[2], bc)))
 def softmax_backward_columns(y, g, dx, *, bc: int, log: bool = False):
-    """dx of y, g [outer, n, inner]; as `softmax_columns`."""
+    """dx for y, g [outer, n, inner]; the tiles are those of `softmax_columns`."""
     i, j, n = jt.program_id(0), jt.program_id(1), y.shape[1]
     Y, G, DX = (ref.tiles(None, n, bc) for ref in (y, g, dx))
     DX[i, 0, j] = _gradient(Y[i, 0, j], G[i, 0, j], 0, log).astype(dx.dtype)
@@ -86,7 +86,7 @@ def softmax_backward_columns(y, g, dx, *, bc: int, log: bool = False):
 
 @jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, **_: y.shape[0])
 def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
-    """dx of y, g [rows, n]; as `softmax_blocks`: one pass for the sum, then one to write."""
+    """dx for y, g [rows, n], a row in a program, in blocks of `bn`: one pass for the sum, then one to write."""
     i = jt.program_id(0)
     Y, G, DX = (ref.tiles(None, bn) for ref in (y, g, dx))
     total = wide(jnp.zeros((), y.dtype))
@@ -100,7 +100,7 @@ def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
 
 @jt.kernel(out_type=lambda x, g: jt.like(x), grid=lambda x, g: x.shape[0])
 def softmax_backward_again(x, g, dx):
-    """dx of softmax for x and the cotangents g of its results [rows, n], a row in a program."""
+    """dx of a softmax for x and the cotangents g of its results [rows, n], a row in a program."""
     i, n = jt.program_id(0), x.shape[1]
     X, G, DX = (ref.tiles(None, n) for ref in (x, g, dx))
     t, u = wide(X[i, 0]), wide(G[i, 0])
@@ -115,7 +115,7 @@ def _forward(kernel, x, **meta):
 
 
 def _run(kernel, x, *more, **meta):
-    """A kernel of rows with the warps that suit their length."""
+    """Run a kernel of rows with the warps that suit their length."""
     return of_rows(kernel, x, meta.get("br", 1), 1 + len(more))(x, *more, **meta)
 
 

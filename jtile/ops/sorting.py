@@ -27,7 +27,7 @@ def sort_rows(x, y, *, br: int, descending: bool):
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x, dtype=jnp.int32), grid=_grid)
 def argsort_rows(x, y, *, br: int, descending: bool):
-    """As `sort_rows`, but the places of the sorted elements."""
+    """y: the places of the elements of x [rows, n] in sorted order; see `sort_rows`."""
     i, n = jt.program_id(0), x.shape[1]
     y.tiles(br, n)[i, 0] = jnp.argsort(x.tiles(br, n)[i, 0], axis=1, descending=descending).astype(jnp.int32)
 
@@ -44,12 +44,12 @@ def top_k_rows(x, values, places, *, br: int, k: int):
     places.tiles(br, k)[i, 0] = where
 
 
-_FEW = 16  # up to this many elements are picked one after the other
+_FEW = 16  # up to so many elements are picked one after the other
 _LONG = 8192  # elements of a row that a GPU holds at a time
 
 
 def _order(x):
-    """int32 in the order of the elements: -0 is 0, and every NaN is the largest."""
+    """Integers, int32, in the order of the elements x: -0 is 0, and every NaN is the largest."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
     x = x.astype(jnp.float32) + 0.0
@@ -62,7 +62,7 @@ def _order(x):
     grid=_grid,
 )
 def top_k_picks(x, values, places, *, br: int, k: int):
-    """As `top_k_rows`: `k` times the largest key behind the last pick, then its first place."""
+    """`top_k_rows` for few elements: `k` times the largest key behind the last pick, then its first place."""
     # key_t = max { key_j : (key_j, -j) < (key_{t-1}, -j_{t-1}) }     j_t = the least such j with key_j = key_t
     i, n = jt.program_id(0), x.shape[1]
     row = x.tiles(br, n)[i, 0]
@@ -168,7 +168,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
     Args:
       x: array [..., n].
-      k: how many, from 0 to n.
+      k: how many elements, from 0 to n.
 
     Returns:
       The values [..., k] in the dtype of x, and their indices, int32 [..., k]; of equal elements the first comes first.

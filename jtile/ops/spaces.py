@@ -19,7 +19,7 @@ from jtile.ops.hopper_tiles import Product
 LINES = 128, 256  # bytes of a row of operands in shared memory
 Points = list[dict[str, Any]]
 
-# What a choice depends on; not on the rest of what the heuristic says.
+# The arguments that a tuned choice depends on; other meta-parameters, which the heuristic chooses, do not count.
 PRODUCT = ("a", "b", "bias", "activation", "ta", "tb", "out_dtype", "save")
 GATED = ("x", "gate", "up", "activation", "tb", "save")
 
@@ -29,13 +29,13 @@ def _all(**values: Any) -> Points:
 
 
 def _sides(n: int, *lengths: int) -> list[int]:
-    """Those of the lengths that are no longer than what covers n; at least one."""
+    """The lengths that are no longer than the power of two that covers n; at least one."""
     cover = jt.next_power_of_2(n)
     return [x for x in lengths if x <= cover] or [min(lengths)]
 
 
 def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
-    """Of `matmul`: a [e, m, k], b [e, k, n]; on Hopper, tiles whose predicted time is near the shortest."""
+    """The choices of `matmul`: a [e, m, k], b [e, k, n]; on Hopper, tiles whose predicted time is near the shortest."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
     sides = None
     if gpu_tiles.warpgroups():
@@ -46,7 +46,7 @@ def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
 
 
 def gated_products(x, gate, *_, tb: bool, bk: int, **__) -> Points:
-    """Of `gated_mlp`: x [m, k], gate [k, n]."""
+    """The choices of `gated_mlp`: x [m, k], gate [k, n]."""
     m, k, n, sides = *x.shape, gate.shape[0 if tb else 1], None
     if gpu_tiles.warpgroups():
         sides = hopper_tiles.candidates(Product(m, n, k, x.dtype.itemsize, gates=2, transposed=tb))
@@ -63,7 +63,7 @@ def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None,
     terms = _sides(k, *(x // itemsize for x in (64, 128, 256, 512, 1024)))
     if m == 1:
         return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[1, 2, 4, 8], stages=[2, 3, 5])
-    if m <= 64:  # bound by reading: shorter lines, or fewer of them on their way, were never close to the best
+    if m <= 64:  # bound by reading: shorter lines, or fewer at once, were never close to the best
         terms = _sides(k, *(x // itemsize for x in (256, 512)))
         return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[2, 4], stages=[3, 4])
     rows, columns = _sides(m, 64, 128, 256), _sides(n, *(x for x in (64, 128, 256) if x <= 256 // gates))
@@ -71,7 +71,7 @@ def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None,
 
 
 def attention(q, k, v, *_, **__) -> Points:
-    """Of `flash_attention`: q [batch, t, heads, d], k and v [batch, s, kv heads, d]."""
+    """The choices of `flash_attention`: q [batch, t, heads, d], k and v [batch, s, kv heads, d]."""
     t, s = q.shape[1], k.shape[1]
     if not small_tiles():
         tiles = _all(bq=_sides(t, 32, 64, 128, 256), bk=_sides(s, 64, 128, 256, 512))
@@ -84,14 +84,14 @@ def attention(q, k, v, *_, **__) -> Points:
 
 
 def splits(q, k, *_, **__) -> Points:
-    """Of `decode_splits`."""
+    """The choices of `decode_splits`."""
     if not small_tiles():
         return [{"bk": min(x, k.shape[1])} for x in _sides(k.shape[1], 32, 64, 128, 256)]
     return _all(bk=_sides(k.shape[1], 16, 32, 64, 128, 256), num_warps=[1, 2, 4, 8], stages=[2, 3, 4])
 
 
 def full_cache(q, k, v, lengths, table, scales, **_) -> Any:
-    """Data of `decode_splits`: every slot is in use."""
+    """Data to measure `decode_splits` with: every slot is in use."""
     ones = (jnp.full(x.shape, 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.5, x.dtype) for x in (q, k, v))
     scales = tuple(jnp.full(x.shape, 0.5, x.dtype) for x in scales)
     slots = k.shape[1] * (1 if table is None else table.shape[1])
@@ -100,7 +100,7 @@ def full_cache(q, k, v, lengths, table, scales, **_) -> Any:
 
 
 def rows(x, *_, **__) -> Points:
-    """Of kernels that hold `br` rows of x [rows, n]."""
+    """The choices of kernels that hold `br` rows of x [rows, n]."""
     n = x.shape[1]
     most = max((1 << 14) // max(n, 1), 1)
     return _all(br=_sides(min(x.shape[0], most), 1, 2, 4, 8, 16, 32, 64), num_warps=[1, 2, 4, 8, 16])

@@ -48,15 +48,15 @@ def block_sparse_attention(
     """`softmax(scale q k^T) v` over the keys of the blocks that `blocks` names for each group of heads.
 
     With `queries` 1 every query has its own list, as in the selected branch of native sparse attention; with 64, say,
-    it is block-sparse attention. Differentiable in q, k and v. Backwards, a program adds up what all lists of a head
-    come to, without atomics: that wants as many heads and batch rows as the device has processors.
+    it is block-sparse attention. Differentiable in q, k and v. Backwards, a program adds up the gradients of all lists
+    of a head, without atomics: that wants as many heads and batch rows as the device has processors.
 
     Args:
       q: float array [batch, t, heads, d].
       k, v: float arrays [batch, s, kv_heads, d] of q's dtype; kv_heads divides heads.
-      blocks: int [batch, kv_heads, ceil(t / queries), n], numbers of blocks of `keys` keys, in any order; what is no
-        number of a block, as -1, stands for none. A block that a list names twice counts twice.
-      keys: of a block, a power of two. queries: that share a list.
+      blocks: int [batch, kv_heads, ceil(t / queries), n], numbers of blocks of `keys` keys, in any order; a number
+        that is none of a block, such as -1, stands for none. A block that a list names twice counts twice.
+      keys: keys of a block, a power of two. queries: how many queries share a list.
       causal: query i sees keys j <= i only.
       scale: default 1 / sqrt(d).
     Returns:

@@ -90,10 +90,10 @@ def csr_matmul(data: jax.Array, columns: jax.Array, starts: jax.Array, b: jax.Ar
     """`A @ b` of a sparse matrix A in compressed rows (CSR): row i has the numbers `data[starts[i] : starts[i + 1]]` in
     the columns `columns[starts[i] : starts[i + 1]]`. Sums are in float32 (float64 for float64), in their order.
 
-    Differentiable in data and b, without atomic additions: that of b is a product with the transposed matrix.
+    Differentiable in data and b, without atomic additions: the gradient of b is a product with the transposed matrix.
 
     Args:
-      data: float array [entries]. columns: int [entries], of [0, k). starts: int [m + 1], from 0 to at most entries.
+      data: float array [entries]. columns: int [entries], in [0, k). starts: int [m + 1], from 0 to at most entries.
       b: float array [k, n] of data's dtype.
     Returns:
       [m, n] of b's dtype.
@@ -137,7 +137,7 @@ def csr_matmul_reference(data, columns, starts, b):
     grid=lambda data, columns, starts, b, *, bn, **_: (starts.shape[0] - 1, jt.cdiv(b.shape[1], bn)),
 )  # fmt: skip
 def bsr_rows(data, columns, starts, b, y, *, bn: int, turned: bool):
-    """data [entries, r, c], b [k c, n], y [m r, n]; `turned`: of transposed blocks."""
+    """data [entries, r, c], b [k c, n], y [m r, n]; `turned`: whether blocks are transposed."""
     # Y_i = sum_{e of row i} data_e B_(columns_e)
     i, j = jt.program_id(0), jt.program_id(1)
     r, c = (data.shape[2], data.shape[1]) if turned else data.shape[1:]
@@ -150,7 +150,8 @@ def bsr_rows(data, columns, starts, b, y, *, bn: int, turned: bool):
 
 @jt.kernel(out_type=lambda data, *_, **__: jt.like(data), grid=lambda data, *_, **__: data.shape[0])
 def bsr_data_gradient(data, rows, columns, b, g, y, *, bn: int):
-    """y like data: the cotangent of a block is that of its row times what it was multiplied with."""
+    """y like data: the cotangent of a block is that of its row of blocks, times the transposed rows of b that the block
+    was multiplied with."""
     # Y_e = G_(rows_e) B_(columns_e)^T
     e, (r, c) = jt.program_id(0), data.shape[1:]
     B, G, total = b.tiles(c, bn), g.tiles(r, bn), jt.zeros((r, c), sums_in(b))
@@ -186,7 +187,7 @@ def bsr_matmul(data: jax.Array, columns: jax.Array, starts: jax.Array, b: jax.Ar
 
     Args:
       data: float array [entries, r, c]; on GPUs r and c of 16 to 128 are quick.
-      columns: int [entries], of [0, k). starts: int [m + 1], from 0 to at most entries.
+      columns: int [entries], in [0, k). starts: int [m + 1], from 0 to at most entries.
       b: float array [k c, n] of data's dtype.
     Returns:
       [m r, n] of b's dtype, summed in float32 (float64 for float64).

@@ -25,12 +25,12 @@ from jtile.ops.flash_attention import (
     online,
 )
 
-_SHORTEST_SPLIT = 256  # keys of a program
-CACHE_DTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # of keys and values that have scales
+_SHORTEST_SPLIT = 256  # the fewest keys of a program
+CACHE_DTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # dtypes of keys and values that have scales
 
 
 def splits_of(parts: int, slots: int) -> int:
-    """Programs that share the keys of one of `parts`: enough for the machine; on a GPU no more than run at a time."""
+    """The programs that share the keys of one of `parts`: enough for the machine, on a GPU as many as run at a time."""
     m = machine()
     if m.whole:
         return min(jt.cdiv(m.programs, parts), jt.cdiv(slots, _SHORTEST_SPLIT))
@@ -38,7 +38,7 @@ def splits_of(parts: int, slots: int) -> int:
 
 
 def slots_of(cache, table) -> int:
-    """Slots of a row; `table`: the pages of each row, or None."""
+    """The slots of a row; `table`: the pages of each row, or None."""
     return cache.shape[1] * (1 if table is None else table.shape[1])
 
 
@@ -51,7 +51,7 @@ def place(b, j, bk: int, cache, table):
 
 
 def _types(q, k, v, lengths, table, scales, *, splits, **_):
-    """acc, m and l of every split, [batch, kv heads, splits, t, group(, d)]; with one split just the output."""
+    """Types of acc, m and l of every split, [batch, kv heads, splits, t, group(, d)]; with one split that of o."""
     batch, t, heads, d = q.shape
     if splits == 1:
         return jt.like(q)
@@ -72,7 +72,7 @@ def decode_splits(
     """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and table
     [batch, pages of a row], else None; lengths int32 [batch]; scales: () or those of 8-bit keys and of values, float32
     [batch or pages, kv heads, slots]. Of several splits o is the part of each, unnormalised."""
-    # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
+    # The formulas of flash_attention, for keys [lo, hi) of this split; token i's query is at position length - t + i.
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
@@ -142,7 +142,7 @@ def combine_splits(acc, m, l, o, *, dtype: str):
     grid=lambda acc, m, l, **_: (*acc.shape[:2], acc.shape[3] * acc.shape[4]),
 )
 def combine_splits_of_rows(acc, m, l, o, *, dtype: str):
-    """As `combine_splits` with a program for each query: o [batch, kv heads, t, group, d]."""
+    """`combine_splits` with a program for each query: o [batch, kv heads, t, group, d]."""
     b, g, row = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     group = jnp.int32(acc.shape[4])
     i, h = jax.lax.div(row, group), jax.lax.rem(row, group)
@@ -158,7 +158,7 @@ def _by_rows(acc, m, l, *, dtype: str):
     return o.transpose(0, 2, 1, 3, 4).reshape(o.shape[0], o.shape[2], -1, o.shape[4])
 
 
-# o [batch, t, heads, d] of the parts of the splits
+# The output o [batch, t, heads, d], from the parts of the splits.
 combined = Op(
     "parts of splits",
     Implementation("a program for each query", _by_rows, needs=WARPS),
@@ -183,8 +183,8 @@ def decode_attention(
 ) -> jax.Array:
     """Causal attention of the newest tokens over a key-value cache that holds them already.
 
-    Differentiable in q, sinks, scales, and k and v that have none, not in lengths and pages; as `attention` over the
-    slots in use.
+    Differentiable in q, sinks, scales, and k and v that have none, not in lengths and pages. The result is that of
+    `attention` over the slots in use.
 
     Args:
       q: float array [batch, heads, d], one token a row, or [batch, t, heads, d], the last t tokens.
@@ -277,7 +277,7 @@ def _decode(
 def _of_all_rows(
     q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, splits: int | None = None, **_
 ):
-    """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
+    """The result of the kernel whose programs share out the keys of all rows; each device shares out its own."""
     cache, pages = ("b _ h _", "") if table is None else ("_ _ h _", ", b _")
     rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
@@ -286,7 +286,7 @@ def _of_all_rows(
 
 @functools.lru_cache(maxsize=128)
 def _of_a_device(scale: float, softcap: float | None, splits: int | None):
-    """For `jt.partitioned`: of the queries of kv heads apart, q [batch, t, kv heads, group, d], as they are cut."""
+    """The function for `jt.partitioned`, which cuts along kv heads, an axis of q [batch, t, kv heads, group, d]."""
 
     def decode_in_shares(q, k, v, lengths, table):
         flat = q.reshape(*q.shape[:2], -1, q.shape[4])
@@ -313,7 +313,8 @@ def _splits(q, k, table) -> int:
 
 
 def parts_of_keys(q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, splits: int | None = None):
-    """acc, m and l of several splits, as `decode_splits` gives them; for who puts them together with others."""
+    """acc, m and l of several splits, as `decode_splits` gives them, for callers that put them together with
+    others."""
     splits = max(_splits(q, k, table) if splits is None else splits, 2)
     return _parts(q, k, v, lengths, table, scales, splits=splits, scale=scale, softcap=softcap, window=None)
 
@@ -324,7 +325,7 @@ def _parts(
     slots, page = slots_of(k, table), k.shape[1]
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
     kernel, bk = decode_splits, fit(page, keys)
-    if not machine().whole and scales:  # of an H200: 10 to 20 % less time than the tiles of 16-bit caches
+    if not machine().whole and scales:  # on an H200 10 to 20 % less time than with tiles of 16-bit caches
         kernel, bk = tuned(decode_splits, num_warps=2 if splits == 1 else 4), fit(page, 64)
     elif not machine().whole and q.dtype.itemsize == 2 and splits > 1:
         bk = fit(page, 32) if known(slots) // splits > 2048 else bk
@@ -360,7 +361,8 @@ _op_of_a_device = Op(
 
 @_decode.defjvp
 def _decode_jvp(scale, softcap, window, splits, primals, tangents):
-    """Of the same result as `attention` over the slots in use, which has a reverse mode for any number of keys."""
+    """The derivative of the same result by `attention` over the slots in use, whose reverse mode takes any number of
+    keys."""
     del splits
     q, k, v, lengths, table, scales, sinks = primals
     slots = slots_of(k, table)

@@ -17,12 +17,12 @@ from jtile.ops.recurrences import chunk_of
 
 
 def _types(x, dt, a, *_, save: bool, **__):
-    """y, and with `save` the state behind the last position."""
+    """The types of y and, with `save`, of the state behind the last position."""
     return (jt.like(x), jax.ShapeDtypeStruct((x.shape[0], *a.shape), sums_in(x))) if save else jt.like(x)
 
 
 def _behind(first, second):
-    """What two stretches of `h -> a h + b` come to, one behind the other."""
+    """The map `h -> a h + b` that two such maps make, one behind the other."""
     (a, b), (c, d) = first, second
     return c * a, c * b + d
 
@@ -94,7 +94,7 @@ def selective_scan(
 ) -> Any:  # fmt: skip
     """Mamba's scan: `h_t = e^(dt_t a) h_(t-1) + dt_t x_t b_t`, `y_t = c_t . h_t + skip x_t` for each channel.
 
-    Differentiable in all arrays; one state in 16 is saved for that, the others are computed again.
+    Differentiable in all arrays; one state in 16 is saved for reverse mode, and the others are computed again.
 
     Args:
       x: float array [batch, t, d]. dt: likewise, steps of time, 0 and more (behind the softplus).

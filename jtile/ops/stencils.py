@@ -48,7 +48,8 @@ def stencil_tiles(x, w, y, *, bm: int, bn: int):
     grid=lambda x, g, *, chunks, **_: chunks,
 )
 def stencil_weight_tiles(x, g, dw, *, p: int, q: int, bm: int, bn: int, chunks: int):
-    """dw [chunks, p, q] of x as in `stencil_tiles` and the cotangents g [batch, m, n]: every `chunks`-th tile of g."""
+    """dw [chunks, p, q] for x as in `stencil_tiles` and the cotangents g [batch, m, n]; a program
+    sums every `chunks`-th tile of g."""
     # dw_ab = sum_ij g_ij x_{i + a, j + b}
     c = jt.program_id(0)
     _, down, across = (g.shape[0], jt.cdiv(g.shape[1], bm), jt.cdiv(g.shape[2], bn))
@@ -79,7 +80,7 @@ def _backward(residuals, g, **_):
 
 def stencil_weight_sums(x, g, size: tuple[int, ...]):
     """The cotangent of the weights, of two axes or three, for x [batch, ...] with the points around it and g."""
-    if len(size) == 3:  # of each plane of them: of the planes of x that it meets
+    if len(size) == 3:  # each plane of weights is summed with the planes of x that it meets
         depth = g.shape[1]
         planes = lambda t: t.reshape(-1, *t.shape[2:])
         return jnp.stack(

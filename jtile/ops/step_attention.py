@@ -36,15 +36,15 @@ def step_attention(
 
     Args:
       qkv: float [batch, heads + 2 kv_heads, d], d even: queries, keys and values of the new tokens.
-      cos, sin: float32 [batch, d / 2], of their positions: the pairs (i, i + d / 2) are turned.
+      cos, sin: float32 [batch, d / 2], for the positions of the new tokens: the pairs (i, i + d / 2) are turned.
       lengths: int [batch], tokens that the cache holds of each row; the new one goes to the slot behind them.
       keys, values: the cache [batch, slots, kv_heads, d], or [pages, slots of a page, kv_heads, d]; donate them, and
         they are written in place.
-      heads: of queries, a multiple of kv_heads.
+      heads: heads of queries, a multiple of kv_heads.
       pages: int [batch, n], the pages of each row in order, or None.
       norms: weights float32 [d] of RMS norms of queries and of keys, before they are turned, or None.
-      eps: of the norms, added to the mean square.
-      scale: of the scores; 1 / sqrt(d) by default.
+      eps: added to the mean square in the norms.
+      scale: factor of the scores; 1 / sqrt(d) by default.
     Returns:
       The mixed values [batch, heads, d] of qkv's dtype, keys and values.
     Raises:
@@ -102,7 +102,7 @@ def _check(qkv, cos, sin, lengths, keys, values, heads: int, pages, norms) -> No
 
 
 def _apart(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, eps: float, scale: float):
-    """A kernel that appends, and one that attends."""
+    """The step by two kernels: one appends, and one attends."""
     options = {"heads": heads, "kv_heads": keys.shape[2], "eps": eps}
     q, keys, values = rope_append(qkv, cos, sin, lengths, keys, values, norms, table, **options)
     y = decode_attention(q.astype(keys.dtype), keys, values, lengths + 1, pages=table, scale=scale)
@@ -127,7 +127,7 @@ def _in_one(*operands, **options):
     return _mapped(**options)(*operands)
 
 
-# qkv [batch, heads + 2 kv heads, d] and a cache -> what its queries get, and the longer cache
+# From qkv [batch, heads + 2 kv heads, d] and a cache: the mixed values of its queries, and the longer cache.
 _step = Op(
     "step_attention",
     Implementation("one kernel beside the products", _in_one, hopper_step.misfit, BLOCK_LEVEL, portable=False),

@@ -19,12 +19,12 @@ from jtile.ops.weight_codes import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
-_ZERO = {"q4_0": 8, "q4_1": 0, "q8_0": 128, "int8": 128}  # the field of a word that says 0
+_ZERO = {"q4_0": 8, "q4_1": 0, "q8_0": 128, "int8": 128}  # the field of a word that stands for the weight 0
 _NIBBLES = 0x0F0F0F0F
 
 
 def bits_of(kind: str) -> int:
-    """Of a weight in memory; `kind`: that of a quantised weight, or the dtype of a plain one."""
+    """The bits of a weight in memory; `kind`: the kind of a quantised weight, or the dtype of a plain one."""
     return 4 if kind in FOUR_BIT else 8 if kind in ("q8_0", "int8", "fp8") else 16
 
 
@@ -34,7 +34,7 @@ def integers(kind: str) -> bool:
 
 
 def groups_of(kind: str) -> int:
-    """512-byte pieces that hold 1024 weights."""
+    """The number of 512-byte pieces that hold 1024 weights."""
     return bits_of(kind) // 4
 
 
@@ -43,14 +43,14 @@ def real(x) -> jax.Array:
 
 
 def bytes_of(dtype) -> int:
-    """Of a number of x of this dtype that is multiplied with integers."""
+    """The bytes of the integer that a number of x of this dtype becomes."""
     return 2 if dtype in (jnp.bfloat16, jnp.float16) else 3
 
 
 def planes_of(x, kind: str):
-    """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes what its fields are multiplied
-    with, of codes that are floats."""
-    if bits_of(kind) == 8:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
+    """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes, its fields' factors, where
+    codes are floats."""
+    if bits_of(kind) == 8:  # the axes of a block are s, h, t, e: see `QuantizedTensor.packed`
         x = x.reshape(2, LANES, 2, 4, 2).transpose(0, 4, 2, 1, 3)
     else:
         x = x.reshape(4, LANES, 2, 4).transpose(0, 2, 1, 3)
@@ -63,11 +63,11 @@ class Integers:
     """x of one role and round for products with integers: tiles, or buffers of them.
 
     Attributes:
-      planes: of each byte of x, the highest first, two of uint32 [lanes, 4]: what the words of a lane are multiplied
-        with, of codes of 4 bits their lower and their upper halves, else those of each group.
-      shifts: of each byte by group int32 [lanes], what its sums begin with: the code that says 0 is not 0.
-      unit: by group float32 [lanes], what brings the sums of a lane back.
-      total: by group float32 [lanes], the sums of x.
+      planes: for each byte of x, the highest first, two of uint32 [lanes, 4], which the words of a lane are multiplied
+        with: for codes of 4 bits their lower and their upper halves, else the words of each group.
+      shifts: for each byte and group int32 [lanes], what its sums begin with, as the code of the weight 0 is not 0.
+      unit: for each group float32 [lanes], the factor that turns sums of integers back into sums of numbers.
+      total: for each group float32 [lanes], the sums of x.
     """
 
     planes: list
@@ -88,17 +88,17 @@ EIGHT = 8  # numbers of a lane in a tile of x that becomes integers: a thread ho
 
 
 def integers_of(x: list, kind: str, count: int) -> Integers:
-    """x, float32, in four tiles [lanes, `EIGHT`], as integers of `count` bytes: of each group those of its lanes one
-    beside the other. A lane whose largest number is infinite, or none, has a unit that is none."""
+    """x, float32, in four tiles [lanes, `EIGHT`], as integers of `count` bytes; the tiles of a group stand one behind
+    the other. A lane whose largest number is infinite, or NaN, has a unit of NaN."""
     each = len(x) // groups_of(kind)
     found = [_integers_of_group(x[i : i + each], kind, count) for i in range(0, len(x), each)]
-    bytes_, shifts, unit, total = ([list(of) for of in zip(*part)] for part in zip(*found))  # by group, at last
+    bytes_, shifts, unit, total = ([list(of) for of in zip(*part)] for part in zip(*found))  # lists by group
     planes = [_in_words([part for group in of_byte for part in group], kind) for of_byte in bytes_]
     return Integers(planes, shifts, unit[0], total[0])
 
 
 def _integers_of_group(x: list, kind: str, count: int):
-    """Of the numbers of a group: by byte its tiles and their shift, and the unit and the total in lists of one."""
+    """For the numbers of a group: the tiles of each byte, the shift of each byte, and [unit] and [total]."""
     bits = 8 * count - 1
     largest = functools.reduce(jnp.maximum, [abs(part) for part in x])
     power = jax.lax.bitcast_convert_type(jnp.max(largest, axis=1), jnp.uint32) >> np.uint32(23)  # biased by 127
@@ -116,8 +116,8 @@ def _integers_of_group(x: list, kind: str, count: int):
 
 
 def _in_words(x: list, kind: str) -> list:
-    """The low bytes of integers, as `integers_of` has them, where the words of a lane have the codes they are
-    multiplied with: of a block s, h, t, e, see `QuantizedTensor.packed`, and a tile has one s and one h."""
+    """The low bytes of integers, as `integers_of` has them, put where the words of a lane have the codes that they are
+    multiplied with. The axes of a block are s, h, t, e: see `QuantizedTensor.packed`; a tile has one s and one h."""
 
     def of_pairs(part):
         u = (jax.lax.bitcast_convert_type(part, jnp.uint32) & np.uint32(255)).reshape(LANES, 4, 2)
@@ -142,14 +142,14 @@ def _bytes(words) -> list:
 
 
 def _dot(a: list, words, signed: bool):
-    """The sum of the products of the four bytes of words with `a`, as many int32."""
+    """The sum of the products of the four bytes of words with `a`, four int32 tiles."""
     of_words = [jax.lax.bitcast_convert_type(b, jnp.int8) if signed else b for b in _bytes(words)]
     return functools.reduce(jnp.add, [x * y.astype(jnp.int32) for x, y in zip(a, of_words)])
 
 
 def held(x):
-    """x of one role and round in registers: of each of its rows the planes [lanes, 4], or the parts of `Integers`, cut
-    along their first axis."""
+    """x of one role and round in registers: for each row the planes [lanes, 4], cut apart along their first axis, or
+    `Integers` of tiles."""
     return [_held_integers(row) if isinstance(row, Integers) else _along(row.load(), 0) for row in x]
 
 
@@ -160,7 +160,7 @@ def _held_integers(row: Integers) -> Integers:
 
 
 def _along(t, axis: int) -> list:
-    """The tile cut along an axis, which goes; halves of halves, as registers are told apart."""
+    """The tile cut along an axis, which is dropped. It is cut by halves, so that registers can be told apart."""
     if t.shape[axis] == 1:
         return [t.reshape(*t.shape[:axis], *t.shape[axis + 1 :])]
     half = t.shape[axis] // 2
@@ -171,7 +171,7 @@ def _along(t, axis: int) -> list:
 def lane_sums(pieces, of_blocks, x: list, kind: str):
     """What one round adds to the products of rows of W with each row of x, as `held` gives it: [rows, lanes].
 
-    pieces: the 512 bytes of each group; of_blocks: by group the scales and, for Q4_1, the minima.
+    pieces: the 512 bytes of each group; of_blocks: for each group the scales and, for Q4_1, the minima.
     """
     if integers(kind):
         return [_integer_sums(pieces, of_blocks, row, kind) for row in x]
@@ -185,7 +185,7 @@ def _float_sums(fields: list[list], of_blocks, planes: list):
         own = planes[group * len(of_group) : (group + 1) * len(of_group)]
         terms = [field * plane[None] for field, plane in zip(of_group, own)]
         wide = functools.reduce(jnp.add, terms if wide is None else [wide, *terms])
-        if of_blocks:  # else one chain of multiply-adds goes over all groups
+        if of_blocks:  # without scales one chain of multiply-adds goes over all groups
             part = functools.reduce(jnp.add, _along(wide, 2)) * of_blocks[0][group]
             wide, out = None, part if out is None else out + part
     return functools.reduce(jnp.add, _along(wide, 2)) if out is None else out
@@ -215,7 +215,7 @@ def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
 
 
 def spread(scales, rows: int):
-    """Scales [rows, blocks] in the lanes that have weights of these blocks."""
+    """Scales [rows, blocks], repeated for the lanes that have weights of these blocks."""
     blocks, lanes = scales.shape[1], LANES // scales.shape[1]
     scales = scales.astype(jnp.float32)
     wide = jnp.broadcast_to(scales[:, :, None], (rows, blocks, lanes)) if lanes > 1 else scales

@@ -16,7 +16,7 @@ of 32 weights, `parts` of which lie between one and the next, and it has one fie
 `32 (parts a + p) + j` is the a-th of part p in its run's byte j.
 
 Integers of 6 bits have a byte each, which costs 4 bytes in a super block: taking them apart in each product would cost
-more. All of them stand in the order of parts. So every bit of a file is kept, and to read one is little but to copy it.
+more. These integers stand in the order of parts. So every bit of a file is kept, and reading a file is mostly copying.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Layout(NamedTuple):
     """How a kind is stored; see the table above.
 
     Attributes:
-      bits: of a code, plane by plane, the lowest first.
+      bits: bits of a code in each plane, the lowest first.
       zero: the code of the weight 0.
       sub: weights of a sub-block.
       minima: whether there are m and n.
-      runs: of a part, 32 weights each.
+      runs: runs of a part, 32 weights each.
       across: runs of a plane have the parts one after the other, and then their next fields; else fields come first.
       places: where the arrays stand in a block of a file: codes, higher codes, integers, d and m; None: there are none.
     """
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Of a super block in a file."""
+        """The bytes of a super block in a file."""
         return max(end for _, end in self.places.values())
 
 
@@ -121,7 +121,7 @@ class SuperBlocks[T: Shaped](NamedTuple):
 
 
 def _integers(kind: str, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """s and n of those of a file, uint8 [..., bytes], as `SuperBlocks` has them."""
+    """s and n as `SuperBlocks` has them, from the integers of a file, uint8 [..., bytes]."""
     layout = LAYOUTS[kind]
     if kind == "q3_k":  # runs of a part: one
         low = np.concatenate([stored[..., :8] & 15, stored[..., :8] >> 4], axis=-1)

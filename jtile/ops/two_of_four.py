@@ -83,13 +83,13 @@ def _place(codes, h: int, e: int):
 
 
 def sparse24(weight: jax.Array, mask: jax.Array | None = None) -> Sparse24Tensor:
-    """The weight [n, k] with the two numbers of every four along a row that are largest in magnitude, of equal ones
-    the first.
+    """The weight [n, k] with the two numbers of every four along a row that are largest in magnitude, the first
+    ones where several are equal.
 
     Args:
       weight: float array [n, k], k a multiple of 8.
-      mask: None, or bool [n, k]: numbers where it is False count as zero. At most two of a group are kept of a mask
-        too, the largest.
+      mask: None, or bool [n, k]: numbers where it is False count as zero. With a mask, too,
+        the largest two of a group are kept.
     Returns:
       A `Sparse24Tensor` of weight's dtype. Derivatives go to the numbers that are kept.
     Raises:
@@ -119,7 +119,7 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None) -> Sparse24Tensor
 
 
 def _number(kept, code, h: int, c: int):
-    """W_(h, c), a tile: those of the two kept numbers of half h whose place is c."""
+    """A tile of W_(h, c): the kept numbers of half h whose place is c, zero elsewhere."""
     first, second = (_place(code, h, e) == c for e in range(KEPT))
     return jnp.where(first, kept[0], jnp.where(second, kept[1], jnp.zeros((), kept[0].dtype)))
 
@@ -131,7 +131,7 @@ def _number(kept, code, h: int, c: int):
         parts, jt.cdiv(codes.shape[0], bn), jt.cdiv(x.shape[0], bm)),
 )  # fmt: skip
 def sparse24_tiles(x, values, codes, y, *, parts: int, bm: int, bn: int, bp: int):
-    """y [parts, m, n], to be added up."""
+    """Parts of the sums of the product, y [parts, m, n], which are to be added up."""
     # Y^T = sum_(h, c) W_(h, c) X_(h, c)^T: the matrix that is made in registers stands on the left
     s, j, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     X, V, C = x.tiles(bm, None, bp), values.tiles(bn, None, bp), codes.tiles(bn, bp)
@@ -150,7 +150,7 @@ def sparse24_tiles(x, values, codes, y, *, parts: int, bm: int, bn: int, bp: int
     grid=lambda x, values, codes, *, bn, **_: (jt.cdiv(codes.shape[0], bn), x.shape[0]),
 )
 def sparse24_rows(x, values, codes, y, *, bn: int):
-    """The same for one or two rows: each number of the weight finds the one that it is multiplied with."""
+    """The product for one or two rows: each number of the weight finds the one that it is multiplied with."""
     # y_j = sum_(h, e, p) values_(h, e)[j, p] x_(h, place_(h, e)[j, p])[p]
     j, i = jt.program_id(0), jt.program_id(1)
     width = codes.shape[1]
@@ -187,7 +187,7 @@ def sparse24_dx(g, values, codes, x, *, bm: int, bn: int, bp: int):
     grid=lambda g, x, codes, *, bn, bp, **_: (jt.cdiv(codes.shape[0], bn), jt.cdiv(codes.shape[1], bp), HALVES),
 )
 def sparse24_dvalues(g, x, codes, values, *, bm: int, bn: int, bp: int):
-    """The cotangent of the values: of the dense one, which is in no memory, the numbers that are kept."""
+    """The cotangent of the values: the kept numbers of that of the dense weight, which is never in memory."""
     # S_c = G^T X_(h, c)     values_(h, e) = S_c where place_(h, e) = c
     j, p, h = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     G, X = g.tiles(bm, bn), x.tiles(bm, None, bp)
@@ -257,15 +257,15 @@ for _kernel, _rule in (
 def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> jax.Array:
     """`x @ weight.dense().T`, summed in float32 (float64 for float64), from the weight as it is in memory.
 
-    What is bound by reading the weight takes 9/16 of the time of a dense product in 16 bits. Products of many rows are
-    as those with a dense weight, and take its time at best: on GPUs they go through tensor cores, but not through the
+    A product that is bound by reading the weight takes 9/16 of the time of a dense one in 16 bits. Products of many
+    rows take the time of those with a dense weight at best: on GPUs they go through tensor cores, but not through the
     instructions for sparse matrices. Differentiable in x and in the weight's values, whose cotangent is a
-    `Sparse24Tensor`; that of the codes is none.
+    `Sparse24Tensor`; codes have no cotangent.
 
     Args:
       x: float [..., k].
       weight: [n, k], of x's dtype or of an 8-bit float. See `sparse24`.
-      out_dtype: of the result, a float; default: that of x.
+      out_dtype: dtype of the result, a float; default: that of x.
     Returns:
       [..., n].
     Raises:

@@ -16,22 +16,22 @@ FLOAT8 = jnp.float8_e4m3fn
 
 def float4_numbers(codes):
     """float32 numbers of codes uint8 from 0 to 15, floats with a sign, 2 bits of exponent and 1 of mantissa (e2m1):
-    0, 0.5, 1, 1.5, 2, 3, 4, 6, and from 8 on these less than 0."""
-    # the bits are those of a float16 of 2^-14 times the number, where its exponent and mantissa meet
+    0, 0.5, 1, 1.5, 2, 3, 4, 6, and from 8 on the negatives of these."""
+    # The bits are those of a float16, 2^-14 times the number, at the place where its exponent and mantissa meet.
     wide = codes.astype(jnp.uint16)
     bits = (wide & np.uint16(7)) << np.uint16(9) | (wide & np.uint16(8)) << np.uint16(12)
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * np.float32(2.0**14)
 
 
 def float4_codes(xp, x):
-    """The codes, uint8, of what is nearest to x, float32; `xp`: NumPy or `jnp`."""
+    """The codes, uint8, of the numbers nearest to x, float32; `xp`: NumPy or `jnp`."""
     size = xp.abs(x)
     near = xp.where(size < 2, xp.round(2 * size), xp.where(size < 4, xp.round(size) + 2, xp.round(size / 2) + 4))
     return xp.minimum(near, np.float32(7)).astype(np.uint8) | xp.where(x < 0, np.uint8(8), np.uint8(0))
 
 
 def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:
-    """float32 weights [..., in] of codes [..., in or in/2] with scales (and minima) [..., in/32 or 1]."""
+    """The weights, float32 [..., in], of codes [..., in or in/2] with scales (and minima) [..., in/32 or 1]."""
     codes = unpack_codes(codes, kind)
     scale = scale.astype(jnp.float32)[..., None]
     if kind == "int8":
