@@ -94,8 +94,8 @@ _argmax = Op(
 def argmax(x: jax.Array) -> jax.Array:
     """`jnp.argmax(x, -1)` as int32: the place of the first of the largest numbers of each row, or of its first NaN.
 
-    On GPUs one kernel, in which several programs share a row where rows are few. Not differentiable: the result holds
-    integers.
+    On GPUs it is one kernel, in which several programs share a row where rows are few. Not differentiable: the result
+    holds integers.
 
     Args:
       x: float array [..., n].

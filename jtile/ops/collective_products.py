@@ -105,7 +105,7 @@ def matmul_all_reduce_reference(x, w, axis):
 
 
 def _collectives():
-    from jtile.ops import collectives  # which has these functions too
+    from jtile.ops import collectives  # that module has these functions too
 
     return collectives
 

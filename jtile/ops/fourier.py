@@ -142,7 +142,8 @@ def _in_two(x, left: int, sign: int, scale: float):
 
 
 def _by_chirps(x, sign: int, scale: float):
-    """The transform as a convolution of a power of two (Bluestein 1970): j k = (j^2 + k^2 - (k - j)^2) / 2."""
+    """The transform as a convolution of the length of a power of two (Bluestein 1970), since
+    j k = (j^2 + k^2 - (k - j)^2) / 2."""
     n = x.shape[1]
     m = jt.next_power_of_2(2 * n - 1)
     chirp = np.exp(sign * 1j * np.pi * (np.arange(n) ** 2 % (2 * n)) / n)

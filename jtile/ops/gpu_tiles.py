@@ -192,7 +192,7 @@ def _gradients_of_rows(rows: int, n: int, itemsize: int, centre: bool, processor
     side = power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
-    short = side < 1024  # several warps share the rows of a tile, and meet to add them up: the fewer rows the better
+    short = side < 1024  # several warps hold the rows of a tile, and meet to add them up: the fewer the better
     br = min(max((1024 if short else 2048) // side, 1), power(max(rows // processors, 1)))
     per = cdiv(cdiv(rows, br), processors * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)

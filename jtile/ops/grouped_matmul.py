@@ -120,7 +120,7 @@ def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, i
     each = jt.cdiv(known(rows), max(groups, 1))
     if machine().whole:
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
-    if each <= 96 and itemsize == 2 and k >= 128:  # as fast as matrices are read: in lines of 256 bytes
+    if each <= 96 and itemsize == 2 and k >= 128:  # bound by reading the matrices: lines of 256 bytes
         return {"bm": 64, "bn": min(128, max(16, jt.next_power_of_2(n))), "bk": 128}
     sides = hopper_tiles.candidates(Product(max(each, 65), n, k, itemsize)) if gpu_tiles.warpgroups() else ()
     if not sides:

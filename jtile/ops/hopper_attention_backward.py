@@ -96,7 +96,7 @@ def hopper_attention_backward(
     def of_keys(w):
         return (2 * j + w) * KEYS + jt.arange(KEYS)[:, None]
 
-    def rows(starts):  # the same number in every key's row
+    def rows(starts):  # numbers of queries, repeated in every key's row
         return jnp.broadcast_to(starts.load()[None, :], (KEYS, bq))
 
     def bounds():

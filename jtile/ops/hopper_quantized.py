@@ -29,7 +29,7 @@ ROWS = 64  # rows of W of a consumer
 DEPTH = 256  # weights of a row that a round takes
 WORDS = 32  # words in a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
-_UP, _DOWN = 2.0**110, 2.0**23  # both bring codes times 2^-133 back; a float16 times the first is a bfloat16
+_UP, _DOWN = 2.0**110, 2.0**23  # together they bring codes times 2^-133 back; a float16 times the first is a bfloat16
 _UP_FLOAT8 = 2.0 ** (120 - 23)  # this and _DOWN bring codes times 2^-120 back
 
 
@@ -39,7 +39,7 @@ def _codes(words, kind: str, dtype):
     In bfloat16 the bits of a code are a subnormal number: the field's, less that of 0. Of two fields of 4 bits in a
     byte the upper one stays where it is, and counts 16 times. In float16 a code ends the mantissa of 1024 + code.
 
-    Codes that are floats of 8 bits have theirs where these have them: times 2^-120, in float16 2^-8.
+    Codes that are floats of 8 bits stand where a bfloat16 has such fields, times 2^-120, or a float16, times 2^-8.
     """
     four, half = kind in FOUR_BIT, dtype == jnp.float16
     shape = (*words.shape, 4 if four else 2)
@@ -87,7 +87,7 @@ def _scales(tiles, kind: str, dtype) -> list:
     upper fields, which count 16 times.
     """
     d, *low = (t.astype(jnp.float32) for t in tiles)
-    shift = [m + 8 * d for m in low]  # of q - 8
+    shift = [m + 8 * d for m in low]  # added to d (q - 8), since `_codes` gives q - 8
     if dtype == jnp.float16:
         d = d * 256 if kind == "fp8" else d
         return [t.astype(dtype) for t in (d, *shift)]

@@ -32,30 +32,30 @@ def processors() -> int:
 
 
 def tiles(p: Product) -> dict[str, int] | None:
-    """See `warpgroups.tiles`."""
+    """`warpgroups.tiles` for the GPU at hand."""
     return warpgroups.tiles(p, warpgroups.at_hand())
 
 
 def predicted_us(p: Product, form: Form) -> float:
-    """See `warpgroups.predicted_us`."""
+    """`warpgroups.predicted_us` for the GPU at hand."""
     return warpgroups.predicted_us(p, form, warpgroups.at_hand())
 
 
 def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:
-    """See `warpgroups.parts_of_product`."""
+    """`warpgroups.parts_of_product` for the GPU at hand."""
     return warpgroups.parts_of_product(p, warpgroups.at_hand())
 
 
 def forms(p: Product) -> dict[Form, float]:
-    """See `warpgroups.forms`."""
+    """`warpgroups.forms` for the GPU at hand."""
     return warpgroups.forms(p, warpgroups.at_hand())
 
 
 def extended(p: Product) -> tuple[int, int, int]:
-    """See `warpgroups.extended`."""
+    """`warpgroups.extended` for the GPU at hand."""
     return warpgroups.extended(p, warpgroups.at_hand())
 
 
 def near(p: Product, *, whole: bool) -> list[Form]:
-    """See `warpgroups.near`."""
+    """`warpgroups.near` for the GPU at hand."""
     return warpgroups.near(p, warpgroups.at_hand(), whole=whole)

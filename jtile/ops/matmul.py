@@ -316,7 +316,7 @@ def cotangents(a, b, g, *, ta: bool, tb: bool):
     """The cotangents of a and b for g [batch, m, n], that of `product(a, b)`: products too; no transpose is copied."""
     # dA = G B^T     dB = A^T G     for op(a) = a^T the transposes of these
     da = product(b, g, a.dtype, ta=tb, tb=True) if ta else product(g, b, a.dtype, tb=not tb)
-    wide = _sums(a, b) if b.shape[0] < g.shape[0] else b.dtype  # of a shared weight: summed, then rounded
+    wide = _sums(a, b) if b.shape[0] < g.shape[0] else b.dtype  # a shared b: sum first, then round
     db = product(g, a, wide, ta=True, tb=ta) if tb else product(a, g, wide, ta=not ta)
     return da, db if db.shape == b.shape else db.sum(0, keepdims=True).astype(b.dtype)
 

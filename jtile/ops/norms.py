@@ -161,7 +161,8 @@ def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
 
 
 def _not_left_to_xla(x, *_, **__) -> str | None:
-    """Rows that are longer than what a GPU's program holds: several programs should share one, as XLA's do."""
+    """Why XLA does not compute the norm, None where it does: several programs should share a row longer than a GPU's
+    program holds, as XLA's do."""
     return first_unmet((known(x.shape[-1]) > machine().one_tile, f"a program holds rows of {x.shape[-1]}"))
 
 

@@ -164,8 +164,8 @@ def norm_backward_blocks(
     xs: tuple, weight, cts: Cotangents, out: Gradients,
     *, br: int, bn: int, sums: int, centre: bool, eps: float, offset: float,
 ):  # fmt: skip
-    """As `norm_backward_rows` without sums, for rows that a program has no room for: `br` rows in blocks of `bn`
-    columns, which are read twice, or three times (`centre`). With `sums` it gives the statistics that these need."""
+    """The dx of `norm_backward_rows` for rows that a program has no room for: `br` rows in blocks of `bn` columns,
+    which are read twice, or three times (`centre`). With `sums` it gives the statistics that these need."""
     i, n = jt.program_id(0), xs[0].shape[1]
     blocks, ragged = jt.cdiv(n, bn), n % bn
     X, DX = ([ref.tiles(br, bn) for ref in refs] for refs in (xs, out.dx))

@@ -13,7 +13,7 @@ from jtile.ops._shapes import tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_derivative
 from jtile.ops.gpu_tiles import product_options
 
-ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # of a tile of the second kernel: small tiles fill the GPU
+ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # a tile of the second kernel: small tiles fill the GPU
 
 
 def product_in_parts(a, b, bias=None, *, parts: int, ta: bool, tb: bool, bm: int, bn: int, bk: int, **last):

@@ -164,8 +164,8 @@ def _terms(weight: Weight, group, chunk, kind: str, blocks: int, shared: int, xs
 
 @jt.function
 def lane_products(x, of, weights, group, kind: str, blocks: int, stages: int):
-    """Of each weight, and of each row `of` x, the products with a group of rows of W: float32 [rows]. Operands as those
-    of `quantized_gemv_lanes`."""
+    """For each weight, and for each row `of` x, the products with a group of rows of W: float32 [rows]. Operands as
+    those of `quantized_gemv_lanes`."""
     m, four, codes = len(of), kind in FOUR_BIT, weights[0].codes
     packed, rows, words = codes.dtype == jnp.uint32, codes.shape[1], 4 if four else 8
     shared = weights[0].shared_by(x.shape[1] // BLOCK)

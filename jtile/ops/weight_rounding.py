@@ -63,7 +63,7 @@ def _round_q4_1(xp, blocks):
 
 
 def _round_mxfp4(xp, blocks):
-    """A power of two that brings the largest value between 4 and 8, and the number that is nearest."""
+    """Codes of the nearest numbers, and scales: powers of two that bring a block's largest value between 4 and 8."""
     power = xp.frexp(xp.max(xp.abs(blocks), axis=-1, keepdims=True))[1] - 3
     scale = xp.ldexp(np.float32(1), xp.clip(power, -126, 127)).astype(np.float32)
     return float4_codes(xp, blocks / scale), scale, None
