@@ -27,8 +27,8 @@ from jtile._errors import CacheError, CacheWarning
 FORMAT = "jtile-cache-1"
 SUFFIX = ".jtile"
 _STALE_SECONDS = 3600  # age from which a temporary file's writer counts as dead
-_KEEP = 0.9  # of the limit, after an eviction: the next writes need none
-_SHARE = 16  # of the room that is left, a process fills one part before it looks at the folder again
+_KEEP = 0.9  # share of the limit that an eviction leaves, so that the next writes need none
+_SHARE = 16  # a process fills one in so many parts of the room that is left before it looks at the folder again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _path(key: str) -> Path | None:
     return folder and folder / (key + SUFFIX)
 
 
-PUBLIC = 0o666  # the mode of what users ask for: their umask says who reads it
+PUBLIC = 0o666  # the mode of files that users ask for: their umask says who reads them
 
 
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -240,7 +240,7 @@ def version(package: str) -> str:
 
 @functools.cache
 def _build() -> str:
-    """Changes whenever a source file of the compiler does: a version number alone would serve developers stale code."""
+    """A text that changes with every source file of the compiler: a version alone would serve developers stale code."""
     root = Path(__file__).resolve().parent
     lowering = root / "lowering" if (root / "lowering").is_dir() else root.parent / "lowering"
     marks = []

@@ -134,7 +134,7 @@ def random_gamma(key: Any, a: Any, log_space: bool) -> Any:
 
 
 def random_gamma_p() -> Any:
-    """The primitive itself."""
+    """JAX's primitive `random_gamma` itself."""
     from jax._src.random import core
 
     return core.random_gamma_p

@@ -28,7 +28,7 @@ _PATHS = ("cache_dir", "dump")
 
 def _default_cache_dir() -> str:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification: a relative one is invalid, and to be ignored
+    if not os.path.isabs(base):  # the XDG specification says that a relative path is invalid, and to be ignored
         base = os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "jtile")
 
@@ -88,7 +88,7 @@ class Config:
 
     @property
     def code_key(self) -> tuple[Any, ...]:
-        """Their values; equal keys mean that compiled kernels can be shared."""
+        """The values of `code_options`; where they are equal, compiled kernels can be shared."""
         return tuple(self.code_options.values())
 
 
@@ -197,7 +197,7 @@ def _field_types() -> dict[str, Any]:
 def _checked(name: str, value: Any) -> Any:
     """`value` as option `name` keeps it; raises KernelValueError where it does not fit."""
     wanted = _field_types()[name]
-    if isinstance(value, str | Path) and name in _PATHS and value:  # the process may go to another folder
+    if isinstance(value, str | Path) and name in _PATHS and value:  # absolute, since the folder may change
         value = os.path.abspath(value)
     choices = typing.get_args(wanted)
     if typing.get_origin(wanted) is Literal:
@@ -260,7 +260,7 @@ def _parse(variable: str, field: str, text: str) -> Any:
             return float(text)
         except ValueError:
             raise KernelValueError(f"{variable}={text!r}: expected a number") from None
-    if field in _PATHS and text:  # no shell has read it
+    if field in _PATHS and text:  # no shell has expanded a `~` in it
         text = os.path.expanduser(text)
     if types.NoneType in typing.get_args(wanted):
         return text or None

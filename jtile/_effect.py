@@ -12,7 +12,7 @@ from jtile._compat import Effect, allow_effect_everywhere
 
 
 class KernelEffect(Effect):
-    """Of a kernel that prints or asserts: its call may not be removed, nor merged with another."""
+    """The effect of a kernel that prints or asserts: its call may not be removed, nor merged with another."""
 
     def __str__(self) -> str:
         return "jtile_io"

@@ -12,8 +12,8 @@ import jax
 
 from jtile._errors import CompileError, JtileError, VerificationError
 
-_DEFECTS = CompileError, VerificationError  # whoever mends one needs the frames
-_INNER = ("jtile", "jax", "jaxlib", "contextlib")  # packages; jtile's context managers stand around a trace
+_DEFECTS = CompileError, VerificationError  # errors of jtile itself, whose frames help whoever mends them
+_INNER = ("jtile", "jax", "jaxlib", "contextlib")  # packages to leave out; context managers stand around a trace
 
 
 def leave_out(error: BaseException) -> None:
@@ -23,7 +23,7 @@ def leave_out(error: BaseException) -> None:
     other error it says where the error is.
 
     Args:
-      error: is being handled; a `raise` without an operand then goes on with what is left.
+      error: the error that is being handled; a `raise` without an operand then goes on with what is left.
     """
     if jax.config.jax_traceback_filtering == "off":
         return

@@ -12,8 +12,8 @@ from typing import Any
 
 from jtile._compat import clear_with_jax
 
-PROGRAMS = 256  # of each function of programs: more than one jitted function has
-JITTED = 1024  # of eager calls, each with what XLA compiled for it; of its own, JAX keeps 4096
+PROGRAMS = 256  # entries for each function of programs: more than one jitted function has
+JITTED = 1024  # entries for eager calls, each with what XLA compiled for it; JAX keeps 4096 for its own
 
 
 def memo[F: Callable[..., Any]](*, entries: int = PROGRAMS) -> Callable[[F], F]:
@@ -38,7 +38,7 @@ class Recent[K, V]:
         self._limit = entries
         self._lock = threading.Lock()
         self._values: dict[K, V] = {}
-        self.get = self._values.get  # on the way of every eager call: no method of ours around it
+        self.get = self._values.get  # every eager call gets here, so there is no method of ours around it
         clear_with_jax(self)
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Recent[K, V]:
     def put(self, key: K, value: V) -> V:
         """Keep a value; gives the one that is kept: that of another thread, where it was first."""
         with self._lock:
-            if key not in self._values:  # else nothing is added, and nothing has to go
+            if key not in self._values:  # only a new entry makes an old one go
                 while len(self._values) >= self._limit:
                     del self._values[next(iter(self._values))]
             return self._values.setdefault(key, value)

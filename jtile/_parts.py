@@ -26,19 +26,19 @@ def stored(x: Any) -> Any:
 
 
 def words(x: Any) -> Any:
-    """An array of keys as it is in memory; others stay."""
+    """An array of keys as the array of words that memory holds; other arrays stay as they are."""
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
 def keys(x: Any) -> Any:
-    """Keys of their words [..., 2]."""
+    """The array of keys that has these words [..., 2]."""
     return jax.random.wrap_key_data(x, impl="threefry2x32")
 
 
 # -- complex numbers --------------------------------------------------------------------------------------------------
 
 COMPLEX = np.dtype(np.complex64)  # the complex dtype of the language
-PARTS = 2  # real, imaginary
+PARTS = 2  # the real and the imaginary part
 
 
 def is_complex(dtype: Any) -> bool:
@@ -50,19 +50,19 @@ def is_complex(dtype: Any) -> bool:
 
 
 def part_dtype(dtype: Any) -> np.dtype:
-    """The dtype of the parts of a complex one."""
+    """The dtype of the real and imaginary parts of a complex dtype."""
     return np.dtype(np.float32 if dtype == COMPLEX else np.float64)
 
 
 def parts(x: Any) -> Any:
-    """A complex array as it is in memory; of a NumPy array without a copy, if its elements lie side by side."""
+    """A complex array as its parts in memory; no copy for a NumPy array whose elements lie side by side."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).reshape(x.shape).view(np.dtype([("parts", part_dtype(x.dtype), PARTS)]))["parts"]
     return lax.concatenate([lax.expand_dims(p, (x.ndim,)) for p in (lax.real(x), lax.imag(x))], x.ndim)
 
 
 def whole(x: Any) -> Any:
-    """The complex array of its parts [..., 2]."""
+    """The complex array that has these parts [..., 2]."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).view(np.result_type(x.dtype, np.complex64))[..., 0]
     return lax.complex(*[lax.index_in_dim(x, k, -1, keepdims=False) for k in range(PARTS)])
@@ -72,10 +72,10 @@ def whole(x: Any) -> Any:
 
 
 def cotangent(x: Any) -> Any:
-    """JAX's complex cotangent, of that of the parts [..., 2]."""
+    """JAX's complex cotangent, made from the cotangent of the parts [..., 2]."""
     return lax.conj(whole(x))
 
 
 def of_parts(ct: Any) -> Any:
-    """The inverse of `cotangent`."""
+    """The cotangent of the parts [..., 2], made from JAX's complex cotangent: the inverse of `cotangent`."""
     return parts(lax.conj(ct))

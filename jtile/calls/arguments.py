@@ -57,7 +57,7 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
 
 
 def as_type(sig: Signature, path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of one leaf; takes ShapeDtypeStruct as well."""
+    """The shape and dtype of one leaf, which may be a ShapeDtypeStruct itself."""
     if isinstance(x, jax.ShapeDtypeStruct):
         check_dtype(sig, _argument(sig, path), _complex_of(x.dtype))
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
@@ -66,7 +66,7 @@ def as_type(sig: Signature, path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStru
 
 
 def _complex_of(dtype: Any) -> Any:
-    """A dtype; complex128 as what JAX makes of it, complex64 without x64."""
+    """The dtype that JAX gives an array of this dtype: complex128 becomes complex64 without x64."""
     return jax.dtypes.canonicalize_dtype(dtype) if is_complex(dtype) else dtype
 
 
@@ -84,7 +84,7 @@ def _exact(v: Any) -> Any:
 
 
 def _argument(sig: Signature, path: Sequence[Any]) -> str:
-    """`argument a['w'][0]`; the first key of the path is the position among the arguments."""
+    """The name of a leaf in errors, such as `argument a['w'][0]`; the path's first key is the argument's position."""
     return f"argument {sig.ref_name(path[0].idx)}{keystr(tuple(path[1:]))}"
 
 

@@ -19,7 +19,7 @@ def is_split(dtype: Any) -> bool:
 
 
 def in_memory(x: Any) -> Any:
-    """An array as it is in memory."""
+    """An array in the form in which memory holds it."""
     return _parts.parts(x) if is_complex(x.dtype) else _parts.words(x)
 
 
@@ -39,7 +39,7 @@ def around(run: Callable[..., Sequence[Any]], inputs: Any, outputs: Any) -> Call
 
 
 def runner(program: Any, layout: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What runs a program on the flat arrays of a call; `layout` says their types."""
+    """A function that runs a program on the flat arrays of a call; `layout` says their types."""
     from jtile.primitive.tangent import bind
 
     run = around(functools.partial(bind, program), layout.inputs, layout.outputs)

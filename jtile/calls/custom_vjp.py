@@ -76,10 +76,10 @@ def custom_vjp(
 
 
 def _takes(sig: Signature, what: str, rule: Callable[..., Any], args: Sequence[Any], meta: dict[str, Any]) -> None:
-    """Refuse a rule that has no place for what it is called with, the meta-parameters most of all."""
+    """Refuse a rule whose parameters do not take its arguments: meta-parameters are what is most often forgotten."""
     try:
         signature = inspect.signature(rule)
-    except ValueError:  # a builtin
+    except ValueError:  # a builtin has no signature that could be checked
         return
     try:
         signature.bind(*args, **meta)

@@ -30,7 +30,7 @@ class Marked:
 
     Attributes:
       places: per array, the name of each dimension's symbol, None for static ones.
-      sizes: of each symbol in this call: an int, or a symbolic dimension of JAX's while a program is exported.
+      sizes: the size of each symbol in this call: an int, or JAX's symbolic dimension while a program is exported.
     """
 
     places: tuple[tuple[str | None, ...], ...]
@@ -71,7 +71,7 @@ def _axis(sig: Signature, name: str, x: Any, axis: int) -> int:
 
 
 def _symbol(sig: Signature, given: str | None, fresh: str, n: Any, sizes: dict[str, Any]) -> str:
-    """The symbol of a dimension of n elements: its name, that of an equal one, or a new one."""
+    """The symbol of a dimension of n elements: the given name, the symbol of an equal dimension, or a fresh one."""
     if given is None:
         same = [s for s, size in sizes.items() if type(size) is type(n) and size == n]
         given = same[0] if same else fresh
@@ -108,8 +108,8 @@ class Family:
     `steps`.
 
     Attributes:
-      names: its symbols.
-      make: traces a program, given what each symbol is multiplied with; gives what has it as `program`.
+      names: the symbols of the signature.
+      make: traces a program, given what each symbol is multiplied with; the result has it as `program`.
     """
 
     names: tuple[str, ...]
@@ -129,7 +129,7 @@ class Family:
         return self.make(self.steps)
 
     def pick(self, sizes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What serves these sizes, and the values of its symbols."""
+        """The traced program that serves these sizes, and the values of its symbols."""
         steps = self.steps
         if any(k > 1 for k in steps.values()) and all(bool(n % steps[s] == 0) for s, n in sizes.items()):
             return self.even, {s: n // steps[s] for s, n in sizes.items()}
@@ -137,7 +137,7 @@ class Family:
 
 
 def tile_steps(kernel: ir.Kernel) -> dict[str, int]:
-    """Per symbol, what a size must be a multiple of for no tile to hang over the edge."""
+    """For each symbol the number of which its size must be a multiple, so that no tile hangs over the edge."""
     found: dict[str, list[int]] = {}
 
     def note(size: Any, step: int) -> None:

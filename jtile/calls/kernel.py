@@ -148,8 +148,8 @@ class Kernel:
         rule = spec.sharding
         self._pattern = None if rule is None else parse(rule, self._signature.name, self._signature.where)
         self._bound: Recent[Any, _Bound] = Recent(_TRACED)
-        self._sized: Recent[Any, _Bound] = Recent(_SIZES)  # the same of calls with dynamic dimensions
-        self._families: Recent[Any, Family] = Recent(_TRACED)  # of those calls, by all but their sizes
+        self._sized: Recent[Any, _Bound] = Recent(_SIZES)  # bound calls with dynamic dimensions
+        self._families: Recent[Any, Family] = Recent(_TRACED)  # the programs of such calls, by all but their sizes
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._tuning: Tuning | None = None
         self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options

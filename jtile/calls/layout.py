@@ -50,10 +50,10 @@ class Layout:
 
     Attributes:
       inputs, outputs, scratch: a pytree of ShapeDtypeStruct for each positional parameter of that role.
-      names: one per flat Ref.
+      names: the name of each flat Ref.
       out_tree: structure of the results.
       grid: number of programs per axis.
-      axes: the names of these, where they have some.
+      axes: the names of the grid's axes, where they have names.
       aliases: (input, output) pairs, both flat.
       inits: per flat output, the number it starts from or None.
     """
@@ -140,7 +140,7 @@ def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta
     inputs = args if variadic else args[: len(positional)]
     by_position = {p.name for p in positional[: len(inputs)]}
     given = {k: v for k, v in meta.items() if (takes_any or k in keywords) and k not in by_position}
-    # By name where one has a parameter: those of meta-parameters may stand before them.
+    # Inputs go by name where a parameter allows that: parameters of meta-parameters may stand before it.
     apart = [p for p in positional if p.kind is p.POSITIONAL_OR_KEYWORD and not variadic]
     front = inputs[: len(inputs) if variadic else len(positional) - len(apart)]
     by_name = {p.name: x for p, x in zip(apart, inputs[len(front) :])}
@@ -422,7 +422,7 @@ def _start(sig: Signature, name: str, value: Any, dtype: np.dtype) -> int | floa
 
     info = ir.dtype_info(dtype)
     if isinstance(value, complex | np.complexfloating):
-        pass  # fits none of these
+        pass  # the error below says that the value does not fit the dtype
     elif info.kind == "f":
         with np.errstate(all="ignore"):
             held = float(np.asarray(value, np.float64).astype(info.numpy).astype(np.float64))

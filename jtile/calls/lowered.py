@@ -67,7 +67,7 @@ class Lowered:
         return tuple(self._made(self.program, k) for k in range(len(pieces_of(self.program).kernels)))
 
     def _made(self, program: Program, piece: int = 0) -> Lowered:
-        """For the same target and by the same options."""
+        """Another kernel or piece, lowered for the same target and by the same options."""
         with config(**self._options):
             return Lowered(program, self._target, piece)
 
@@ -127,7 +127,7 @@ class Lowered:
 
     @functools.cached_property
     def _as_called(self) -> Any:
-        """From the caches where they have it: to disassemble an image takes longer than to compile it."""
+        """The artifact, from the caches where they have it: to disassemble an image takes longer than to compile it."""
         return self.__dict__.get("_with_texts") or self._compile(texts=False)
 
     def _compile(self, *, texts: bool) -> Any:
@@ -207,7 +207,7 @@ def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:
         from jtile.lowering.triton import resources
 
         yield resources.line(found)
-    elif found:  # of an NPU: how far the buffers of each memory reach
+    elif found:  # the target is an NPU: the entries say how far the buffers of each memory reach
         yield ", ".join(f"{bytes_} bytes of {memory}" for memory, bytes_ in found.items())
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def interpreted(kernel: Kernel, args: tuple[Any, ...], mesh: Any, meta: dict[str, Any]) -> Callable[[int], Any]:
-    """What runs a kernel in the interpreter, by a seed; see `Kernel.interpret`. The kernel is traced here and now."""
+    """A function of a seed that interprets a kernel, see `Kernel.interpret`. The kernel is traced at once."""
     if mesh is None:
         args = tree_map_with_path(functools.partial(as_operand, kernel._signature), args)
         leaves, tree = tree_flatten(args)
@@ -64,7 +64,7 @@ def axes_of(kernel: Kernel, mesh: Any) -> dict[str, int]:
 
 
 def _run(program: Any, axes: Mapping[str, int], arrays: Sequence[Any], seed: int) -> list[np.ndarray]:
-    """Those devices that talk to each other as one world, one world after another."""
+    """Run the devices that talk to each other as one world, one world after another."""
     own = [axis for axis, _ in program.devices]
     rest = [axis for axis in axes if axis not in own]
     order = [list(axes).index(axis) for axis in (*rest, *own)]
@@ -81,7 +81,7 @@ _NAMED = ("named",)  # the variant of a kernel whose values have the names of th
 
 
 def debugger(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta: dict[str, Any]) -> Debugger:
-    """See `Kernel.debug`."""
+    """The debugger of a kernel; see `Kernel.debug`."""
     from jtile import trace
     from jtile.debug import Debugger
 

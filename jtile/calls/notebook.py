@@ -9,7 +9,7 @@ from typing import Any
 
 from jtile.calls.signature import REQUIRED
 
-_LINES = 2000  # of a level: a notebook keeps what it shows
+_LINES = 2000  # lines of a level that are shown, at most: a notebook's file keeps what it shows
 _PRE = '<pre style="max-height:30em;overflow:auto;margin:0.3em 0">'
 
 

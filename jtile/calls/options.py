@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def checked_options(old: Options, given: Mapping[str, Any], where: Any) -> Options:
-    """Options with others in their place; KernelValueError for what is no option, or no value of one."""
+    """The old options, replaced by those that are given; KernelValueError for what is no option, or no value of one."""
     for name, value in given.items():
         if name not in CHOICES:
             raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, CHOICES)}", where)

@@ -81,7 +81,7 @@ def partitioned(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
 
 
 class _Flat:
-    """`fn` over the leaves of its arguments: `whole` gives its result, a call the leaves of that."""
+    """`fn` over the leaves of its arguments: `whole` gives its result, and a call gives the leaves of the result."""
 
     def __init__(self, fn: Callable[..., Any], tree: Any):
         self.whole = lambda *leaves: fn(*jax.tree.unflatten(tree, leaves))
@@ -96,12 +96,12 @@ def _flat(fn: Callable[..., Any], tree: Any) -> _Flat:
 
 
 def _traced(f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any]:
-    """Its closed jaxpr for leaves of these shapes, as on one device, and the tree of types that it gives."""
+    """The closed jaxpr of `f` for leaves of these shapes, as on one device, and the tree of types that `f` gives."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return jax.make_jaxpr(f, return_shape=True)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
 
-# -- the primitive: `flat` as above, its `jaxpr` for these shapes, which tools look into, and the `rule` -------------
+# -- the primitive: its parameters are a `_Flat`, the `jaxpr` of that, which tools look into, and the `rule` ---------
 
 partitioned_p = jexc.Primitive("jtile_partitioned")
 partitioned_p.multiple_results = True
@@ -156,7 +156,7 @@ mlir.register_lowering(partitioned_p, _lower)
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, flat: Any, rule: Rule, jaxpr: Any):
-    """The same under one more vmap, whose axis has a name of its own in front."""
+    """The partitioned function under one more vmap, whose axis gets a name in the rule, and stands first in results."""
     axes = tuple(dims)
     name = f"vmap{sum(n.startswith('vmap') for n in rule.names)}"
     insert = lambda names, d: names if d is None else (*names[:d], name, *names[d:])

@@ -37,7 +37,7 @@ class Auto:
         return "auto"
 
 
-auto: Any = Auto()  # Any: it stands where a number is expected
+auto: Any = Auto()  # its type is Any, since it stands where a number is expected
 
 
 def autos(meta: Mapping[str, Any]) -> tuple[str, ...]:
@@ -53,9 +53,9 @@ class Signature:
       name: the kernel's name, for messages.
       refs: names of the positional parameters.
       variadic: name of `*refs`, or None.
-      optional: how many of `refs`, from the last, have the default None: a call may have none for them.
+      optional: how many of `refs`, counted from the last, have the default None: a call may leave them out.
       meta: keyword-only parameters with their defaults (`REQUIRED` where there is none).
-      open: the kernel takes `**meta` besides those.
+      open: whether the kernel takes `**meta` besides the parameters of `meta`.
       where: file and line of the `def`.
     """
 

@@ -41,7 +41,7 @@ class Debugger:
         self._finalizer = weakref.finalize(self, self._session.close)
         self._session.advance(lambda frame: "the run begins")
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- the state of the run ------------------------------------------------------------------------------------------
     @property
     def state(self) -> str:
         return self._session.outcome[0] if self._session.outcome else "stopped"
@@ -73,12 +73,12 @@ class Debugger:
 
     @property
     def program_id(self) -> tuple[int, ...]:
-        """Of the program that runs."""
+        """The id of the program that runs."""
         return self._frame.program
 
     @property
     def line(self) -> int:
-        """Of the source, where the run stands."""
+        """The line of the source at which the run stands."""
         return self._frame.line
 
     @property
@@ -228,9 +228,9 @@ class Debugger:
         """Stop before accesses to a Ref.
 
         Args:
-          ref: its name.
+          ref: the name of the Ref.
           part: an index of NumPy's, such as `(3, slice(0, 8))`: accesses to these elements only.
-          kinds: of accesses: "read", "write", "atomic", or several of them.
+          kinds: the kinds of accesses: "read", "write", "atomic", or several of them.
           when, program: as for `break_at`.
         Returns:
           The number of the breakpoint.
@@ -253,7 +253,7 @@ class Debugger:
 
     @property
     def breakpoints(self) -> Mapping[int, Breakpoint]:
-        """By their numbers."""
+        """The breakpoints by their numbers."""
         return dict(self._session.breakpoints)
 
     def delete(self, number: int) -> None:

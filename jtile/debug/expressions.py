@@ -33,7 +33,7 @@ _FIELDS = ("shape", "dtype", "ndim", "size", "T")
 
 
 def parsed(text: str) -> ast.expr:
-    """The syntax tree of an expression, of which only arithmetic is left to say.
+    """The syntax tree of an expression, which may only have arithmetic on arrays.
 
     Raises:
       KernelValueError: it cannot be read, or says something else.
@@ -69,7 +69,7 @@ def evaluate(text: str, look: Callable[[str], Any]) -> Any:
             return _value(tree, look)
     except KernelValueError:
         raise
-    except Exception as e:  # whatever NumPy says of these operands
+    except Exception as e:  # NumPy may raise anything for these operands
         raise KernelValueError(f"the expression {text!r} fails: {type(e).__name__}: {e}") from e
 
 

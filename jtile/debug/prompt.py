@@ -165,13 +165,13 @@ def _pid(text: str) -> tuple[int, ...]:
 
 
 def _condition(text: str) -> tuple[str, str | None]:
-    """What stands before `if`, and behind it."""
+    """The part of a command before `if`, and the condition behind it."""
     place, found, when = f" {text}".partition(" if ")
     return place.strip(), when.strip() if found else None
 
 
 def _part(text: str) -> Any:
-    """`3, :8` as an index of NumPy's."""
+    """A text such as `3, :8` as an index of NumPy's."""
 
     def one(piece: str) -> int | slice:
         ends = [None if not e.strip() else _number(e) for e in piece.split(":")]

@@ -51,7 +51,7 @@ class Scopes:
         out = {n: v for n, v in names.items() if n not in changed}
         given: dict[str, Value] = {}
         for b in op.blocks():
-            # Of a carry the parameter; of a name that is assigned inside and is no carry, nothing: its value is old.
+            # Inside, a carry is its parameter; a name that is assigned there and is no carry has no value yet.
             inside = dict(out)
             params = b.params[1:] if isinstance(op, For) else b.params
             carried = dict(zip(inits, params, strict=True)) if len(inits) == len(params) else {}

@@ -16,7 +16,7 @@ from jtile.debug.scopes import Scopes, is_mark
 from jtile.interpret import Buffer, Lanes, Machine, watching
 from jtile.ir import Block, For, Kernel, Op, Value, While, print_op
 
-Walker = tuple[int, str, str]  # who goes its way by itself: a machine, a device, a role
+Walker = tuple[int, str, str]  # whatever runs by itself: a machine, a device on it, a role
 
 
 class _Closed(BaseException):
@@ -67,7 +67,7 @@ class Frame:
         return {n: v for n, v in self.scopes.names[self.op].items() if v in self.machine.env}
 
     def value(self, v: Value) -> Any:
-        """An array; of a Ref the whole one, as it is now. What is no array of the interpreter is told in words."""
+        """The value as an array, for a Ref the whole one, as it is now; words where the interpreter has no array."""
         x = self.machine.env[v]
         if isinstance(x, Buffer):
             return x.array.copy()
@@ -107,7 +107,7 @@ class Breakpoint:
         return what + (f" if {self.when if isinstance(self.when, str) else 'a function holds'}" if self.when else "")
 
     def place(self, frame: Frame) -> bool:
-        """Whether a frame stands where this one stops, whatever the condition says."""
+        """Whether a frame stands where this breakpoint stops, whatever the condition says."""
         if self.program is not None and frame.program != self.program:
             return False
         if self.line is not None:

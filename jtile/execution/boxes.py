@@ -13,7 +13,7 @@ from jtile.ir.types import DTYPES, RefType
 from jtile.passes.affine import ranges
 from jtile.passes.intervals import Interval, Intervals
 
-MOST = 8  # boxes that are kept apart: more become the one around them
+MOST = 8  # boxes of an array that are kept apart: more become one box around all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def footprint(kernel: ir.Kernel, begin: int, end: int) -> Footprint:
                 if not isinstance(op, ir.Load):
                     writes[op.ref].append(box)
             continue
-        for v in op.operands():  # a card that is none of these may do anything
+        for v in op.operands():  # an op that is no load, store or atomic may do anything to its Refs
             if isinstance(v.type, RefType) and v in reads and not isinstance(op, ir.SizeOf):
                 reads[v].append(_all(v))
                 writes[v].append(_all(v))

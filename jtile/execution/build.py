@@ -46,7 +46,7 @@ class Wired:
     """A graph, and how it is wired to what is outside.
 
     Attributes:
-      operands: of the graph: values of the region, numbers of its text, arrays that outputs start from.
+      operands: the graph's operands: values of the region, numbers of its text, arrays that outputs start from.
       results: for each output of the region the number of the result that holds it.
     """
 
@@ -62,7 +62,7 @@ class _Builder:
         self.region, self.target, self.poison, self.cost = region, target, poison, cost
         self.operands: list[Any] = []
         self.memories: list[Memory] = []
-        self.of: dict[Any, int] = {}  # memory of a value, or of a constant
+        self.of: dict[Any, int] = {}  # the number of the memory of a value, or of a constant
         self.tasks: list[Task] = []
         self.written: set[int] = set()
 
@@ -126,14 +126,14 @@ class _Builder:
 
 
 def guessed(piece: Piece, kernel: ir.Kernel) -> float:
-    """Predicted nanoseconds of one program, without compiling it."""
+    """Predicted nanoseconds of one program of a kernel, without compiling it."""
     from jtile.lowering.cpu.cost import program_cost_ns
 
     return float(program_cost_ns(kernel))
 
 
 def compiled(piece: Piece, kernel: ir.Kernel) -> float:
-    """The same of the kernel as it was compiled."""
+    """Predicted nanoseconds of one program of a kernel, as it was compiled."""
     return float(piece.artifact.launch["cost"])
 
 
@@ -150,7 +150,7 @@ def wire(
     Args:
       cost: predicted nanoseconds of a program of a kernel.
       poison: whether outputs start from numbers that no kernel computes by accident; None: as the option says.
-      options: of `make_graph`.
+      options: arguments of `make_graph`.
     """
     poison = current().poison if poison is None else poison
     return _Builder(region, target, poison, cost).build(cores, **options)

@@ -14,7 +14,7 @@ from .schedule import Schedule
 from .tasks import TaskGraph, footprint_of
 
 VERSION = 1  # the version of this format; ffi/csrc/tasks.cc refuses others
-ALIGNMENT = 64  # bytes
+ALIGNMENT = 64  # bytes of which the place of a memory is a multiple
 OPERAND, RESULT, ARENA = range(3)
 AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in how many parts
 
@@ -28,7 +28,7 @@ def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
             users[m] = users.get(m, 0) | 1 << k
     slots: list[list[int]] = []  # [bytes, bands that touched what lay there last]
     slot: dict[int, int] = {}
-    for m, memory in enumerate(graph.memories):  # in the order of the tasks that make them
+    for m, memory in enumerate(graph.memories):  # memories stand in the order of the tasks that make them
         if not memory.inner or m not in users:
             continue
         over = _over_before(graph, users[m])
@@ -58,7 +58,7 @@ def encode(schedule: Schedule, kernels: Sequence[int], static: bool) -> tuple[np
 
     Args:
       kernels: for each task the number of its compiled kernel.
-      static: every core has the bands that the schedule gives it; else each takes the next one of all.
+      static: every core has the bands that the schedule gives it; otherwise each core takes the next band of all.
     """
     graph = schedule.graph
     offsets, size = arena(graph)

@@ -1,4 +1,4 @@
-"""`graph`, and what it says of itself."""
+"""`jt.graph`, and the explanation and the timeline of what it runs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Graphed:
         `seed` decides, and checks that edges order what touches one element.
 
         Args:
-          change: makes another graph of each, such as one without an edge, for tests.
+          change: makes another graph of each graph, such as one without an edge, for tests.
         Raises:
           RaceError: no edge orders two bands that touch one element, which one of them writes.
         """
@@ -146,7 +146,7 @@ def graph(
       A `Graphed`, called as `fun`. Without `fun`, a decorator.
     Raises:
       KernelTypeError: `fun` is no function.
-      KernelValueError: `cores` or `assign` is none of these.
+      KernelValueError: `cores` is no number of cores, or `assign` neither of the two.
       UnsupportedError, when it is called: the target runs no execution graphs; CPUs do.
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
@@ -216,7 +216,7 @@ class GraphExplanation:
 
     Attributes:
       cut: the launches, and the equations of XLA between them.
-      schedules: of each launch the graph, and its predicted timeline.
+      schedules: for each launch the graph, and its predicted timeline.
     """
 
     cut: Cut

@@ -1,4 +1,4 @@
-"""The reference interpreter over an execution graph: the meaning of it, and what finds a missing edge.
+"""The reference interpreter of execution graphs, which says what a graph means, and finds missing edges.
 
 Programs of bands that may run at the same time take turns, as a seed decides. Every memory notes who touched each of
 its elements; two accesses to one, of which one is a write, must be ordered by edges. So an edge that misses is found in
@@ -93,7 +93,7 @@ class _TaskMachine(Machine):
             if m not in views:
                 views[m] = _Shared(memories[m], v.shape, m, m in written)
             view = views[m]
-            if v.shape != view.shape:  # two operands in two shapes: they note their own programs together
+            if v.shape != view.shape:  # one memory is two operands of two shapes, which note their programs together
                 view = _Shared(memories[m], v.shape, m, False)
                 view.plain, view.atomic, view.reader = views[m].plain, views[m].atomic, views[m].reader
             self.env[v] = view

@@ -33,7 +33,7 @@ from .regions import Region, refusal
 from .schedule import Schedule, simulate
 from .timeline import Entry, GraphTimeline
 
-_TRACED = 6  # int32 of a band: halves of three int64
+_TRACED = 6  # int32 numbers of a band in a trace: halves of three int64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Options:
     """How a graph is run.
 
     Attributes:
-      cores: that its bands are cut and ordered for; None: those of this process.
+      cores: the number of cores that bands are cut and ordered for; None: that of this process.
       static: see `encode.encode`.
       traced: the call has one more result, int32 [bands, 6], three int64 in two halves each: start, end (nanoseconds)
         and worker of each band, in the order of the schedule.
@@ -57,7 +57,7 @@ def cores_here() -> int:
 
 
 def check_target(target: Target) -> None:
-    """UnsupportedError where a target runs no execution graphs."""
+    """Raise UnsupportedError if a target runs no execution graphs."""
     if platforms.named(target.platform).graph_call is None:
         raise UnsupportedError(
             f"jt.graph: target {target.name!r} runs no execution graphs yet, only CPUs do: call the function itself, "
@@ -81,7 +81,7 @@ def bind(region: Region, operands: Sequence[Any], options: Options) -> list[Any]
 
 
 def one_after_another(region: Region, operands: Sequence[Any]) -> list[Any]:
-    """The same by separate kernels."""
+    """The outputs of a region for its inputs, by separate calls of its kernels."""
     have: dict[Any, Any] = dict(zip(region.inputs, operands, strict=True))
     for step in region.steps:
         args = [x.value if isinstance(x, Constant) else have[x] for x in step.ins]
@@ -104,7 +104,7 @@ def _impl(*operands: Any, region: Region, options: Options) -> Sequence[Any]:
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, region: Region, options: Options):
-    """Kernels under vmap are other kernels: these run one after another."""
+    """The batching rule: kernels under vmap are other kernels, which run one after another."""
     del options
     outs = jax.vmap(lambda *xs: one_after_another(region, xs), tuple(dims))(*operands)
     return outs, [0] * len(outs)
@@ -177,7 +177,7 @@ def _lower_on(
 
 
 def _shaped(ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray, v: Value) -> Any:
-    """A result in the shape of the output of the region: memory has that of its first version."""
+    """A result in the shape of the region's output: its memory has the shape of the first version."""
     if aval.shape == v.shape:
         return value
     inner = ctx.replace(avals_in=(aval,), avals_out=(ShapedArray(v.shape, v.dtype),))
@@ -234,7 +234,7 @@ mlir.register_lowering(jtile_graph_p, _lower)
 
 
 def timeline_of(schedule: Schedule, rows: np.ndarray) -> GraphTimeline:
-    """What a traced call wrote."""
+    """The timeline that a traced call wrote."""
     entries = [
         Entry(b, int(worker), float(start), float(end))
         for b, (start, end, worker) in zip(schedule.order, rows.view(np.int64).tolist(), strict=True)

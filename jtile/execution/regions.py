@@ -22,7 +22,7 @@ from jtile.primitive.jtile_call import jtile_call_p
 from jtile.primitive.lowering import interpreted, pieces_of
 from jtile.primitive.program import Program, for_target
 
-LEAST = 2  # kernels of a region
+LEAST = 2  # kernels of a region, at least
 _IDENTITIES = frozenset(["stop_gradient", "name"])
 
 
@@ -32,7 +32,7 @@ class Region:
 
     Attributes:
       steps: its kernels and the reshapes between them, in an order in which they may run.
-      inputs, outputs: what it takes from outside, and what is used there.
+      inputs, outputs: the values that it takes from outside, and those that are used there.
     """
 
     steps: tuple[Step, ...]
@@ -215,7 +215,7 @@ class _Cutter:
         """The steps that regions take, and the phase of each step."""
         inside: set[int] = set()
         phase: list[int] = []
-        effects = 0  # what is seen outside stays in its order
+        effects = 0  # the phase of the last effect: what is seen outside stays in its order
         for k, s in enumerate(self.steps):
             makers = self._makers(k)
             p = max((phase[m] for m in makers), default=0)
@@ -290,7 +290,7 @@ class _Cutter:
             for x in self._updates(k):
                 x = of(x)
                 others = [r for r in readers[x] if r != k and is_kernel(self.steps[r])]
-                # a view is read where kernels read it, which `readers` knows by its base
+                # Kernels that read a view read its memory, so `readers` knows them by the base of the view.
                 seen = x in made and any(self._needed(v, members) for v in [x, *(w for w in base if base[w] is x)])
                 if x in updated or seen or any(above[r] >> k & 1 for r in others):
                     return [], k

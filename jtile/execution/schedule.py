@@ -17,7 +17,7 @@ class Schedule:
 
     Attributes:
       order: the bands by their predicted start: each stands behind those that it waits for.
-      core: of each band, by its number.
+      core: the core of each band, by the number of the band.
     """
 
     graph: TaskGraph
@@ -35,7 +35,7 @@ def simulate(graph: TaskGraph) -> Schedule:
     for k, band in enumerate(graph.bands):
         for early in band.needs:
             after[early].append(k)
-    rank = [0.0] * n  # nanoseconds from the start of a band to the end, where cores are plenty
+    rank = [0.0] * n  # nanoseconds from the start of a band to the end of all, with as many cores as needed
     for k in reversed(range(n)):
         rank[k] = cost[k] + max((rank[late] for late in after[k]), default=0.0)
     missing = [len(b.needs) for b in graph.bands]

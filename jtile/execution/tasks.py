@@ -19,8 +19,8 @@ from jtile.ir.types import DTYPES
 
 from .boxes import Footprint, Region, footprint
 
-LEAST_NS = 2_000  # work that is worth a band of its own
-PER_CORE = 2  # bands of a task that a core may take
+LEAST_NS = 2_000  # nanoseconds of work that are worth a band of their own
+PER_CORE = 2  # bands into which a task is cut for each core, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Memory:
     """An array that tasks read or write; under in-place updates, all of its versions.
 
     Attributes:
-      shape, dtype: of its elements; `dtype` is a name of Tile IR.
+      shape, dtype: its shape, and the dtype of its elements, a name of Tile IR.
       operand: which operand of the graph it is at first, or None: nothing is in it before a task writes.
       result: which result of the graph it is in the end, or None.
-      name: how texts call it.
+      name: its name in texts.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Task:
       kernel: Tile IR, with an input for each number that an output starts from.
       memories: for each input and output of the kernel the number of its memory.
       cost: predicted nanoseconds of one program.
-      source: what the caller knows it by.
+      source: the caller's own name or object for the task.
     """
 
     kernel: ir.Kernel
@@ -76,8 +76,8 @@ class Band:
     """The programs [begin, end) of a task, which one core runs one after another.
 
     Attributes:
-      task: its number.
-      cost: predicted nanoseconds.
+      task: the number of the task.
+      cost: predicted nanoseconds of all programs of the band.
       needs: the bands that must be over before it starts, by number; none that another of them waits for.
     """
 
@@ -112,7 +112,7 @@ class TaskGraph:
         return tuple(dict.fromkeys(band.needs for band in self.bands if band.needs))
 
     def name(self, band: int) -> str:
-        """How messages call a band."""
+        """The name of a band in messages."""
         b = self.bands[band]
         return f"task {b.task} ({self.tasks[b.task].kernel.name}), programs {b.begin}:{b.end}"
 

@@ -14,7 +14,7 @@ from jtile._errors import KernelValueError
 
 from .tasks import TaskGraph
 
-_WIDTH, _LANE, _LEFT = 1200, 36, 70  # of a picture, in pixels
+_WIDTH, _LANE, _LEFT = 1200, 36, 70  # pixels: width of a picture, height of a lane, room for labels at the left
 _COLOURS = (
     "#4c956c",
     "#457b9d",
@@ -44,7 +44,7 @@ class GraphTimeline:
     """The bands of a graph in time.
 
     Attributes:
-      measured: whether a run wrote it; else it is predicted.
+      measured: whether it is of a run; otherwise it is predicted.
     """
 
     graph: TaskGraph

@@ -88,7 +88,7 @@ class _EnoughError(Exception):
 
 
 class _Zeros(dict[ir.Value, Any]):
-    """What nobody needs is zero, in no memory."""
+    """Values of a program; one that was not computed, since nobody needs it, reads as zeros that take no memory."""
 
     def __missing__(self, v: ir.Value) -> Any:
         return np.broadcast_to(np.zeros((), DTYPES[v.dtype].numpy), v.shape)
@@ -139,7 +139,7 @@ class _Walk(Machine):
         elif isinstance(op, ir.While | ir.If):
             super().op(op)
         elif any(r in self.needed for r in op.results):
-            if op.level != "block":  # numbers from shared memory and clocks stay zero
+            if op.level != "block":  # at block level, numbers from shared memory and from clocks stay zero
                 super().op(op)
 
     def _for(self, op: ir.For) -> None:
@@ -188,7 +188,7 @@ class _Walk(Machine):
         return 0 if mask is None else int((~self.env[mask]).sum())
 
     def _loaded(self, op: Any) -> Any:
-        """What a load gives that other indices come from."""
+        """The result of a load from which other indices are computed."""
         if not isinstance(op, ir.Load) or op.ref not in self.data:
             self.guessed = True
             return self.env[op.result]

@@ -18,14 +18,14 @@ from jtile.lowering import platforms
 from jtile.lowering.emitting import Marks
 from jtile.lowering.targets import Target
 
-_TIMEOUT = 60.0  # of an assembler
+_TIMEOUT = 60.0  # seconds that an assembler may take
 
 
 def linked(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], artifact: Any) -> dict[str, Linked]:
     """The texts of an artifact with the places of their lines, as far as its back end tells them.
 
     Args:
-      kernel: that the artifact was compiled from, after the passes of tiles.
+      kernel: the kernel that the artifact was compiled from, after the passes of tiles.
     """
     texts: dict[str, str] = artifact.texts
     located = platforms.named(target.platform).located
@@ -46,7 +46,7 @@ def _located(made: Mapping[str, str], places: list[ir.Loc], texts: Mapping[str, 
         "asm": links.assembly(made["asm"], places),
     }
     own = links.assembly(texts["asm"], [])
-    if _code(own.lines) != _code(found["asm"].lines):  # places must not be of other code than that which runs
+    if _code(own.lines) != _code(found["asm"].lines):  # the places are those of other code than that which runs
         found |= {name: links.plain(texts[name]) for name in ("llvm_opt", "asm")}
     return found
 

@@ -23,8 +23,8 @@ class Found:
     """A kernel that a function calls.
 
     Attributes:
-      lowered: for the target; `calls`: how often it is called.
-      shapes: of its operands in the first call. data: the operands themselves, where they are known.
+      lowered: the kernel lowered for the target; `calls`: how often it is called.
+      shapes: those of its operands in the first call. data: the operands themselves, where they are known.
     """
 
     lowered: Lowered
@@ -50,7 +50,7 @@ def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) ->
         shapes = tuple(tuple(np.shape(x)) for x in leaves)
         data = None if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) else leaves
         return [Found(function.lower(*types, target=target, **meta), 1, shapes, data)]
-    with place(target):  # library functions choose tiles by it
+    with place(target):  # library functions choose their tiles for the target at hand
         jaxpr, _ = traced(call, types)
         data = operands(call, *types)
     found: dict[Any, Found] = {}

@@ -127,7 +127,7 @@ class _Module:
     def _line(self, op: str, line: str, place: int) -> None:
         found = [*types(line)]
         tiles, buffers = ([t for t in found if t.kind == kind] for kind in ("tensor", "memdesc"))
-        if " = " in line:  # the result stands last
+        if " = " in line:  # the type of the result stands last
             for t in tiles[-1:]:
                 if found[-1] is t:
                     self._tile(t, place)["values"] += 1

@@ -37,7 +37,7 @@ _TITLES = {
     "linalg": ("Linalg", "The form that the vendor's compiler starts from."),
     "hivm": ("HIVM", "The vendor's representation of the instructions of the NPU."),
 }
-_FACTS = ("choice", "sharding", "resources", "schedule")  # sentences, which are shown elsewhere
+_FACTS = ("choice", "sharding", "resources", "schedule")  # texts of sentences, which the page shows elsewhere
 
 
 def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int, timed: Timed) -> Piece:

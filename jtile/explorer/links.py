@@ -41,7 +41,7 @@ _COMMENT = re.compile(r"\s+# (?:(?P<file>.*?):(?P<line>\d+):\d+ \(.*\))?$")
 def jaxpr(made: Any) -> Linked:
     """A jaxpr with the places of its equations; the lines of an equation's parameters belong to the equation."""
     lines, places = [], []
-    silent = _without_results(made)  # JAX prints no place for equations without results
+    silent = _without_results(made)  # equations without results, for which JAX prints no place
     name, at = next(silent, ("", NOWHERE))
     open_: list[tuple[int, Loc]] = [(-1, NOWHERE)]  # equations around a line: how far they are indented, their places
     for line in made.pretty_print(source_info=True).splitlines():
@@ -78,7 +78,7 @@ _PLACE = re.compile(r' @"((?:[^"\\]|\\.)*)":(\d+)')
 def tile_ir(kernel: ir.Kernel) -> Linked:
     """Tile IR with the places of its ops; the end of a region belongs to its op."""
     lines, located = (ir.print_kernel(kernel, locations=where).splitlines() for where in (False, True))
-    head = len(located) - len(lines)  # with its place the first line may have become several
+    head = len(located) - len(lines)  # the first line may have become several, now that it has a place
     places: list[Loc] = [kernel.loc] if lines else []
     around: list[Loc] = []
     for line, text in zip(lines[1:], located[head + 1 :], strict=True):
@@ -145,7 +145,7 @@ def llvm(text: str, emitted: Sequence[Loc]) -> Linked:
         if _METADATA.match(line) or line.lstrip().startswith(("call void @llvm.dbg", "#dbg_")):
             continue
         found = _DEBUG.search(line)
-        instruction = line.startswith("  ")  # that of a `define` is the whole function
+        instruction = line.startswith("  ")  # the debug information of a `define` is that of the whole function
         lines.append(_DEBUG.sub("", line))
         places.append(_at(emitted, numbers.get(found[1], 0)) if found and instruction else NOWHERE)
     return Linked(_trimmed(lines), places[: len(_trimmed(lines))])

@@ -15,7 +15,7 @@ from jtile.explorer.record import Step
 from jtile.ir.block import level_of
 from jtile.lowering.targets import Target
 
-# What holds after the steps to the block level; those of tiles say it themselves.
+# What holds after each step to the block level; the passes of tiles say it themselves.
 _BLOCK = {
     "widen": "Tiles that cover a whole side of their array have sides that are powers of two.",
     "scales": "Positive factors of scores stand behind the maximum of a row.",

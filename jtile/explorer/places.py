@@ -70,7 +70,7 @@ def _stretches(used: Sequence[int], text: Sequence[str]) -> list[tuple[int, int]
 
 
 def run_lengths(numbers: Sequence[int]) -> list[int]:
-    """`[7, 7, 0] -> [7, 2, 0, 1]`."""
+    """The run-length code of numbers: `[7, 7, 0]` becomes `[7, 2, 0, 1]`."""
     out: list[int] = []
     for n in numbers:
         if out and out[-2] == n:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-SCHEMA = 2  # raised where a page of before would misread a record
+SCHEMA = 2  # the version of records; it grows where an older page would misread a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Source:
     """A file that code comes from.
 
     Attributes:
-      path: as Python knows it; `name`: of the file alone.
+      path: the path as Python knows it; `name`: the name of the file alone.
       first: the number of the first of `lines` in the file, from 1.
       lines: the text of the functions that the kernel is made of, and what stands between them.
     """
@@ -41,7 +41,7 @@ class Level:
     """One form of a kernel on its way to machine code.
 
     Attributes:
-      name: as in `Lowered.texts`; `title`: for people.
+      name: the name in `Lowered.texts`; `title`: a name for people.
       about: one sentence: what this form is.
       linked: whether lines have places; where they have none, `about` says why.
     """

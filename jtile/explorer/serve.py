@@ -80,9 +80,9 @@ class Server:
         before = _times(self._files())
         try:
             html, error = self._make(), ""
-        except Exception as e:  # of the user's file: anything
+        except Exception as e:  # the user's file may raise anything
             html, error = self._html, f"{type(e).__name__}: {e}"
-        # a file that has changed meanwhile is known as it was
+        # A file that has changed meanwhile is noted as it was before, so that the change is found.
         self._known = {file: before.get(file, now) for file, now in _times(self._files()).items()}
         with self._changed:
             self._version, self._html, self._error = self._version + 1, html, error
@@ -125,7 +125,7 @@ def forget(path: Path) -> None:
 def _times(files: list[Path]) -> dict[Path, tuple[int, int]]:
     out = {}
     for file in files:
-        with contextlib.suppress(OSError):  # an editor replaces it
+        with contextlib.suppress(OSError):  # the file is gone for a moment while an editor replaces it
             about = file.stat()
             out[file] = about.st_mtime_ns, about.st_size
     return out

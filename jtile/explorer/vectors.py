@@ -9,7 +9,7 @@ from jtile.explorer.links import Linked
 from jtile.explorer.places import Places
 from jtile.explorer.record import Layouts
 
-# What a vector register is called: on x86-64, and on aarch64.
+# The names of vector registers: on x86-64, and on aarch64.
 _X86 = re.compile(r"%([xyz])mm(\d+)")
 _ARM = re.compile(r"(?<![\w.])([vzq])(\d+)(?:\.\d*[bhsd])?(?!\w)")
 _STACK = re.compile(r"\(%r[sb]p|\[(?:sp|x29)")
@@ -17,8 +17,8 @@ _BYTES = {"x": 16, "y": 32, "z": 64, "v": 16, "q": 16}
 
 
 def vectors(asm: Linked, places: Places) -> Layouts | None:
-    """Of machine code: for each line of the source how many instructions name each vector register. None where it has
-    no vectors."""
+    """How vector registers are used: for each line of the source, how many instructions name each of them. None for
+    machine code without vectors."""
     x86 = any("%r" in line for line in asm.lines)
     name = _X86 if x86 else _ARM
     rows: dict[int, dict[str, Any]] = {}

@@ -19,7 +19,7 @@ from .tilings import group_tiling, loop_tiling
 
 
 def name_of(first: str, steps: Sequence[Step]) -> str:
-    """`first` and what the steps compute first: profilers show it."""
+    """The name of a kernel in profilers: `first`, and the names of the first few functions that its steps compute."""
     names = dict.fromkeys(s.name.removeprefix("reduce_") for s in steps if s.name not in MOVES | {"copy"})
     return "_".join([first, *[*names][:4]])
 
@@ -144,7 +144,7 @@ class LoopKernel:
 
 
 def kernel_of(unit: Unit) -> Any:
-    """What runs a unit: called with its inputs, gives its outputs."""
+    """The function that runs a unit: it takes the unit's inputs and gives its outputs."""
     if isinstance(unit, Group):
         return GroupKernel(unit)
     return LoopKernel(unit) if isinstance(unit, Loop) else unit

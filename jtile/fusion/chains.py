@@ -21,9 +21,9 @@ from .layout import Axes, relate
 from .steps import ELEMENTWISE, MOVES, Constant, Node, Operand, Step, Value
 
 LONGEST_HEAD = 256
-NOWHERE = -1e9  # a score that no weight is left of
-PASSED = MOVES | {"stop_gradient", "copy", "convert_element_type"}  # what keeps the values
-BACKWARDS = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}  # the same with its operands exchanged
+NOWHERE = -1e9  # scores of at most this have no weight left
+PASSED = MOVES | {"stop_gradient", "copy", "convert_element_type"}  # functions that leave the values as they are
+BACKWARDS = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}  # the name of a comparison with its operands exchanged
 
 Axis = tuple[Value, int]
 
@@ -175,7 +175,7 @@ def chain_of(first: Node, nodes: Sequence[Node], second: Node, start: Value, end
 
 
 def _strip(v: Operand, steps: Mapping[Value, Step]) -> Operand:
-    """Where a value comes from, in front of what keeps it."""
+    """The value from which this one comes without change: functions that keep values (`PASSED`) are skipped."""
     while isinstance(v, Value) and v in steps and steps[v].name in PASSED and steps[v].ins:
         v = steps[v].ins[0]
     return v
@@ -206,7 +206,7 @@ def _softmax_of(end: Value, steps: Mapping[Value, Step]) -> tuple[Value, int, se
 
 
 def _is_below(x: Operand, steps: Mapping[Value, Step]) -> bool:
-    """Whether it is the constant -inf."""
+    """Whether an operand is the constant -inf."""
     x = _strip(x, steps)
     return isinstance(x, Constant) and float(x.value) == -math.inf
 

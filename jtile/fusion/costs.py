@@ -1,4 +1,4 @@
-"""What a kernel is worth: what stays XLA's.
+"""Which groups and loops are worth a kernel, and which stay XLA's.
 
 The numbers were measured by `python -m benchmarks cpu --only fuse` on two cores.
 """
@@ -17,15 +17,15 @@ LEAST = 4096  # elements of the largest array: below, a kernel is not quicker th
 ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
 ALONE = 4096  # elements that a program takes whole where the grid has only one program
 TILE = 65536  # elements of a tile that is whole along an axis which is not the last
-# Functions that XLA's code for CPUs takes 1.5 to 50 times as long for as that of kernels, even alone.
+# Functions for which XLA's code on CPUs takes 1.5 to 50 times as long as a kernel, even where they stand alone.
 SLOW = frozenset(
     ["sin", "cos", "tan", "asin", "acos", "sinh", "cosh", "exp", "exp2", "expm1", "log", "log1p", "pow", "cbrt"]
 )
 MANY = 6  # arrays
 CHAINS_ON_GPUS = (
-    False  # whether groups become kernels there of which no program takes an axis whole: XLA's are as quick
+    False  # whether GPUs run groups as kernels in which no program takes an axis whole: XLA's code is as quick
 )
-ROWS_ON_CPUS = False  # whether groups pick whole rows or columns there: XLA's code copies them as quickly
+ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
 EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time
 

@@ -34,12 +34,12 @@ class Frame:
         return Frame(self.layout, self.sides, self.ids, {**self.tiles, **tiles}, self.tables)
 
     def shape_of(self, value: Operand) -> tuple[int, ...]:
-        """That of the tile of a value."""
+        """The shape of the tile of a value."""
         own = self.layout.axes[value] if isinstance(value, Value) else ()
         return tuple(n if a in own else 1 for a, n in enumerate(self.sides))
 
     def _view(self, value: Value, ref, at: Any | None):
-        """(the tiles of an array, the index of this program's)."""
+        """(the tiles of an array, the index of this program's tile)."""
         own = self.layout.axes[value]
         rounds = () if at is None else (None,)
         index = () if at is None else (at,)
@@ -99,7 +99,7 @@ class Frame:
             return self._picked(step, out)
         if step.name not in REDUCTIONS | PLACES | RUNNING:
             return self.read(step.ins[0])  # dimensions of one element come and go, or are spread where they are used
-        tiles = [self.spread(x, x) for x in step.ins]  # a sum is one of every element, equal ones too
+        tiles = [self.spread(x, x) for x in step.ins]  # a sum counts every element, so repeated ones have to be there
         if step.name in RUNNING:
             at = self._places(step.ins[0])[step.params["axis"]]
             return tiles[0] if at is None else step.run(tiles, axis=at)[0]
@@ -114,7 +114,7 @@ class Frame:
         return sorted({a for i in step.params["axes"] if (a := place[i]) is not None})
 
     def _places(self, x: Operand) -> dict[int, int | None]:
-        """Of each dimension of a value its axis. The dimensions of a merged axis all have that one."""
+        """The axis of each dimension of a value. All dimensions of a merged axis have that axis."""
         assert isinstance(x, Value)
         own, found = list(self.layout.axes[x]), {}
         left = 0
@@ -138,7 +138,7 @@ class Frame:
         return jnp.broadcast_to(self.numbers(axis).astype(out.dtype), self.shape_of(out))
 
     def _picked(self, step: Step, out: Value):
-        """What a gather picks from its table for this program's elements."""
+        """The elements that a gather picks from its table for this program."""
         ref, (front, behind) = self.tables[step], table_axes(step, self.layout)
         row, inside = clipped(self.read(step.ins[1]), ref.shape[len(front)])
         tile = jt.load(ref, (*map(self.numbers, front), row, *map(self.numbers, behind)))

@@ -1,4 +1,4 @@
-"""`fuse`, and what it says of itself."""
+"""`jt.fuse`, and the explanation of what it did."""
 
 from __future__ import annotations
 

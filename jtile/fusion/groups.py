@@ -38,24 +38,24 @@ class Group:
 
     @functools.cached_property
     def gathers(self) -> list[Step]:
-        """Its steps that pick from tables."""
+        """The steps of the group that pick from tables."""
         return [step for step in self.steps if step.name == "gather"]
 
     @property
     def loaded(self) -> list[Value]:
-        """Its inputs without the tables of gathers."""
+        """The inputs of the group without the tables of gathers."""
         return self.inputs[: len(self.inputs) - len(self.gathers)]
 
     @property
     def by_equations(self) -> bool:
-        """Whether its derivative is that of its equations: some have rules of their own, or a kernel's would keep all
+        """Whether the derivative is that of the equations: some have rules of their own, or a kernel's would keep all
         partial sums, or add to elements of a table one by one."""
         return bool(self.last or self.gathers) or any(node.ruled for node in self.nodes)
 
 
-LARGE = 65536  # elements of an array that is worth reading once for several results
+LARGE = 65536  # elements from which on an array is worth reading only once for several results
 
-Unit = Group | Chain | Loop  # what runs as a kernel
+Unit = Group | Chain | Loop  # the parts of a program that run as kernels
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ class Plan:
 
     Attributes:
       order: what runs one after another: a unit, or the number of a node that stays XLA's.
-      left: of groups that are not worth a kernel (the number of the first node, those of all nodes, why).
+      left: for each group that is not worth a kernel (the number of the first node, those of all nodes, why).
       inside: by a node's number, and the name of a parameter, the plans of the functions in it, if one has a kernel.
     """
 
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def units(self) -> list[Unit]:
-        """Its kernels, without those of functions inside."""
+        """The kernels of the plan, without those of functions inside."""
         return [unit for unit in self.order if not isinstance(unit, int)]
 
     @property
@@ -105,14 +105,14 @@ class _Cutter:
                 self.users.setdefault(v, []).append(k)
         self.results = {v for v in program.outputs if isinstance(v, Value)}
         self.above = self._ancestors()
-        self.group_of: dict[int, int] = {}  # of a node its group's first node
+        self.group_of: dict[int, int] = {}  # the first node of the group of each node
         self.members: dict[int, list[int]] = {}
-        # of groups whose layout elementwise steps on values of theirs leave as it is
+        # the layouts of groups to which elementwise steps on their values can be added without a change of the layout
         self.settled: dict[int, Layout] = {}
         self.picked: set[int] = set()  # gathers that are steps of a group
 
     def _ancestors(self) -> list[int]:
-        """Of each node the set of those that it depends on, as bits."""
+        """For each node the set of nodes that it depends on, as the bits of an int."""
         above: list[int] = []
         for node in self.nodes:
             bits = 0
@@ -287,7 +287,7 @@ class _Cutter:
         self.group_of.update(dict.fromkeys(members, members[0]))
 
     def _is_convex(self, members: Sequence[int]) -> bool:
-        """Whether no node outside depends on one of them, and one of them on it."""
+        """Whether no node outside of `members` depends on one of them while another of them depends on it."""
         own = functools.reduce(lambda bits, k: bits | 1 << k, members, 0)
         before = functools.reduce(lambda bits, k: bits | self.above[k], members, 0) & ~own
         between = before & (1 << members[-1]) - (1 << members[0])
@@ -349,7 +349,7 @@ class _Cutter:
         return dataclasses.replace(node, steps=(node.eqn,)) if k in self.picked else node
 
     def _constants(self, members: Sequence[int]) -> list[Node]:
-        """The nodes that make what these ones read without any input of the program."""
+        """The nodes that make those operands of `members` that depend on no input of the program."""
         found: set[int] = set()
         todo = list(members)
         while todo:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .steps import Node
 
-# Of each primitive the parameters that hold functions of its operands.
+# The parameters of each primitive that hold functions of its operands.
 FUNCTIONS = {
     "scan": ("jaxpr",),
     "while": ("body_jaxpr",),

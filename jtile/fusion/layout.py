@@ -10,17 +10,17 @@ from .gathers import index_dimensions, table_dimensions, tiles_of
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
 MOST_AXES = 6
-COLUMNS = 64  # of a tile at least, where what is summed lies along another axis than the last
+COLUMNS = 64  # columns that a tile has at least where a sum runs along another axis than the last
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Of a group of steps.
+    """The layout of a group of steps.
 
     Attributes:
-      sizes: of each axis.
+      sizes: the size of each axis.
       whole: the axes that every program takes whole, since something is summed along them; the grid has the others.
-      axes: of each value the axis of each of its dimensions of more than one element.
+      axes: for each value, the axis of each of its dimensions of more than one element.
       late: the axes along which nothing but results is summed: each program adds up what it has, and its sums are added
         up at the end.
     """
@@ -32,21 +32,21 @@ class Layout:
 
     @property
     def row(self) -> int:
-        """Elements that lie along the axes that are whole."""
+        """The number of elements along the axes that a program takes whole."""
         return math.prod(self.sizes[a] for a in self.whole)
 
     def shape_of(self, value: Value) -> tuple[int, ...]:
-        """That of the array which stands for a value: without dimensions of one element, and with merged ones."""
+        """The shape of the array that stands for a value: without dimensions of one element, and with merged ones."""
         return tuple(self.sizes[a] for a in self.axes[value])
 
     def covers(self, value: Value, without: frozenset[int] = frozenset()) -> bool:
-        """Whether each program has elements of its own of a value, which has not the axes `without`."""
+        """Whether no two programs have the same element of a value, which lacks the axes `without`."""
         own = set(self.axes[value])
         return set(range(len(self.sizes))) - self.whole - without <= own and without.isdisjoint(own)
 
 
 class Axes:
-    """Dimensions of values, of which steps say that they are the same axis: a union-find forest."""
+    """Which dimensions of values are the same axis, as steps say: a union-find forest."""
 
     def __init__(self):
         self._parent: dict[tuple[Value, int], tuple[Value, int]] = {}
@@ -138,7 +138,7 @@ def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None
             axes.join(step.ins[1], i, out, j)
     elif step.name == "iota":
         alone.append((out, step.params["dimension"]))
-    else:  # a dimension of one element comes or goes
+    else:  # the step only adds or drops dimensions of one element
         before, after = ([i for i, n in enumerate(v.shape) if n != 1] for v in (step.ins[0], out))
         for i, j in zip(before, after, strict=True):
             axes.join(step.ins[0], i, out, j)

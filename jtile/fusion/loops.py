@@ -28,7 +28,7 @@ class Loop:
       constants, carry, elements: what a round reads: the same in all rounds, from the one before, of its own.
       next: the carry for the round after. written: what `outputs` are of: a number of the carry, or a value of a round.
       length: how many rounds there are. reverse: whether the last one comes first.
-      makers: of values of the body their equations.
+      makers: the equations that give the values of the body.
     """
 
     nodes: list[Node]

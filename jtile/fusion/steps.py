@@ -36,7 +36,7 @@ DTYPES = frozenset(
     ]
 )
 OPENED = frozenset(["jit", "pjit", "closed_call", "core_call"])
-MOST_FREE = 32  # steps that are made anew for an operand
+MOST_FREE = 32  # steps that are made anew for an operand, at most
 WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -103,7 +103,7 @@ class Node:
 
     eqn: Step
     steps: tuple[Step, ...]
-    free: bool = False  # it depends on no input: every group that needs it makes it anew
+    free: bool = False  # whether it depends on no input; every group that needs such a node makes it anew
 
     @property
     def name(self) -> str:

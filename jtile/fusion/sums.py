@@ -27,7 +27,7 @@ TOGETHER = {
 
 
 def neutral(step: Step, dtype: np.dtype) -> Any:
-    """What changes no sum of a step."""
+    """The neutral element of a step that sums: 0 for sums, -inf for maxima, say."""
     kind = step.name.removeprefix("reduce_")
     if kind in ("sum", "or", "prod"):
         return kind == "prod"
@@ -47,10 +47,10 @@ def dtype_of_sums(step: Step) -> np.dtype:
 
 
 class Sums:
-    """What a kernel of a group does that has such sums.
+    """The body of a kernel whose group sums along axes that programs share.
 
     Attributes:
-      steps: all of them. last: those that sum along the axes that programs share.
+      steps: all steps of the group. last: those that sum along the axes that programs share.
     """
 
     def __init__(self, group: Group, tiling: Tiling):
@@ -58,20 +58,20 @@ class Sums:
         self._of = {step.outs[0]: step for step in self.last}
 
     def type_of(self, value: Value) -> jax.ShapeDtypeStruct:
-        """The type of what the kernel writes for an output: for a sum those of the programs."""
+        """The type of what the kernel writes for an output: for a sum, one part for each program."""
         shape = self.group.layout.shape_of(value)
         if value not in self._of:
             return jax.ShapeDtypeStruct(shape, value.dtype)
         return jax.ShapeDtypeStruct((self.tiling.shares, *shape), dtype_of_sums(self._of[value]))
 
     def finished(self, value: Value, written: Any) -> Any:
-        """An output, of what the kernel has written."""
+        """An output of the group, computed from what the kernel has written for it."""
         if value in self._of:
             written = self._of[value].run([written], axes=(0,))[0].astype(value.dtype)
         return written.reshape(value.shape)
 
     def body(self, *refs) -> None:
-        """That of the kernel."""
+        """The body of the kernel."""
         group, tiling, layout = self.group, self.tiling, self.group.layout
         frame, share = tiling.frame(), jt.program_id(0)
         ins = list(zip(group.loaded, refs))

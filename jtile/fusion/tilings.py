@@ -24,7 +24,7 @@ class Tiling:
     Attributes:
       sides: those of a program's tile, along all axes.
       shares: how many programs, at most, share the blocks of the axes whose sums are added up at the end.
-      grid: how many programs there are: these, and along each other axis that none of them takes whole.
+      grid: the number of programs: the shares first, then along each other axis that no program takes whole.
     """
 
     def __init__(self, layout: Layout, sides: tuple[int, ...], shares: int = 0):
@@ -46,7 +46,7 @@ class Tiling:
         return math.prod(self.grid)
 
     def frame(self) -> Frame:
-        """That of the program that is traced."""
+        """The frame of the program that is being traced."""
         first = len(self.grid) - len(self._axes)
         return Frame(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes, first)}, {})
 
@@ -61,12 +61,12 @@ class Tiling:
         return found
 
 
-FIRST_CACHE = 8192  # elements, of which a CPU's program keeps several tiles beside each other
+FIRST_CACHE = 8192  # elements of a CPU's first-level cache, which holds several tiles beside each other
 LEAST_TILE = 256
 
 
 def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
-    """That of a group: its programs take whole axes, and of the others blocks, the innermost first, as far as a program
+    """The tiling of a group: programs take axes whole, and of others blocks, the innermost first, as far as a program
     has room for more. kept: how many tiles stand in memory besides what is read and written, since they are read
     several times."""
     m = machine()
@@ -82,7 +82,7 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
         if a in layout.whole:
             continue
         room = budget // max((math.prod(sides[b] for b in own) for own in tiles if a in own), default=1)
-        if layout.whole and a == last:  # elements that lie side by side in memory
+        if layout.whole and a == last:  # along this axis elements lie side by side in memory
             room = max(room, COLUMNS)
         sides[a] = fit(layout.sizes[a], max(min(room, left, layout.sizes[a]), 1))
         left = max(left // sides[a], 1)
@@ -94,7 +94,7 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
 
 
 def loop_tiling(layout: Layout) -> Tiling:
-    """That of a loop: programs that run all rounds take few elements, which stay in registers."""
+    """The tiling of a loop: programs that run all rounds take few elements, which stay in registers."""
     sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
     programs = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
     room = max(min(jt.cdiv(programs, machine().programs), LOOP_TILE // layout.row), 1)

@@ -40,7 +40,7 @@ class Arrivals(Order[Span]):
         self.learned: dict[
             int, list[tuple[int, int, set[int]]]
         ] = {}  # program -> role, its clock then, what it learned
-        self.epoch: dict[int, int] = {}  # of a program without roles: its arrivals
+        self.epoch: dict[int, int] = {}  # program without roles -> how often it has arrived
 
     # -- spans ------------------------------------------------------------------------------------------------------
     def span(self) -> Span:
@@ -103,7 +103,7 @@ class Arrivals(Order[Span]):
         return last
 
     def end(self) -> None:
-        """All programs have ended: so have all arrivals."""
+        """Check, when all programs have ended, that no counter still waits for arrivals."""
         for (name, at), counter in self.counters.items():
             came = ", ".join(map(self.machine.named, counter.came[:4])) + ", ..." * (len(counter.came) > 4)
             why = f"{len(counter.came)} of {counter.count} programs arrived at {name}[{at}] when all had ended ({came})"
@@ -113,6 +113,6 @@ class Arrivals(Order[Span]):
 
 
 def arrivals(machine: Machine) -> Arrivals | None:
-    """For kernels whose programs arrive anywhere."""
+    """The arrivals of a kernel; None for one whose programs never arrive at a counter."""
     ops = machine.kernel.body.walk()
     return Arrivals(machine) if any(isinstance(op, LastArrival) for op in ops) else None

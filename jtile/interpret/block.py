@@ -45,7 +45,7 @@ _SWITCHES = frozenset(
     {LoadShared, StoreShared, FenceShared, RoleBarrier, Expect, Arrive, Wait, Clock, LastArrival}
     | {AsyncLoad, AsyncStore, StoreWait, DotAsync, DotWait}
 )
-# What ends an access of this card for those who come after.
+# For each card, what ends its access for those who come after.
 _ENDS = {
     DotAsync: "dot_wait ends it",
     AsyncStore: "store_wait ends it",
@@ -61,7 +61,7 @@ class Role:
     Attributes:
       clock: what it knows to have happened (see block_memory).
       started, ended: number of its products, and of those that it has waited for; `products`: not yet in effect.
-      sent: number of its asynchronous stores; `stores`: those that have still to read their buffers.
+      sent: number of its asynchronous stores; `stores`: those that have not read their buffers yet.
       waits: the wait at which it stands, if it cannot pass now.
     """
 
@@ -78,7 +78,7 @@ class Role:
         return self.waits is None or self.waits[1].passes(self.waits[2])
 
     def advance(self) -> np.ndarray:
-        """What this role knows; what it does from now on is not known to those who know this."""
+        """The clock of this role as it is now; what the role does afterwards is not in it."""
         known = self.clock.copy()
         self.clock[self.number] += 1
         return known
@@ -112,7 +112,7 @@ class Crew(Walker):
         self.elements = _contended(m, op) if m.check else {}
         self.ticks = 0
         self.uses: dict[Op, list[Value]] = {}
-        # Agents act as soon, as late or as often as this says.
+        # These numbers say how soon, how late and how often agents act.
         self.rng = rng = random.Random(int(m.seed) * 1_000_003 + m.linear)
         self.eager = rng.choice((0.0, 1.0, 0.05, 0.4))
         self.turns = Turns(rng, self.roles)
@@ -172,7 +172,7 @@ class Crew(Walker):
             role.waits = None
 
     def finished(self, op: Op) -> None:
-        """Ordinary ops take finished tiles only."""
+        """Refuse an ordinary op whose operand is a product in flight: it takes finished tiles only."""
         env, uses = self.machine.env, self.uses.get(op)
         if uses is None:
             uses = self.uses[op] = op.operands()
@@ -207,7 +207,7 @@ class Crew(Walker):
         self.account(op, barrier)
 
     def account(self, op: Op, barrier: Barrier) -> None:
-        """All arrivals have come, and more bytes than announced: this phase can never end."""
+        """Refuse a phase that can never end: all arrivals have come, and more bytes than were announced."""
         if barrier.pending == 0 and barrier.bytes < 0:
             why = f"phase {barrier.phase} of {barrier.name} got {-barrier.bytes} bytes more than it was told to expect"
             raise self.error(ProtocolError, op, why)
@@ -255,7 +255,7 @@ class Crew(Walker):
 
     # -- ends ---------------------------------------------------------------------------------------------------
     def leave(self, role: Role) -> None:
-        """A role ends: its copies must have read their buffers, its products must have ended."""
+        """Check a role that ends: its copies must have read their buffers, and its products must have ended."""
         n = len(self.roles)
         if role.clock[3 * n + role.number] < role.sent:
             why = f"role {role.name} ends while its asynchronous stores may still read their buffers: add store_wait(0)"

@@ -79,7 +79,7 @@ class CopyOut:
             self.buffer.data[self.lanes.elements] = self.data[self.lanes.active]
             self.buffer.defined[self.lanes.elements] = True
             return
-        if any(isinstance(d, Take) for d in self.op.index):  # elements may be named twice: one after the other
+        if any(isinstance(d, Take) for d in self.op.index):  # an element may be named twice: update one after the other
             for lane in np.flatnonzero(self.lanes.active).tolist():
                 at = self.lanes.at[lane]
                 update(self.buffer, self.op.fn, slice(at, at + 1), self.data[lane : lane + 1])
@@ -118,7 +118,7 @@ class Product(Handle):
         self.a = self.b = self.acc = None
 
     def after_wait(self, crew: Crew, op: Op) -> np.ndarray | Product:
-        """What a wait gives for this: its value, or itself while it still runs."""
+        """What a wait gives for this product: its value, or the product itself while it still runs."""
         if self.taken is not None:
             why = (
                 f"the result of dot_async ({place(self.op)}) is gone: dot_async ({place(self.taken)}) adds to the same "

@@ -131,19 +131,19 @@ def _arrive(m: Machine, op: Arrive):
 @rule(Wait)
 def _wait(m: Machine, op: Wait):
     crew = _crew(m)
-    if crew.holds(op):  # it has stood until the phase ended
+    if crew.holds(op):  # the role has stood at the wait until the phase ended
         np.maximum(crew.role.clock, crew.barrier(op).released, out=crew.role.clock)
     return ()
 
 
 @rule(RoleBarrier)
 def _role_barrier(m: Machine, op: RoleBarrier):
-    return ()  # the threads of a role are one here
+    return ()  # the interpreter runs a role as one thread, so there is nobody to meet
 
 
 @rule(KernelsWait)
 def _kernels_wait(m: Machine, op: KernelsWait):
-    return ()  # kernels run one after the other here
+    return ()  # the interpreter runs kernels one after the other, so there is nothing to wait for
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _print(m: Machine, op: Print):
 
 
 def _three_at_least(pid: tuple[int, ...], lanes: int) -> tuple[int, ...]:
-    """Printed program ids look the same everywhere: three axes, besides those of vmap."""
+    """A program id as it is printed, the same on all platforms: at least three axes, besides those of vmap."""
     return (*pid, *[0] * (3 + lanes - len(pid)))
 
 
@@ -119,7 +119,7 @@ def _assert(m: Machine, op: Assert):
 def _gather(m: Machine, op: Gather):
     x, indices = m.env[op.x], m.env[op.indices]
     n = x.shape[op.axis]
-    # As Python compares: an unsigned index past the end of int64 must not wrap.
+    # NumPy compares without a cast here, since an unsigned index past the end of int64 must not wrap.
     bad = (indices < 0) | (indices >= n)
     if bad.any():
         if m.check:

@@ -44,13 +44,13 @@ def rule(*cards: type[Op]):
 
 
 class Watcher(Protocol):
-    """Who looks on while a kernel runs, such as the debugger; its methods may wait, and raise to end the run."""
+    """An object that looks on while a kernel runs, such as the debugger; its methods may wait, or raise to end it."""
 
     def op(self, m: Machine, op: Op) -> None:
-        """An op is about to run."""
+        """Called when an op is about to run."""
 
     def touch(self, m: Machine, op: Op, buffer: Buffer, lanes: Lanes, kind: str) -> None:
-        """An op, or a copy of one, is about to "read", "write" or update ("atomic") these elements."""
+        """Called when an op, or its copy, is about to "read", "write" or update ("atomic") these elements."""
 
 
 _WATCHER: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("jtile_watcher", default=None)
@@ -58,7 +58,7 @@ _WATCHER: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("jtile
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Inside, the watcher looks on at every kernel that is interpreted."""
+    """A block in which the watcher looks on at every kernel that is interpreted."""
     token = _WATCHER.set(watcher)
     try:
         yield
@@ -74,7 +74,7 @@ class Machine:
         self.crew: Crew | None = None
         self.part: Part | None = None  # on a mesh: this program among those of all devices
         self.where = ""  # the name of its device in messages
-        self.silent = False  # prints nothing
+        self.silent = False  # whether prints of the kernel are left out
         self.env: dict[Value, Any] = {}
         self.pid: tuple[int, ...] = ()
         self.linear = 0
@@ -195,7 +195,7 @@ class Machine:
             flags[self.position[ref]][at] = True
 
     def other_text(self, linear: int) -> str:
-        """How messages name another program that touched an element; it may stand for several."""
+        """The name in messages of another program that touched an element; the number may stand for several."""
         return "several other programs" if linear == SEVERAL else f"program {self.named(linear)}"
 
     def named(self, linear: int) -> str:

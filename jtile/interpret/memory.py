@@ -28,7 +28,7 @@ def poison(shape, dtype: str) -> np.ndarray:
         return np.ones(shape, np.bool_)
     if d.kind == "f" and d.name != "float4_e2m1fn":
         return np.full(shape, np.nan, np.float32).astype(d.numpy)
-    if d.bits < 8:  # one element a byte here, two or four bits of pattern
+    if d.bits < 8:  # NumPy has one element a byte, of which two or four bits hold the pattern
         pattern = 0xAA & ((1 << d.bits) - 1)
         return np.full(shape, pattern if d.kind == "u" else pattern - (1 << d.bits), np.float32).astype(d.numpy)
     return np.full(math.prod(shape) * d.bits // 8, 0xAA, np.uint8).view(d.numpy).reshape(shape)
@@ -139,7 +139,7 @@ def coordinates(index: Index, values: list[np.ndarray], shape: tuple[int, ...]) 
             start = int(v) * d.step if isinstance(d, Tile) else int(v)
             if abs(start) + d.size * step < _FAR:
                 i = np.arange(start, start + d.size * step, step, np.int64)
-            else:  # Python ints: a start near the end of int64 must not wrap into the array
+            else:  # Python ints are used, since a start near the end of int64 must not wrap into the array
                 lanes = [start + j * step for j in range(d.size)]
                 i = np.array([j if 0 <= j < shape[k] else -1 for j in lanes], np.int64)
             yield i.reshape((-1,) + (1,) * (rank - axis - 1))

@@ -25,11 +25,11 @@ class Order[Span]:
 
     # -- what an order says ---------------------------------------------------------------------------------------
     def span(self) -> Span:
-        """That of what happens now."""
+        """The span of what happens now."""
         raise NotImplementedError
 
     def known(self) -> Any:
-        """What `before` has to know of whoever acts now."""
+        """The knowledge of whoever acts now, which `before` is given."""
         raise NotImplementedError
 
     def before(self, span: int, known: Any) -> bool:
@@ -37,7 +37,7 @@ class Order[Span]:
         raise NotImplementedError
 
     def name(self, span: int) -> str:
-        """How messages call whoever acted in a span."""
+        """The name in messages of whoever acted in a span."""
         raise NotImplementedError
 
     # -- accesses, for `Buffer.access` ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROWS, COLUMNS = 24, 64  # cells of a picture at most
 NEAR = 16  # elements that a picture shows outside of an array at most
-CELL = 14  # pixels
+CELL = 14  # pixels of the side of a cell
 OUTSIDE, INSIDE, OTHERS, NAMED, WRONG = range(5)
 _SIGNS = " .o#X"
 _COLOURS = ("none", "#e9ecef", "#8ecae6", "#95d5b2", "#e63946")
@@ -52,7 +52,7 @@ class AccessPicture:
         last = columns.start + len(columns) * columns.step
         width = max(len(str(rows[-1])), 1)
         head = [" "] * (len(columns) + len(str(last)))
-        for n in (columns.start, 0, self.shape[1]):  # the end is written last: it is what an access runs over
+        for n in (columns.start, 0, self.shape[1]):  # the end is written last, over others: accesses mostly run over it
             if columns.start <= n <= last:
                 at = (n - columns.start) // columns.step
                 head[at : at + len(str(n))] = str(n)

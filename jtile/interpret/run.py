@@ -13,7 +13,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ir import Kernel, bind_sizes, concrete, is_dynamic
 from jtile.ir.types import DTYPES
 
-from . import block, block_ops, control, effects, world  # noqa: F401  (their rules)
+from . import block, block_ops, control, effects, world  # noqa: F401  (the modules register their rules)
 from .machine import Machine
 
 

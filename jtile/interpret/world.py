@@ -39,7 +39,7 @@ from .memory import Buffer, Handle, poison
 from .order import Order
 from .turns import Steps, Turns, Walker
 
-Place = tuple[int, ...]  # of a device: its place along each axis of the call
+Place = tuple[int, ...]  # the place of a device along each axis of the call
 Span = tuple[int, int, int, Op]  # line, how much of it had happened, call, op
 SETS = 2  # sets of symmetric memory, which calls take in turn
 
@@ -97,7 +97,7 @@ class Counter:
 
 @dataclasses.dataclass
 class Meeting:
-    """One time that programs meet at an axis barrier, or arrive at a counter."""
+    """One meeting of programs at an axis barrier or a counter: who has come so far, and what they know."""
 
     clock: np.ndarray
     came: int = 0
@@ -105,7 +105,7 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What a program waits for."""
+    """The op at which a program stands, and what it waits for."""
 
     op: Op
     what: Callable[[], str]
@@ -128,14 +128,14 @@ class Part(Walker):
         m.enter(linear)
         self.op: Op = world.kernel.body.ops[0]
         self.waits: Standing | None = None
-        self.met: dict[tuple[Any, ...], int] = {}  # how often it has been at each barrier
+        self.met: dict[tuple[Any, ...], int] = {}  # how often the program has been at each barrier
         self.walk = self.steps(world.kernel.body.ops)
 
     def ready(self) -> bool:
         return self.waits is None or self.waits.passes()
 
     def advance(self) -> np.ndarray:
-        """What this program knows; what it does from now on is not known to those who know this."""
+        """The clock of this program as it is now; what the program does afterwards is not in it."""
         known = self.clock.copy()
         self.clock[self.line] += 1
         return known
@@ -161,7 +161,7 @@ class World:
     """The devices of one call site: a few calls of a kernel, one after another on each device.
 
     Attributes:
-      places: of the devices.
+      places: the places of the devices.
       ended: what is known on each device when a call begins.
       part: the program that acts now.
     """
@@ -211,7 +211,7 @@ class World:
         return [[m.env[v].array.copy() for v in self.kernel.outputs] for m in self.machines]
 
     def start(self, rank: int, call: int) -> None:
-        """A device begins a call: with memory that its peers may have written already."""
+        """Begin a call on a device, with memory that its peers may have written already."""
         m = self.machines[rank] = Machine(self.kernel, list(self.inputs[rank]), self.check, self.seed)
         m.silent = call + 1 < self.calls  # only the last call prints
         self.left[rank] = self.programs
@@ -245,7 +245,7 @@ class World:
         key = (v, at, call)
         if key not in self.memory:
             held = Held(poison(v.shape, v.dtype), defined=False, shared=True)
-            if call >= SETS:  # the same memory, in which nothing is defined any more
+            if call >= SETS:  # an earlier call had the same memory: nothing in it is defined any more
                 first = self.of(v, at, call - SETS)
                 assert isinstance(first, Held)
                 held.data, held.plain, held.atomic, held.reader = first.data, first.plain, first.atomic, first.reader
@@ -254,7 +254,7 @@ class World:
         return self.memory[key]  # type: ignore[return-value]
 
     def counter(self, op: Signal | WaitSignal, part: Part) -> tuple[Counter, str]:
-        """A signal, and how messages call it."""
+        """A signal, and its name in messages."""
         cells, lanes = part.machine.lanes(op)
         assert isinstance(cells, Cells)
         if not lanes.active.all():
@@ -287,7 +287,7 @@ class World:
         return Standing(op, what, lambda: counter.value >= wanted)
 
     def pass_wait(self, part: Part, op: WaitSignal) -> None:
-        """What those knew who raised the signal to the number that was waited for."""
+        """Pass a wait: the program learns what those knew who raised the signal to the number that it waited for."""
         counter, wanted = self.counter(op, part)[0], int(part.machine.env[op.at_least])
         for value, clock, _ in counter.log if wanted > 0 else ():
             part.learn(clock)
@@ -317,7 +317,7 @@ class World:
         return axis, *others, part.machine.linear
 
     def arrive(self, part: Part, op: LastArrival) -> bool:
-        """As `Arrivals.arrive`, by the clocks of a world."""
+        """Arrive at a counter as in `Arrivals.arrive`, by the clocks of a world."""
         m = part.machine
         at, count = int(m.env[op.index]), int(m.env[op.count])
         if not 0 <= at < op.size or count < 1:
@@ -334,7 +334,7 @@ class World:
 
     # -- ends ---------------------------------------------------------------------------------------------------
     def end(self) -> None:
-        """All calls have ended, and nobody has waited for some signals."""
+        """Check, when all calls have ended, that every signal was waited for."""
         for (call, at, v, index), counter in self.counters.items():
             if counter.value > counter.waited:
                 why = f"{self.signal_text(v, index, at)} stands at {counter.value} at the end of {self.call_text(call)}"

@@ -85,7 +85,7 @@ class Slot(Op):
 
 @dataclasses.dataclass(eq=False)
 class TransposeShared(Op):
-    """The same buffer of two axes, seen with its axes swapped."""
+    """A buffer of two axes, seen with its axes swapped."""
 
     buffer: Value
 
@@ -155,7 +155,7 @@ class StoreShared(Op):
 
 @dataclasses.dataclass(eq=False)
 class FenceShared(Op):
-    """What this role stored to shared memory before is seen by asynchronous copies and products started after."""
+    """Make what this role has stored to shared memory visible to asynchronous copies and products that start later."""
 
     mnemonic = "fence_shared"
     effect = "io"
@@ -188,7 +188,7 @@ class AllocBarriers(Op):
 
 @dataclasses.dataclass(eq=False)
 class Expect(Op):
-    """One arrival, which announces `bytes` to come by asynchronous copies in this phase."""
+    """Arrive once, and announce `bytes` that asynchronous copies are going to bring in this phase."""
 
     barrier: Value
     at: Value
@@ -252,7 +252,7 @@ class Wait(Op):
 
 @dataclasses.dataclass(eq=False)
 class RoleBarrier(Op):
-    """The threads of this role meet: what each stored before is seen by all of them after."""
+    """A barrier for the threads of this role: after it, each sees what any of them stored before it."""
 
     mnemonic = "role_barrier"
     effect = "io"

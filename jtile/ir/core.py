@@ -150,8 +150,8 @@ class Op:
     level: ClassVar[str] = "any"
     # field name -> "operand" | "optional" | "operands" | "index" | "block" | "blocks" | "attr"
     fields: ClassVar[dict[str, str]] = {}
-    mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are no attributes
-    inner: ClassVar[tuple[tuple[str, str], ...]] = ()  # those that are regions
+    mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # name and kind of the fields that are no attributes
+    inner: ClassVar[tuple[tuple[str, str], ...]] = ()  # name and kind of the fields that are regions
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
@@ -304,11 +304,11 @@ class Kernel:
 
     @property
     def shared(self) -> list[Value]:
-        """What every device of the call has: symmetric memory and signals."""
+        """The parameters that every device of the call has: symmetric memory and signals."""
         return [*self.refs("symmetric"), *self.refs("signal")]
 
     def program_text(self, pid: tuple[int, ...]) -> str:
-        """How messages name a program: `(0, 2)`, under vmap `(0, 2), lane 5`, under two `(0, 2), lane (1, 5)`, the
+        """A program's name in messages: `(0, 2)`, under vmap `(0, 2), lane 5`, under two `(0, 2), lane (1, 5)`, the
         outer one first."""
         lanes, own = pid[: self.lanes], pid[self.lanes :]
         return str(own) + (f", lane {lanes[0] if len(lanes) == 1 else lanes}" if lanes else "")
@@ -325,6 +325,6 @@ def tile(v: Value) -> TileType:
 
 
 def check_axes(axes, t: TileType) -> None:
-    """ValueError unless `axes` are different axes of a tile, counted from 0."""
+    """Raise ValueError unless `axes` are different axes of a tile, counted from 0."""
     if any(not 0 <= a < t.rank for a in axes) or len(set(axes)) != len(axes):
         raise ValueError(f"{', '.join(map(str, axes))} are not different axes of {t}")

@@ -126,7 +126,7 @@ class AxisBarrier(Op):
 
 TALKING = (AxisIndex, On, AxisBarrier)  # the cards that name an axis
 WAITING = (WaitSignal, AxisBarrier)
-MEETING = (Signal, *WAITING)  # what orders the accesses of programs
+MEETING = (Signal, *WAITING)  # the cards that order the accesses of programs
 
 
 def waits(kernel: Kernel) -> bool:

@@ -12,7 +12,7 @@ from .extents import Extent, Size, evaluate, symbols_of
 from .shapes import Full
 from .types import DTYPES, RefType, TileType
 
-MAX_SIZE = 2**31 - 1  # of a dynamic dimension: it fits an int32 scalar of the kernel
+MAX_SIZE = 2**31 - 1  # elements of a dynamic dimension at most, so that its size fits an int32 scalar of the kernel
 
 
 @dataclasses.dataclass(eq=False)
@@ -137,7 +137,7 @@ def _constant(op: SizeOf, value: int) -> Full:
 
 
 def _resize(op: Op, shape: tuple[int, ...]) -> None:
-    """Memory of its own whose size was dynamic."""
+    """Give memory that a kernel makes itself, and whose size was dynamic, the shape `shape`."""
     (old,) = op.results
     if op.shape == shape or not isinstance(old.type, RefType):  # type: ignore[attr-defined]
         return

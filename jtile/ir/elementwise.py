@@ -61,7 +61,7 @@ def _rem(a, b):
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Ints in 64 bits, signed as they are."""
+    """Ints widened to 64 bits, signed or not as they are."""
     return x.astype(np.int64 if BY_NUMPY[x.dtype].kind == "i" else np.uint64)
 
 
@@ -71,7 +71,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 def _wrap(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Ints of 64 bits to `dtype` modulo its width."""
+    """Ints of 64 bits converted to `dtype`, modulo its width."""
     info = BY_NUMPY[dtype]
     unsigned = x.astype(np.uint64) & np.uint64((1 << info.bits) - 1)
     if info.kind == "u":
@@ -121,7 +121,7 @@ def _logic(bitwise, logical):
 
 
 def _round_away(x):
-    # Not floor(|x| + 0.5): that sum rounds up just below a half, and where floats are a whole number apart.
+    # floor(|x| + 0.5) would be wrong: the sum rounds up just below a half, and where floats are a whole number apart.
     m = np.abs(x)
     whole = np.floor(m)
     return np.copysign(whole + (m - whole >= 0.5), x)
@@ -191,7 +191,7 @@ def compute(fn: Function, args: list[np.ndarray]) -> np.ndarray:
 
 
 def _double_round(info, fn: Function) -> bool:
-    """Narrow floats go through f32, as every back end computes them."""
+    """Whether a function is rounded twice: narrow floats go through f32, as every back end computes them."""
     return info.kind == "f" and info.bits < 32 and not fn.predicate
 
 

@@ -165,7 +165,7 @@ def _largest(fn: str, a: Size, b: Size) -> Size:
 
 
 def _divided(fn: str, a: Extent, b: int) -> Size:
-    """Division by a constant: what it divides comes out, the rest stays under it; `-((-n) // b)` becomes `cdiv`."""
+    """Division by a constant: terms that it divides are divided, the rest stays; `-((-n) // b)` becomes `cdiv`."""
     whole = _extent({m: k // b for m, k in a.terms if k % b == 0})
     rest = _extent({m: k for m, k in a.terms if k % b})
     if fn == "mod":
@@ -187,7 +187,7 @@ def at_least(a: Size, b: Size) -> bool:
 
 
 def _not_negative(x: Size) -> bool:
-    """With every symbol written as 1 + t, t >= 0: true if no coefficient is negative."""
+    """Whether a size is surely not negative: with 1 + t for every symbol, t >= 0, it has no negative coefficient."""
     if isinstance(x, int):
         return x >= 0
     shifted: dict[Monomial, int] = {}

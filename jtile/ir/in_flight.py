@@ -89,7 +89,7 @@ class _Flow:
                     self.op(op)
 
     def pass_on(self, values, to) -> None:
-        """Parameters and results stand for what they are given, in flight or not."""
+        """Let parameters and results stand for the values that they are given, in flight or not."""
         self.check_spent(values)
         runs = [self.state.raw.get(v) for v in values]
         numbers = [self.scalars.of(v) for v in values]
@@ -129,7 +129,7 @@ class _Flow:
         self.leave([op.cond, op.body], op.results)
 
     def leave(self, blocks: list[Block], results: tuple[Value, ...]) -> None:
-        """Behind a loop that may have run further rounds: its counters, and the slots they name, are unknown."""
+        """Go on behind a loop that may have run further rounds: its counters, and the slots they name, are unknown."""
         inside = {v for b in blocks for v in b.params}
         inside.update(v for b in blocks for op in b.walk() for v in op.results)
         inside.update(v for b in blocks for op in b.walk() for inner in op.blocks() for v in inner.params)
@@ -250,12 +250,12 @@ class _Flow:
 
 
 def last(items: list, n: int) -> list:
-    """The last n."""
+    """The last n items of a list."""
     return items[-n:] if n else []
 
 
 def merge(before: State, a: State, b: State) -> State:
-    """Behind a branch: what is so on both paths. Where they differ in what runs, nothing is known any more."""
+    """The state behind a branch: what holds on both paths. Where other ops run on each, nothing is known any more."""
     same = [u.op for u in a.products] == [u.op for u in b.products]
     products = a.products if same else []
     stores = a.stores if [u.op for u in a.stores] == [u.op for u in b.stores] else []

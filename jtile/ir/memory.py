@@ -105,7 +105,7 @@ class Atomic(Op):
         return (t,)
 
 
-MOST_COUNTERS = 1 << 24  # of a kernel, as ffi/csrc has it
+MOST_COUNTERS = 1 << 24  # counters of a kernel, at most; ffi/csrc has the same limit
 
 
 @dataclasses.dataclass(eq=False)

@@ -116,7 +116,7 @@ class _Parser:
         return int(t.text)
 
     def listed(self, item, close: str) -> list:
-        """`item, item, ... close`; the opening bracket is already consumed."""
+        """Parse `item, item, ... close`; the opening bracket is already consumed."""
         out = []
         while not self.take(close):
             if out:
@@ -164,14 +164,14 @@ class _Parser:
         return RefType(size, dtype, extra or "in") if word == "ref" else TileType(size, dtype)
 
     def _barrier(self, t: Token) -> BarrierType:
-        """`barrier<4, arrivals 2>`; without arrivals: 1."""
+        """Parse a type of barriers, such as `barrier<4, arrivals 2>`; without a number of arrivals, it is 1."""
         m = re.fullmatch(r"barrier<\s*(\d+)\s*(?:,\s*arrivals (\d+)\s*)?>", t.text)
         if not m:
             raise self.error(f"expected barriers such as barrier<4, arrivals 2>, got {t.text!r}", t)
         return BarrierType(int(m[1]), int(m[2] or 1))
 
     def _size(self, text: str, token: Token) -> Size:
-        """`128`, or `{cdiv(n, 128)}`."""
+        """Parse a size, such as `128` or `{cdiv(n, 128)}`."""
         try:
             return parse_size(text.strip("{}"))
         except ValueError as e:
@@ -261,7 +261,7 @@ class _Parser:
         return k
 
     def _axis(self) -> tuple[str, int]:
-        """`x=4`: an axis of the mesh, and how many devices are along it."""
+        """Parse an axis of the mesh and its number of devices, `x=4`."""
         name = self.next()
         self.expect("=")
         return json.loads(name.text) if name.kind == "string" else name.text, self.integer()
@@ -279,7 +279,7 @@ class _Parser:
         return t, self.type()
 
     def block(self, params: list[tuple[Token, Type]]) -> Block:
-        """`{ ops yield ... }`; the names of the parameters and those defined inside are unknown outside."""
+        """Parse a block, `{ ops yield ... }`; names of parameters and those defined inside are unknown outside."""
         outside, self.values = self.values, dict(self.values)
         b = Block(tuple(self.define(t, Value(type)) for t, type in params))
         self.expect("{")
@@ -412,7 +412,7 @@ class _Parser:
         return op
 
     def _carry(self) -> tuple[list[tuple[Token, Type]], tuple[Value, ...]]:
-        """`(%acc = %z, ...)`: the parameters of a region, and what they start from."""
+        """Parse the parameters of a region and what they start from, `(%acc = %z, ...)`."""
         self.expect("(")
         pairs = self.listed(lambda: (self.defined(), self.expect("=") and self.use()), ")")
         return [(t, v.type) for t, v in pairs], tuple(v for _, v in pairs)
@@ -439,7 +439,7 @@ class _Parser:
         return op
 
     def _roles(self, word: Token) -> Op:
-        """`{ role name warps=4 registers=240 { ... } ... }`."""
+        """Parse roles, `{ role name warps=4 registers=240 { ... } ... }`."""
         loc = self.location()
         self.expect("{")
         heads, bodies = [], []

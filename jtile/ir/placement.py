@@ -65,7 +65,7 @@ def refuse(kernel: Kernel, op: Op | None, message: str, role: str = "") -> NoRet
 
 
 def check_memory(kernel: Kernel, op: Op) -> None:
-    """Refs, buffers and barriers are used only by the ops that access them."""
+    """Check that Refs, buffers and barriers are used only by the ops that access them."""
     for name, kind in op.fields.items():
         v = getattr(op, name)
         values = v if kind == "operands" else (v,) if kind in ("operand", "optional") and v is not None else ()
@@ -77,7 +77,7 @@ def check_memory(kernel: Kernel, op: Op) -> None:
 
 
 def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore) -> None:
-    """What a tensor map cannot say, whatever the target: gathers, pads other than 0 and NaN."""
+    """Refuse what a tensor map cannot say, whatever the target: gathers, pads other than 0 and NaN."""
     if any(isinstance(d, Take) for d in op.index):
         refuse(kernel, op, "an asynchronous copy takes rectangles, not gathered rows: use load and store_shared")
     if isinstance(op, AsyncLoad):
@@ -89,7 +89,7 @@ def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore) -> None:
 
 
 def check_roles(kernel: Kernel) -> None:
-    """A block-level kernel allocates, then hands over to its roles: once, at the end, within the register file."""
+    """Check that a block-level kernel allocates, then hands over to roles: once, at the end, within the registers."""
     ops = kernel.body.ops
     found = [op for op in kernel.body.walk() if isinstance(op, Roles)]
     if len(found) != 1 or not ops or found[0] is not ops[-1]:
@@ -120,7 +120,7 @@ def _check_outside(kernel: Kernel, block: Block, top: bool) -> None:
 
 
 def _check_slots(kernel: Kernel) -> None:
-    """There is a bound on barriers and buffers: the interpreter's clocks have a line for each."""
+    """Check the number of barriers and buffers, which is bounded: the interpreter's clocks have a line for each."""
     barriers = 0
     for op in kernel.body.ops:
         barriers += op.count if isinstance(op, AllocBarriers) else 0
@@ -131,7 +131,7 @@ def _check_slots(kernel: Kernel) -> None:
 
 
 def _check_warps(kernel: Kernel, op: Roles) -> None:
-    """A block has no more than 32 warps, in whole warpgroups."""
+    """Check that a block has no more than 32 warps, in whole warpgroups."""
     total = op.warps[0] + -(-sum(op.warps[1:]) // 4) * 4
     if total > WARPS:
         parts = " + ".join(map(str, op.warps))
@@ -141,7 +141,7 @@ def _check_warps(kernel: Kernel, op: Roles) -> None:
 
 
 def _check_registers(kernel: Kernel, op: Roles) -> None:
-    """Registers are given to whole warpgroups: a role of one warp counts as four."""
+    """Check the registers of roles, which are given to whole warpgroups: a role of one warp counts as four."""
     threads = [-(-w // 4) * 128 for w in op.warps]
     given = sum(n * r for n, r in zip(threads, op.registers, strict=True))
     rest = sum(n for n, r in zip(threads, op.registers, strict=True) if not r)
@@ -157,7 +157,7 @@ def _check_registers(kernel: Kernel, op: Roles) -> None:
 
 
 def _check_early(kernel: Kernel, op: Roles) -> None:
-    """Kernels in front may still read what an early role would write, and write what it would read of their results."""
+    """Check early roles: kernels in front may still read what such a role would write, and write what it would read."""
     if not any(op.early):
         return
     waits = [any(isinstance(inner, KernelsWait) for inner in body.ops) for body in op.bodies]
@@ -177,7 +177,7 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
 
 
 def named(v: Value) -> str:
-    """How messages call a barrier or a buffer."""
+    """The name of a barrier or a buffer in messages."""
     return f"%{v.name}" if v.name else "what has no name"
 
 

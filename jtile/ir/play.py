@@ -19,7 +19,7 @@ from .way import Step, Way
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Who comes first where no barrier says so; what a fault does depends on it.
+    """Who comes first where no barrier says so, on which the effect of a fault depends.
 
     Attributes:
       turn: 1: roles go on in their order; -1: the other way round.
@@ -62,7 +62,7 @@ class _Role:
         self.play, self.way, self.name = play, way, way.skeleton.name
         self.at = 0  # the next step
         self.waits: Step | None = None
-        # What products and asynchronous stores that are not waited for yet read, in the order of their start.
+        # The places that products and asynchronous stores still read until somebody waits for them, in order of start.
         self.products: list[tuple[Place, ...]] = []
         self.stores: list[tuple[Place, ...]] = []
         self.lost = self.done = False
@@ -122,14 +122,14 @@ class Play:
     def run(self) -> None:
         roles = self.roles[:: self.order.turn]
         while True:
-            if any(list(map(_Role.advance, roles))):  # all of them, whatever the first did
+            if any(list(map(_Role.advance, roles))):  # the list makes all of them advance, whatever the first did
                 continue
             if not self.under_way:
                 break
             self.landed(*self.under_way.pop(0 if self.order.copies == "oldest" else -1))
         stuck = [r for r in self.roles if r.waits is not None and not r.lost]
         free = [r for r in self.roles if r.lost]
-        while stuck:  # those for whom somebody that may do anything can still arrive
+        while stuck:  # leave out those at whose barrier somebody of whom nothing is known can still arrive
             helped = [r for r in stuck if any(f.may_arrive(r) for f in free)]
             if not helped:
                 return self.deadlock(stuck)
@@ -156,7 +156,7 @@ class Play:
         return parity
 
     def touch(self, role: _Role, step: Step) -> None:
-        """What an op does to the memory of the block: in this order of the roles it could happen."""
+        """Check what an op does to the memory of the block, which could happen in this order of the roles."""
         op = step.op
         if not isinstance(op, Touch):
             self.unsure |= {root(v) for b in op.blocks() for x in b.walk() for v in fills(x)}
@@ -188,7 +188,7 @@ class Play:
                 refuse(self.kernel, op, f"reads {p} while {why}", role.name)
 
     def write(self, role: _Role, op: Op, p: Place) -> None:
-        """Other roles must have ended what reads a place that is written."""
+        """Check that no other role still reads a place that an op writes."""
         for other in self.roles:
             for what, uses in (("a product", other.products), ("an asynchronous store", other.stores)):
                 if other is not role and p.known and any(q.known and p.overlaps(q) for use in uses for q in use):

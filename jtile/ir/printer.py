@@ -135,7 +135,7 @@ class _Printer:
             len(self.lines),
         )
         if form:
-            # The results are named after the body, in the order of the text they stand first: fix that here.
+            # Results stand in front of the body in the text, so they are named here, before the values of the body.
             form(op, f"{self.values(op.results)} = " if op.results else "", depth)
         else:
             self._plain(op, depth)

@@ -80,7 +80,7 @@ def _each(roles: Roles) -> Iterator[tuple[str, Op]]:
 
 
 def _check_waits(kernel: Kernel, roles: Roles) -> None:
-    """Somebody arrives at every barrier that somebody waits for, often enough for one phase, and not later only."""
+    """Check that somebody arrives at every barrier with a wait, often enough for one phase, and not later only."""
     arrivals: dict[Value, list[tuple[str, Op]]] = {}
     for name, op in _each(roles):
         if isinstance(op, Arrive | Expect):
@@ -108,7 +108,7 @@ def _check_waits(kernel: Kernel, roles: Roles) -> None:
 
 
 def _first_parity(kernel: Kernel, body: Block, op: Wait) -> int | None:
-    """What the parity of a wait is when it first runs, for one that no branch leads around."""
+    """The parity of a wait when it first runs; None for one that a branch may leave out."""
     scalars = Scalars.in_roles(kernel)
     for x in _first_path(body):
         if x is op:
@@ -120,7 +120,7 @@ def _first_parity(kernel: Kernel, body: Block, op: Wait) -> int | None:
 
 
 def _check_fills(kernel: Kernel, roles: Roles) -> None:
-    """What is read has been filled: by another role, or by the same one before."""
+    """Check that what is read has been filled: by another role, or by the same one before."""
     filled: dict[Value, list[tuple[str, int]]] = {}
     for at, (name, op) in enumerate(_each(roles)):
         for v in fills(op):
@@ -146,7 +146,7 @@ def _first_path(b: Block) -> Iterator[Op]:
 
 
 def _check_bytes(kernel: Kernel, roles: Roles) -> None:
-    """Copies bring what was announced, where every copy onto a barrier stands behind its expect in one block."""
+    """Check that copies bring what was announced, where each stands behind its expect in one block."""
     blocks = [(name, b) for name, body in zip(roles.names, roles.bodies, strict=True) for b in blocks_of(body)]
     brought: dict[int, int] = {}
     found: dict[Value, list[tuple[str, Expect]]] = {}

@@ -33,7 +33,7 @@ def identity(fn: str, dtype: str):
 
 
 def reducible(fn: str, dtype: str) -> bool:
-    """Bools know and, or, xor, max, min; floats no bit operations."""
+    """Whether a dtype has a reduction: bools have and, or, xor, max, min, and floats no bit operations."""
     kind = DTYPES[dtype].kind
     return fn not in ("sum", "prod", "logsumexp") if kind == "b" else fn not in ("and", "or", "xor") or kind != "f"
 
@@ -261,7 +261,7 @@ class Dot(Op):
     level = "tile"
 
     def sizes(self) -> tuple[tuple[int, ...], int, int, int]:
-        """(batch axes, m, n, k)."""
+        """The sizes of the product: (batch axes, m, n, k)."""
         a, b = tile(self.a).shape, tile(self.b).shape
         m, k = (a[-1], a[-2]) if self.trans_a else a[-2:]
         k2, n = (b[-1], b[-2]) if self.trans_b else b[-2:]

@@ -16,7 +16,7 @@ from .types import DTYPES, TileType
 
 
 def _div(a: int, b: int) -> int | None:
-    """C division."""
+    """Division as in C, which truncates; None for a division by zero."""
     return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -105,7 +105,7 @@ class Scalars:
         self.env.update(zip(values, to, strict=True))
 
     def forget(self, values) -> None:
-        """New unknowns."""
+        """Make values unknown: each becomes a new unknown."""
         for v in values:
             self.env[v] = self.fresh()
 
@@ -154,7 +154,7 @@ class Scalars:
             return self._term("size", n)
 
     def _term(self, *key: Hashable) -> Hashable:
-        """The number of an expression: terms have no depth, however long the path."""
+        """The term of an expression, a number for each: so terms have no depth, however long the path."""
         return self.terms.setdefault(key, ("term", len(self.terms)))
 
     def _cast(self, op: Cast) -> Hashable:
@@ -184,7 +184,7 @@ class Scalars:
         return x if low <= x < low + (1 << d.bits) else self.fresh()
 
 
-# Of ops with one scalar result.
+# Rules for ops with one scalar result: each gives the number or the term.
 _RULES: dict[type[Op], Callable[[Scalars, Any], Hashable]] = {
     Full: Scalars._full,
     ProgramId: Scalars._program_id,

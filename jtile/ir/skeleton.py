@@ -1,4 +1,4 @@
-"""What matters of a role to those that meet it: barriers, the memory of the block, and the scalars that say which."""
+"""The part of a role that other roles notice: barriers, memory of the block, and the scalars that say which."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Skeleton:
     them, and those that bounds, branches, slots and parities come from.
 
     Attributes:
-      ops: of each region (by its id), those that matter.
+      ops: for each region (by its id), the ops that matter.
       acts: ops with barriers in a region. touches: ops with uses of memory in a region.
       arrives: the barriers that the role may arrive at, and at which of them (None: not known).
     """
@@ -73,14 +73,14 @@ class Skeleton:
 
 
 def _ways(op: Op) -> tuple[Value, ...]:
-    """What decides which way a region goes."""
+    """The operands of an op that decide how its regions run: bounds and conditions."""
     if isinstance(op, For):
         return (op.lo, op.hi, op.step)
     return op.cond.yields if isinstance(op, While) else (op.cond,) if isinstance(op, If) else ()
 
 
 def _sources(op: Op) -> dict[Value, tuple[Value, ...]]:
-    """What the results of an op and the parameters of its regions come from."""
+    """The values from which each result of an op, and each parameter of its regions, comes."""
     out: dict[Value, tuple[Value, ...]] = {}
     if isinstance(op, For | While):
         first = op.body.params[-len(op.inits) :] if isinstance(op, For) else op.cond.params

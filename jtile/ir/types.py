@@ -173,5 +173,5 @@ def spell(shape, dtype: str) -> str:
 
 
 def spell_size(n: Size) -> str:
-    """`128`, or `{cdiv(n, 128)}`."""
+    """The text of a size: `128`, or `{cdiv(n, 128)}`."""
     return f"{{{n}}}" if isinstance(n, Extent) else str(n)

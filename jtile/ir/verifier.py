@@ -56,7 +56,7 @@ def _refuse(k: Kernel, message: str) -> NoReturn:
 
 
 def _verify_head(k: Kernel) -> None:
-    """What stands before the body: parameters, grid, sizes, lanes, what outputs start from, shared buffers."""
+    """Check what stands before the body: parameters, grid, sizes, lanes, starts of outputs, shared buffers."""
     roles = [p.type.role if isinstance(p.type, RefType) else "tile" for p in k.params]
     if any(r not in ROLES for r in roles) or [ROLES.index(r) for r in roles] != sorted(ROLES.index(r) for r in roles):
         _refuse(k, f"parameters are Refs: inputs, outputs, scratch, in that order; got {', '.join(roles)}")
@@ -123,8 +123,8 @@ def fits(x: Any, dtype: str) -> bool:
 
 ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore)
 _CHANGES = (Store, Atomic, AsyncStore)
-_NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # those with own numbers
-_AWARE = (*ACCESSES, *TALKING, UserReduce, UserScan)  # those with rules of their own for memory
+_NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # cards with numbers of their own, to be checked
+_AWARE = (*ACCESSES, *TALKING, UserReduce, UserScan)  # cards with rules of their own for memory
 
 
 @functools.cache
@@ -160,7 +160,7 @@ class _Scope:
         """`visible`: values that dominate the block."""
         visible = visible.union(params)
         for op in b.ops:
-            memory = False  # whether an operand is
+            memory = False  # whether an operand is memory
             for v in op.operands():
                 if v not in visible:
                     self.fail(op, f"operand {v!r} is not defined before its use, or not in scope here")
@@ -200,7 +200,7 @@ class _Scope:
         self.define(results, op)
 
     def refs(self, op: Op) -> None:
-        """Memory is used by memory ops only."""
+        """Check that memory is used by memory ops only."""
         check_memory(self.kernel, op)
         if isinstance(op, TALKING) and op.axis not in dict(self.kernel.devices):
             axes = ", ".join(dict(self.kernel.devices)) or "none"

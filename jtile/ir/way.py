@@ -29,7 +29,7 @@ class Step:
 
     Attributes:
       op: of barriers or memory, or one with regions of which nobody knows what they did to memory.
-      at, parity: which barrier of an allocation, and what a wait waits for; None: not known.
+      at, parity: which barrier of an allocation, and the parity that a wait waits for; None: not known.
       fills, reads: places that it writes and reads.
     """
 
@@ -44,7 +44,7 @@ class Way:
     """The steps of a role, found as far as somebody asks for them. `sizes`, `loaded`: see `Scalars`.
 
     Attributes:
-      lost: whether it ends because nobody knows how it goes on.
+      lost: whether the way ends because nobody knows how it goes on.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Way:
                 run(op)
 
     def _apart(self, op: Op) -> Iterator[Step]:
-        """A region without barriers: what it gives, and what it does to the memory of the block."""
+        """The steps of an op whose regions have no barriers, for what they do to the memory of the block."""
         try:
             yield from self._region(op)
         except _LostError:

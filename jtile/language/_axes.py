@@ -19,7 +19,7 @@ _NAMES: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def named_axes(names: tuple[str, ...]) -> Iterator[None]:
-    """The axes of the grid are called so in this block; `()`: they have no names.
+    """Inside of this `with` block the axes of the grid have these names; `()`: they have none.
 
     What JAX traced of a function under other names is not taken for these.
     """

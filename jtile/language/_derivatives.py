@@ -145,7 +145,7 @@ def _decoded(x, scale, axis: int):
 
 
 def _dot_scaled_batch(args, dims, *, has):
-    """There is no batched block-scaled product: one for each element of the batch."""
+    """A batch of block-scaled products is one product for each of its elements, since there is no batched one."""
     size = _vmap.batch_size(args, dims)
     pick = lambda v, d, k: v if d is None else lax.index_in_dim(v, k, d, keepdims=False)
     outs = [
@@ -189,7 +189,7 @@ def _put_transpose(ct, x, indices, updates, *, fn):
     n, zeros = ct.shape[0], lambda v: jnp.zeros(v.shape, ct.dtype)
     inside = (indices >= 0) & (indices < n)
     lands = inside
-    if fn == "set":  # of several updates of one element the last one stays
+    if fn == "set":  # where several updates name one element, the last one stays
         order = lax.iota(np.dtype(np.int32), indices.shape[0])
         last = prims.put_p.bind(jnp.full((n,), -1, np.dtype(np.int32)), indices, order, fn="set")
         lands = inside & (prims.take_p.bind(last, jnp.where(inside, indices, jnp.zeros_like(indices))) == order)
@@ -258,7 +258,7 @@ def _atomic_jvp(primals, tangents, **params):
 
 
 def _arrive_jvp(primals, tangents, **params):
-    del tangents  # of ints
+    del tangents  # the operands are ints, whose tangents are zero
     out = prims.last_arrival_p.bind(*primals, **params)
     return out, zero_of(out)
 

@@ -18,7 +18,7 @@ def ref_aval(shape: Sequence[int], dtype: Any) -> AbstractRef:
 
 
 def argument(aval: Any) -> Any:
-    """What to trace a jaxpr's invar of this type with."""
+    """The argument with which a jaxpr's invar of this type is traced."""
     if isinstance(aval, AbstractRef):
         return ref_aval(aval.shape, aval.dtype)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

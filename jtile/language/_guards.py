@@ -22,7 +22,7 @@ from jtile.language import _primitives as prims
 from jtile.language._equations import argument, bind, opened, place, scan_counts
 from jtile.language._place import place_of
 
-_CALLS = ("jaxpr", "call_jaxpr", "call")  # what the equation of a call keeps its jaxpr as
+_CALLS = ("jaxpr", "call_jaxpr", "call")  # the parameters in which the equation of a call keeps its jaxpr
 
 
 def register() -> None:
@@ -44,7 +44,7 @@ def guarded(closed: Any, when: Any, args: Sequence[Any], *, silent: bool = False
     where it is not, the results mean nothing.
 
     Args:
-      silent: it prints nothing.
+      silent: whether prints in the jaxpr are left out.
     Raises:
       TransformError: something in it cannot depend on a condition that differs by lane.
     """

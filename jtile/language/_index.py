@@ -42,7 +42,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Take:
-    """A gather by an integer tile. All of one index have one shape, which stands at the place of the first."""
+    """A gather by an integer tile. All gathers of one index have one shape, which stands at the place of the first."""
 
 
 Dim = At | Span | Tile | Take
@@ -298,7 +298,7 @@ def _placement(entries, dims, groups) -> tuple[tuple[int, ...], tuple[int, ...]]
     """NumPy's place of the gathered axes: at the first of the advanced entries if they stand side by side, else in
     front. Integers beside an integer tile count as advanced."""
     kinds = iter(zip(dims, groups, strict=True))
-    order: list[tuple[int, ...] | None] = []  # None: a new axis
+    order: list[tuple[int, ...] | None] = []  # None stands for a new axis
     advanced: list[int] = []
     for e in entries:
         if e is None:

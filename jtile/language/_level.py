@@ -1,4 +1,4 @@
-"""At which level the kernel that is being traced stands, and in which role: what `jt.alloc` means depends on it.
+"""The level of the kernel that is being traced, and the role in it: the meaning of `jt.alloc` depends on the level.
 
 A kernel is at tile level until something of the block level shows up. Memory that was made before then was taken for
 scratch of the tile level, so the body is traced once more, now known to be at block level.
@@ -73,14 +73,14 @@ def at_block_level(what: str) -> Level:
 
 
 def outside_roles(what: str, why: str) -> None:
-    """A syntax error unless no role is open."""
+    """Raise a syntax error if a role is open."""
     level = at_block_level(what)
     if level.role is not None:
         raise KernelSyntaxError(f"{what} stands outside of roles, {why}; this is role {level.role!r}", user_place())
 
 
 def in_role(what: str) -> Level:
-    """A syntax error unless a role is open."""
+    """Raise a syntax error if no role is open."""
     level = at_block_level(what)
     if level.role is None:
         raise KernelSyntaxError(

@@ -1,4 +1,4 @@
-"""Static numbers as elements of a Ref: what lanes outside of it read, what is stored to it."""
+"""Static numbers as elements of a Ref: those that lanes outside of it read, and those that are stored to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def number(v, dtype, what: str) -> complex | int | bool:
             rounded = float(np.asarray(float(v)).astype(dtype))
     except OverflowError:
         raise KernelValueError(f"{what}={v} does not fit {np.dtype(dtype).name}", user_place()) from None
-    # What a lane reads is an element of the array, so it has the array's precision.
+    # The number that a lane reads counts as an element of the array, so it has the array's precision.
     if v == 0 and rounded != 0:  # a dtype of scales has no zero: the number nearest to it
         rounded = float(jnp.finfo(dtype).tiny)
     return v if v == rounded else math.nan if math.isnan(rounded) else rounded

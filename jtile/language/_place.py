@@ -1,4 +1,4 @@
-"""Where in the user's source we are: for the errors that language functions raise while a kernel is traced."""
+"""The line of the user's source that is being traced, which errors of language functions name."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class _Step:
         return [values[k] for k in self.floats]
 
     def outputs(self, consts, acc, x) -> list[Any]:
-        """`f` lane by lane."""
+        """The results of the combiner, lane by lane."""
         return lanewise(self.jaxpr, consts, [*acc, *x])
 
     def derivative(self, acc, x, dconsts, dacc, dx):
@@ -221,7 +221,7 @@ def _scan_jvp(primals, tangents, *, jaxpr, consts, axis, reverse):
 
 
 def _first(x, axis: int, reverse: bool):
-    """The scanned axis in front, in the order of the scan."""
+    """The tile with the scanned axis in front, in the order of the scan."""
     x = jnp.moveaxis(x, axis, 0)
     return lax.rev(x, (0,)) if reverse else x
 
@@ -256,12 +256,12 @@ def _reduce_jvp(primals, tangents, *, jaxpr, consts, axes):
     before = _prefixes(step, xs, inits)
     start = [None if isinstance(t, ad.Zero) else _at_first(t, xs[0].shape) for t in dinits]
     js, ws = step.derivative(before, xs, [tangents[k] for k in step.float_consts], start, dxs)
-    js = [jnp.concatenate([jnp.zeros_like(j[:1]), j[1:]]) for j in js]  # what the start does is in w
+    js = [jnp.concatenate([jnp.zeros_like(j[:1]), j[1:]]) for j in js]  # the effect of the start is part of w
     return outs, _tangents_of(step, outs, [h[-1] for h in linear_scan(js, ws, False)])
 
 
 def _rows(x, axes):
-    """The reduced axes as one, in front."""
+    """The tile with the reduced axes joined to one, in front."""
     keep = [k for k in range(x.ndim) if k not in axes]
     count = math.prod(x.shape[k] for k in axes)
     return jnp.transpose(x, (*axes, *keep)).reshape(count, *[x.shape[k] for k in keep])

@@ -25,7 +25,7 @@ def as_value(v: Any) -> Any:
 
 
 def static(v: Any, what: str) -> Any:
-    """`v`, which must not be a dynamic size."""
+    """Return `v`; raise an error if it is a dynamic size."""
     if is_dynamic(v):
         raise KernelTypeError(
             f"{what} is {v}, a dynamic size, and the shape of a tile is static: cover the dimension with tiles "

@@ -91,7 +91,7 @@ def _only_place(batched, dims) -> bool:
 
 def _load(args, batched, *, dims, pad, masked):
     ref, *rest = args
-    if _only_place(batched[1:], dims):  # a batch of masks: what any of them reads, and each one's choice of it
+    if _only_place(batched[1:], dims):  # only the masks differ: one load serves all of them, and each takes its lanes
         mask = jnp.moveaxis(rest[-1], batched[-1], 0)
         whole = prims.load_p.bind(ref, *rest[:-1], mask.any(0), dims=dims, pad=pad, masked=True)
         return jnp.where(mask, whole[None], jnp.full((), pad, whole.dtype)), 0

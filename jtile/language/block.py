@@ -63,7 +63,7 @@ class role:  # noqa: N801 (`with jt.role(...)`)
             )
         if self.name in level.roles:
             raise KernelValueError(f"two roles are called {self.name!r}; give each its own name", user_place())
-        lead = [("", 4, 0)] if level.roles else []  # the first role has rules of its own
+        lead = [("", 4, 0)] if level.roles else []  # a role in front: the first role has rules that this one has not
         names, warps, registers = zip(*lead, (self.name, self.warps, self.registers), strict=True)
         checked(f"role {self.name!r}", ir.Roles(names, warps, registers, tuple(ir.Block() for _ in names)))
         named = _memory_of(sys._getframe(1))
@@ -101,13 +101,13 @@ def _memory_of(frame: FrameType) -> list[tuple[str, Any]]:
 
 
 def role_barrier() -> None:
-    """The threads of this role meet: what each stored before is seen by all of them after."""
+    """A barrier for the threads of this role: after it, each thread sees what any of them stored before it."""
     _level.in_role("jt.role_barrier")
     prims.role_barrier_p.bind()
 
 
 def wait_for_kernels() -> None:
-    """In an early role: wait until the kernels in front of this one have ended.
+    """Wait, in an early role, until the kernels in front of this one have ended.
 
     What stands behind it sees their results, and may write arrays. A kernel whose roles are all early lets the one
     behind it start at once, so that early roles there overlap with the kernels in front of this one, too. Where

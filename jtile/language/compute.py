@@ -49,7 +49,7 @@ def _tile(x, what: str):
 
 
 def dot(a, b, acc=None, *, precision=None) -> jax.Array:
-    """`acc + a @ b`.
+    """The product of two tiles, added to an accumulator: `acc + a @ b`.
 
     Args:
       a: tile [..., m, k].
@@ -207,7 +207,8 @@ def _tiles(xs, what: str) -> list:
     return xs
 
 
-_NUMBERS = {False: bool | int | float, True: bool | int | float | complex}  # that a start may be, of complex or not
+# The types of Python numbers that a start may have, by whether its dtype is complex.
+_NUMBERS = {False: bool | int | float, True: bool | int | float | complex}
 
 
 def _scalar(v, dtype):

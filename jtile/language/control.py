@@ -122,7 +122,7 @@ def _static_loop(r: Range, step, init: list) -> list:
 
 
 def _downward(r: Range, body, init: list) -> list:
-    """A negative step with traced bounds: count the rounds up."""
+    """Run a loop with a negative step and traced bounds by counting its rounds up."""
     dtype = _counter_dtype(r.lo, r.hi)
     lo, hi = (lax.convert_element_type(v, dtype) for v in (r.lo, r.hi))
     size = dtype.type(-r.step)
@@ -132,7 +132,7 @@ def _downward(r: Range, body, init: list) -> list:
 
 
 def _stepped(r: Range, body, init: list) -> list:
-    """A traced step: count the rounds up. No value but those of the counter is greater than `hi - lo`."""
+    """Run a loop with a traced step by counting its rounds up. Nothing but the counter is greater than `hi - lo`."""
     dtype = _counter_dtype(r.lo, r.hi, r.step)
     lo, hi, step = (lax.convert_element_type(v, dtype) for v in (r.lo, r.hi, r.step))
     zero, one = dtype.type(0), dtype.type(1)
@@ -256,6 +256,6 @@ def cond(pred, true_fn: Callable, false_fn: Callable, *operands):
     """
     if not isinstance(pred, core.Tracer):
         return true_fn(*operands) if pred else false_fn(*operands)
-    # closed over, since operands of lax.cond cannot be Refs or views
+    # The functions close over their operands, since operands of lax.cond cannot be Refs or views.
     pred = scalar_condition(pred, user_place(), "jt.cond")
     return lax.cond(pred, lambda: true_fn(*operands), lambda: false_fn(*operands))

@@ -36,7 +36,7 @@ def symmetric(shape: int | tuple[int, ...], dtype: Any) -> OnEveryDevice:
 
     Args:
       shape: an int or a tuple of ints.
-      dtype: of its elements.
+      dtype: the dtype of its elements.
 
     Returns:
       An entry for `scratch=`.
@@ -62,7 +62,7 @@ class Signals:
     """Signals as a kernel body sees them: `came[k]` is one of them, `came.on(axis, index)` those of another device.
 
     Attributes:
-      shape: how many there are along each axis; of one signal: ().
+      shape: how many there are along each axis; () for one signal.
       name: what errors call it.
     """
 

@@ -149,7 +149,7 @@ def _no_arithmetic(name: str):
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
-_OTHER = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int", "array")  # array: NumPy's functions
+_OTHER = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int", "array")  # NumPy calls `__array__`
 
 
 def refuse_arithmetic(kind: type) -> None:
@@ -168,7 +168,7 @@ class TileView:
     Attributes:
       shape: number of tiles per axis.
       tile_shape: shape of one tile.
-      dtype: of the elements.
+      dtype: the dtype of the elements.
     """
 
     ref: Ref
@@ -268,7 +268,7 @@ def _view(ref: Ref, sizes, step, pad) -> TileView:
 
 
 def as_ref(x) -> Ref | TileView:
-    """What can be loaded from: a Ref, a view, or JAX's own Ref."""
+    """The argument as something that can be loaded from: a Ref or a view; JAX's own Refs become Refs."""
     if isinstance(x, Ref | TileView):
         return x
     if isinstance(getattr(x, "aval", None), AbstractRef) or isinstance(x, jax.Ref):

@@ -21,7 +21,7 @@ from jtile.language.refs import Ref, refuse_arithmetic
 
 
 def checked(what: str, card: ir.Op) -> tuple[ir.Type, ...]:
-    """The result types of a card whose operands have types only; what its `infer` objects to, with the source line."""
+    """The result types of a card whose operands have types only; errors of its `infer` get the source line."""
     try:
         return card.infer()
     except TypeError as e:
@@ -93,7 +93,7 @@ class Shared:
     same memory with its two axes swapped, and `X[0:64, :]` a part of it, with static bounds.
 
     Attributes:
-      shape, dtype: of one buffer.
+      shape, dtype: the shape and dtype of one buffer.
       slots: the length of the ring, None for one buffer.
       nbytes: bytes of one buffer: what one copy of it brings.
     """
@@ -129,7 +129,7 @@ class Shared:
 
     @property
     def handle(self) -> Any:
-        """What the primitives take; of one buffer only."""
+        """The handle that the primitives take; a ring has none, only each of its buffers."""
         if self.slots is not None:
             raise KernelTypeError(
                 f"expected one buffer, got a ring of {self.slots}: take one of them, A[s] or A.at(round)", user_place()
@@ -338,7 +338,7 @@ class Barrier:
 
 
 class _OneBarrier:
-    """One barrier: what may be done to it, but for waiting."""
+    """What one barrier and one round of a barrier have in common: everything but waiting."""
 
     __slots__ = ("at", "barrier")
 
@@ -346,14 +346,14 @@ class _OneBarrier:
         self.barrier, self.at = barrier, at
 
     def arrive(self, count: int = 1, when: Any = None) -> None:
-        """`count` arrivals of this role as one: all that it did before is seen by those who wait."""
+        """Arrive `count` times at once: those who wait see all that this role did before."""
         _level.in_role("bar[s].arrive")
         count = _number(count, "the number of arrivals", 1)
         checked("bar[s].arrive", ir.Arrive(typed(self.barrier), _INDEX, count))
         prims.arrive_p.bind(self.barrier.memory, self.at, *condition(when, "when"), count=count)
 
     def expect(self, nbytes: int, when: Any = None) -> None:
-        """One arrival, which announces `nbytes` to come by asynchronous copies in this phase."""
+        """Arrive once, and announce `nbytes` that asynchronous copies are going to bring in this phase."""
         _level.in_role("bar[s].expect")
         nbytes = _number(nbytes, "the number of bytes to expect", 0)
         prims.expect_p.bind(self.barrier.memory, self.at, *condition(when, "when"), bytes=nbytes)

@@ -92,7 +92,7 @@ def _flatten(array: ndarray) -> Any:
 
 
 def _unflatten(_: Any, children: Any) -> Any:
-    """What functions that JAX transforms see in the place of an array: JAX's own."""
+    """The array that functions see when JAX transforms them: JAX's own, in the place of ours."""
     return children[0]
 
 

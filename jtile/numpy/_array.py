@@ -22,7 +22,7 @@ functions: dict[str, Callable] = {}
 
 
 class Cell:
-    """What arrays that share memory share: the value of their base."""
+    """The memory that an array and its views share: the value of their base."""
 
     __slots__ = ("node",)
 
@@ -43,7 +43,7 @@ class ndarray:  # noqa: N801
     def __init__(self, *_: Any, **__: Any):
         raise TypeError("jtile.numpy.ndarray has no constructor; make arrays by jtile.numpy.array, zeros, empty, ...")
 
-    # What it is
+    # -- attributes ---------------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> Shape:
@@ -81,12 +81,12 @@ class ndarray:  # noqa: N801
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """NumPy's, in bytes; new arrays are in C order."""
+        """The strides that NumPy would give, in bytes; new arrays are in C order."""
         return self._geometry().strides
 
     @property
     def flags(self) -> Any:
-        """Those of an array of NumPy with the same strides; `writeable` is ours, and `owndata` always False."""
+        """The flags of a NumPy array with the same strides; `writeable` is ours, and `owndata` always False."""
         at = self._geometry()
         if self._locked or self._scalar:
             at.flags.writeable = False
@@ -94,7 +94,7 @@ class ndarray:  # noqa: N801
 
     @property
     def base(self) -> ndarray | None:
-        """The array that owns the memory of a view; None of an array that owns its own."""
+        """The array that owns the memory of a view; None for an array that owns its memory."""
         return made(self._cell, (), self._cell.node.shape, self._cell.node.dtype) if self._steps else None
 
     @property
@@ -104,7 +104,7 @@ class ndarray:  # noqa: N801
     def _geometry(self) -> numpy.ndarray:
         return geometry(self._cell.node.shape, self._cell.node.dtype, self._steps)
 
-    # Its value
+    # -- the value ----------------------------------------------------------------------------------------------------
 
     def _node(self) -> Node:
         """The value, as a node."""
@@ -247,7 +247,7 @@ class ndarray:  # noqa: N801
     def __reduce__(self) -> Any:
         return _unpickled, (numpy.asarray(self),)
 
-    # Parts of it
+    # -- indexing -----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
@@ -260,7 +260,7 @@ class ndarray:  # noqa: N801
 
     def _element(self, step: Step) -> Any:
         node = self._node()
-        if isinstance(node.value, numpy.ndarray):  # at hand: a number as NumPy's own
+        if isinstance(node.value, numpy.ndarray):  # the value is at hand: NumPy itself gives the number
             return node.value[tuple(step.numbers)] if len(step.numbers) == node.value.ndim else node.value.flat[0]
         return wrap(step.read(node), scalar=True)
 
@@ -298,7 +298,7 @@ class ndarray:  # noqa: N801
         _now.changed(self)
         return True
 
-    # Views of it
+    # -- views --------------------------------------------------------------------------------------------------------
 
     @property
     def T(self) -> ndarray:
@@ -345,7 +345,7 @@ class ndarray:  # noqa: N801
         at = self._geometry()
         if order == "F" or (order in "AK" and at.flags.fnc):
             return self.T.ravel()
-        if order == "K" and not at.flags.c_contiguous:  # as the elements lie in memory
+        if order == "K" and not at.flags.c_contiguous:  # take the elements in the order in which they lie in memory
             return self.transpose(sorted(range(self.ndim), key=lambda k: -abs(at.strides[k]))).reshape(-1).copy()
         return self.reshape(-1, copy=None if at.flags.c_contiguous else True)  # a copy even where NumPy could view it
 
@@ -395,7 +395,7 @@ class ndarray:  # noqa: N801
     def flat(self, value: Any) -> None:
         self[...] = functions["resize"](asarray(value), self._shape)
 
-    # Copies of it
+    # -- copies -------------------------------------------------------------------------------------------------------
 
     def copy(self, order: Any = "C") -> ndarray:
         return wrap(self._node())
@@ -414,7 +414,7 @@ class ndarray:  # noqa: N801
         if self._steps or (refcheck and sys.getrefcount(self._cell) != 2):
             owner = numpy.empty(self._shape, self._dtype)
             view = owner[...]
-            (view if self._steps else owner).resize(full)  # NumPy's error
+            (view if self._steps else owner).resize(full)  # raises NumPy's error
         value = numpy.array(self)
         value.resize(full, refcheck=False)
         self._cell, self._shape = Cell(leaf(value) if full else Constant(value)), full
@@ -467,7 +467,7 @@ def asarray(value: Any) -> ndarray:
 
 
 def hosted(value: Any) -> Any:
-    """The same with arrays of NumPy in the place of ours, in lists, tuples and dicts."""
+    """A value with NumPy's arrays in the place of ours, also inside of lists, tuples and dicts."""
     if isinstance(value, ndarray):
         array = numpy.asarray(value)
         return array[()] if value._scalar else array

@@ -133,7 +133,7 @@ class Function:
 
 
 class Inferred:
-    """What a call gives.
+    """The types of a call's results, and how they come about.
 
     Attributes:
       types: (shape, dtype) of each result; several: there is a tuple (or list) of them, made by `make`.
@@ -206,7 +206,7 @@ def _cast(arrays: Iterable[Any], common: list[Any]) -> list[Any]:
 
 
 def _numbers_too(found: list[Any]) -> list[Node]:
-    """The nodes, with Python's numbers among them in the dtype that NumPy gives them beside the arrays."""
+    """The nodes, where Python's numbers have the dtype that NumPy gives them beside the arrays."""
     dtypes = [n.dtype for n in found if isinstance(n, Node)]
     numbers = [n for n in found if not isinstance(n, Node)]
     if not numbers:
@@ -281,7 +281,7 @@ def _rebuilt(described: Any, arrays: Any) -> Any:
 
 
 def _python(value: Any) -> bool:
-    """Whether NumPy has to do it: an array of objects, texts or dates, or something that is no array."""
+    """Whether NumPy has to do the call: for an array of objects, texts or dates, or for something that is no array."""
     return isinstance(value, str | bytes | numpy.matrix) or (
         isinstance(value, numpy.ndarray) and value.dtype not in DEVICE_DTYPES
     )
@@ -311,7 +311,7 @@ def picked(op: Op, inputs: tuple[Node, ...], types: tuple, scalar: bool) -> list
 
 
 def written(out: Any, result: Node) -> Any:
-    """`out`, with the result in it, as NumPy's `out=` has it."""
+    """Write the result into `out` as NumPy's `out=` does, and return `out`."""
     if isinstance(out, tuple) and len(out) == 1:
         (out,) = out
     if isinstance(out, numpy.ndarray):
@@ -326,7 +326,7 @@ def written(out: Any, result: Node) -> Any:
 
 
 def at_once(function: Callable, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-    """A function of NumPy, on the values that its arguments have now."""
+    """The result of a function of NumPy, run at once on the values that its arguments have now."""
     args = hosted(args)
     result = function(*args, **hosted(kwargs))
     if out is not None:

@@ -48,7 +48,7 @@ def argmax(a: jax.Array, axis: int | None = None, *, keepdims: bool = False) -> 
 
 
 def _first(a: jax.Array, extreme: Callable, axis: int | None, keepdims: bool) -> jax.Array:
-    """Where the extreme is, or the first NaN."""
+    """The index of the extreme, or of the first NaN."""
     if jnp.iscomplexobj(a) or not a.size:
         # The error makes the caller ask NumPy itself, which computes this or raises an error of its own.
         raise TypeError("NumPy orders complex numbers, and refuses to choose from none")

@@ -55,7 +55,7 @@ mask_indices"""
 
 
 def _indexed_checks(name: str) -> Callable:
-    """A function of indices, which are looked at for their bounds, as NumPy does."""
+    """A function whose arguments are indices: their values are computed, so that bounds are checked as NumPy does."""
     recorded = functions[name]
 
     def call(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> Any:
@@ -72,7 +72,7 @@ def _indexed_checks(name: str) -> Callable:
     return call
 
 
-# Arrays of one number, which programs compute anew
+# Arrays of one number, which programs compute anew instead of reading them.
 
 
 def _filled(shape: Any, value: Any, dtype: Any) -> ndarray:
@@ -282,7 +282,7 @@ _WRITERS = ("fill_diagonal", "place", "put", "put_along_axis", "putmask")
 
 
 def kind_of(name: str) -> str:
-    """How a function is done that `install` has."""
+    """How a function is done (see `coverage`), for the functions of `install`."""
     if name in _WRITERS or name == "meshgrid" or name in _MADE.split():
         return "at once"
     return "view" if name in _VIEWS.split() else "recorded"
@@ -323,6 +323,6 @@ def _sort(self: ndarray, axis: int = -1, kind: Any = None, order: Any = None) ->
 
 
 def _by_numpys(function: Callable) -> Callable | None:
-    """Ours for a function of NumPy's, which was called with an array of ours."""
+    """Our function that stands for one of NumPy's, which was called with an array of ours; None if there is none."""
     ours = functions.get(function.__name__)
     return ours if getattr(numpy, function.__name__, None) is function else None

@@ -109,7 +109,7 @@ class Graph:
             for i in missing:
                 if i.inputs and id(node) not in index:
                     stack.append(i)
-                elif id(i) not in index:  # twice an operand
+                elif id(i) not in index:  # not there yet: a node may be an operand twice
                     index[id(i)] = len(order)
                     order.append(i)
             if stack[-1] is node:
@@ -129,11 +129,11 @@ class Graph:
         """Whether somebody besides this graph holds each node: an array of the script, or a pending node that is not in
         the graph. `listed`: of the nodes that the caller has in a list; nobody else in between has a variable."""
         order, uses = self.order, self.uses
-        # the list of the graph and the argument of getrefcount
+        # Two references are the list of the graph and the argument of getrefcount.
         return [sys.getrefcount(order[k]) > 2 + uses[k] + (id(order[k]) in listed) for k in range(len(order))]
 
     def key(self, outputs: tuple[int, ...]) -> tuple:
-        """What all graphs have in common that one program serves."""
+        """The key of the structure: graphs of equal keys are served by one program."""
         return outputs, self._structure
 
     @functools.cached_property
@@ -149,7 +149,7 @@ class Graph:
         return tuple(parts)
 
     def nanoseconds(self) -> float:
-        """What NumPy takes, by the costs of the ops."""
+        """The nanoseconds that NumPy takes, by the costs of the ops."""
         total = 0.0
         for node, inputs in zip(self.order, self.inputs):
             if node.op is None:
@@ -161,7 +161,7 @@ class Graph:
         return total
 
     def on_device(self) -> bool:
-        """Whether JAX can run all of it."""
+        """Whether JAX can run all nodes of the graph."""
         return all(
             (node.op is None or node.op.device is not None) and (node.dtype is None or node.dtype in DEVICE_DTYPES)
             for node in self.order

@@ -103,7 +103,7 @@ def _at_once(array: ndarray, index: tuple, node: Node) -> None:
 
 
 def _looked_at(index: tuple) -> tuple:
-    """Integers of no dimension are looked at: they select, and are no arrays of an index."""
+    """The index with the values of integers of no dimension: they select an element, and are no index arrays."""
     out = []
     for i in index:
         if isinstance(i, slice):
@@ -125,7 +125,7 @@ def _fits(mask: Any, shape: Shape) -> bool:
 
 
 def _plan(shape: Shape, index: tuple) -> _Plan | None:
-    """What is read, with index arrays that are in bounds and not negative; None where NumPy has to say more."""
+    """The plan of an index, whose arrays are in bounds and not negative then; None where NumPy has to do the access."""
     count = sum(i is not None and i is not Ellipsis for i in index)
     if count > len(shape) or sum(i is Ellipsis for i in index) > 1:
         return None

@@ -92,7 +92,7 @@ class RandomState(Generator):
 
 
 def default_rng(seed: Any = None) -> Generator:
-    """NumPy's function of this name."""
+    """NumPy's `random.default_rng`, whose generator gives arrays of ours."""
     return seed if isinstance(seed, Generator) else Generator(numpy.random.default_rng(hosted(seed)).bit_generator)
 
 

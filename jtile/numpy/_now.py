@@ -21,7 +21,7 @@ _AS_THEY_ARE = frozenset((bool, int, float, complex, str, type(None), type, slic
 
 
 class Later(Exception):  # noqa: N818
-    """Something is large, or pending: the call is recorded."""
+    """An operand is large or pending, so that the call has to be recorded."""
 
 
 def at_hand(array: Any) -> numpy.ndarray | None:
@@ -73,7 +73,7 @@ def small_result(values: Iterable[Any]) -> bool:
     try:
         return math.prod(numpy.broadcast_shapes(*shapes)) <= SMALL
     except ValueError:
-        return True  # NumPy says so
+        return True  # the shapes do not fit: NumPy raises its error
 
 
 def memory(array: Any, values: Iterable[Any] = ()) -> numpy.ndarray | None:
@@ -88,7 +88,7 @@ def memory(array: Any, values: Iterable[Any] = ()) -> numpy.ndarray | None:
     mine = 0
     for v in values:
         mine += v is value or getattr(v, "base", None) is value
-    # of each, the place where it is and the argument of getrefcount; the variable of the value
+    # Each has a reference where it lies and the argument of getrefcount; the value has a variable, too.
     if sys.getrefcount(cell.node) != 2 or sys.getrefcount(cell.node.value) != 3 + mine:
         return None
     for step in array._steps:

@@ -19,11 +19,11 @@ from jtile.numpy._uses import use
 
 FEW = 256  # nodes: with as many, a graph is cut at the next place that the script has come to before
 MANY = 1024  # nodes: with as many, it is cut anywhere
-BYTES = 1 << 28  # of arrays that the script made and that nodes keep
+BYTES = 1 << 28  # bytes of arrays that the script made and that nodes keep: with as many, a graph is cut, too
 
 
 class _Pending(threading.local):
-    """What a thread has recorded and not evaluated."""
+    """The calls that a thread has recorded and not evaluated yet."""
 
     def __init__(self) -> None:
         self.nodes: list[weakref.ref[Node]] = []
@@ -35,7 +35,7 @@ class _Pending(threading.local):
         """Give values to all nodes that the script holds."""
         roots, self.nodes, self.bytes = alive(self.nodes), [], 0
         self.head, self.seen = None, set()
-        if wanted is not None and all(node is not wanted for node in roots):  # another thread has recorded it
+        if wanted is not None and all(node is not wanted for node in roots):  # another thread has recorded `wanted`
             roots.append(wanted)
         if roots:
             evaluate(roots, wanted)
@@ -45,7 +45,7 @@ _PENDING = _Pending()
 
 
 def record(op: Op, inputs: tuple[Node, ...], shape: Shape, dtype: Any) -> Node:
-    """A pending node."""
+    """Record an op on nodes; returns the pending node of its result."""
     pending = _PENDING
     count = len(pending.nodes)
     if count == 0:
@@ -102,7 +102,7 @@ def _look(node: Node) -> None:
 
 
 def _place() -> tuple[Any, int]:
-    """Where the script is."""
+    """The place in the script from which jtile was called."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jtile.numpy"):
         frame = frame.f_back

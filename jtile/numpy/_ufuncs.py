@@ -37,7 +37,7 @@ _REDUCTIONS = {
 
 
 def _whole_division(x, y):
-    """NumPy's: what is divided by zero is 0 for integers."""
+    """Floor division as NumPy does it: an integer divided by zero gives 0."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.floor_divide(x, y)
     return jnp.where(y == 0, 0, jnp.floor_divide(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
@@ -59,9 +59,9 @@ def _reciprocal(x):
 
 
 def _power(x: Any, y: Any) -> Any:
-    """By products and roots where the exponent is a small number of the script; NumPy does so with 2 and 0.5."""
+    """A power: products and roots for exponents that are small numbers of the script, as in NumPy for 2 and 0.5."""
     if not hasattr(y, "setflags") or jnp.iscomplexobj(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.power(x, y)  # an exponent that is an operand
+        return jnp.power(x, y)  # the exponent is an operand
     if abs(y) <= 4 and y == int(y):
         return jax.lax.integer_pow(x, int(y))
     if y == 0.5:
@@ -89,7 +89,7 @@ class ufunc:  # noqa: N801
     """A universal function: NumPy's of the same name, over arrays that are computed when they are looked at.
 
     Attributes:
-      numpy: NumPy's own; nin, nout, nargs, ntypes, types, identity, signature: as of it.
+      numpy: NumPy's own function; nin, nout, nargs, ntypes, types, identity, signature: its attributes.
     """
 
     def __init__(self, of: numpy.ufunc):
@@ -105,7 +105,7 @@ class ufunc:  # noqa: N801
         return f"<ufunc '{self.__name__}'>"
 
     def __call__(self, *args: Any, out: Any = None, where: Any = True, **kwargs: Any) -> Any:
-        if len(args) > self.nin:  # the output by position
+        if len(args) > self.nin:  # an output is given by position
             args, out = args[: self.nin], args[self.nin :] if out is None else out
         try:
             return self._now(args, out, where, kwargs)
@@ -133,7 +133,7 @@ class ufunc:  # noqa: N801
         return results if self.nout > 1 else results[0]
 
     def _now(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
-        """The result by NumPy.
+        """The result, computed at once by NumPy.
 
         Raises:
           Later: something is large, or pending.
@@ -171,7 +171,7 @@ class ufunc:  # noqa: N801
                     return True
             elif isinstance(a, list | tuple | jax.Array):
                 arrays = True
-            elif a is None or isinstance(a, str | bytes | numpy.ndarray):  # matrices and their kin
+            elif a is None or isinstance(a, str | bytes | numpy.ndarray):  # matrices and the like
                 return True
         return not arrays or not _STRICT.isdisjoint(numpy.geterr().values())
 
@@ -206,7 +206,7 @@ class ufunc:  # noqa: N801
         return tuple(picked(op, tuple(nodes), tuple((shape, d) for d in given), scalar))
 
     def _into(self, results: tuple[ndarray, ...], nodes: list[Node], out: Any, where: Any, shape: Shape) -> Any:
-        """The results in `out`, where `where` is true."""
+        """Write the results into `out` where `where` is true."""
         outs = out if isinstance(out, tuple) else (out,) * (self.nout if out is None else 1)
         if len(outs) != self.nout:
             raise ValueError(f"out= of {self.__name__} takes {self.nout} arrays, got {len(outs)}")
@@ -227,7 +227,7 @@ class ufunc:  # noqa: N801
         return tuple(final) if self.nout > 1 else final[0]
 
     def _refuse(self, results: tuple[ndarray, ...], nodes: list[Node], into: Any) -> None:
-        """NumPy's own error for an output that cannot take a result of its dtype."""
+        """Raise NumPy's own error for an output that cannot take a result of its dtype."""
         outs = tuple(numpy.empty(1, into.dtype) for _ in results)
         with numpy.errstate(all="ignore"):
             self.numpy(*[numpy.ones(1, n.dtype) for n in nodes], out=outs)
@@ -271,7 +271,7 @@ class ufunc:  # noqa: N801
         return self(left.reshape(left.shape + (1,) * right.ndim), right, **kwargs)
 
     def at(self, a: Any, indices: Any, *b: Any) -> None:
-        """As NumPy's: unbuffered, so that an index that comes twice counts twice."""
+        """Apply the function at some indices, unbuffered as NumPy's `at`: an index that comes twice counts twice."""
         if not isinstance(a, ndarray):
             self.numpy.at(a, hosted(indices), *hosted(b))
             return
@@ -322,7 +322,7 @@ def _check_power(nodes: list[Node]) -> None:
 
 
 def _operators() -> None:
-    """Python's operators of arrays."""
+    """Give arrays Python's operators."""
 
     def forward(function: Callable) -> Callable:
         return lambda self, other: function(self, other) if _operable(other) else NotImplemented

@@ -49,7 +49,7 @@ class Step(abc.ABC):
         return x
 
     def device_write(self, x, value, *numbers):
-        """The array of JAX with other elements there; only views that `covers` does without have none."""
+        """JAX's array with other elements where the view is; views that have all of their base need none."""
         raise AssertionError(f"{self.name} has no write")
 
     def read(self, node: Node) -> Node:
@@ -133,7 +133,7 @@ class Index(Step):
         return view
 
     def _block(self, numbers):
-        """Of each axis the first element and the number of elements from it to the last one."""
+        """For each axis the first element, and the number of elements from there to the last one."""
         lows, extents = [], []
         for length, step, _, start in self.static[0]:
             first = 0 if start is None else numbers[start]
@@ -238,7 +238,7 @@ class Transpose(Step):
 
 
 class Reshape(Step):
-    """Only where NumPy's reshape is a view, or of what nobody else sees."""
+    """A reshape, made only where NumPy's is a view, or where nobody else sees the array."""
 
     def __init__(self, base: Shape, shape: Shape):
         super().__init__("reshape", None, base, shape)

@@ -56,7 +56,7 @@ class Walk:
         return [values[k] for k in self.outputs]
 
     def _neighbours(self) -> set[int]:
-        """What is read at several places beside each other."""
+        """The nodes of which several parts are read, which lie beside each other."""
         parts = [0] * len(self.steps)
         for op, inputs, _ in self.steps:
             if op is not None and op.name in _PARTS:
@@ -64,7 +64,7 @@ class Walk:
         return {k for k, (op, _, _) in enumerate(self.steps) if op is not None and parts[k] > 1}
 
     def _long(self, large: list[bool], uses: Iterable[int]) -> set[int]:
-        """What is used several times, and takes longer to compute anew than to keep."""
+        """The nodes that are used several times, and that take longer to compute anew than to keep."""
         kept: set[int] = set()
         costs: list[float] = []
         reads: list[frozenset[int]] = []

@@ -35,7 +35,7 @@ class Result:
 
     Attributes:
       piece: which of the kernels.
-      output: which output of that kernel.
+      output: the number of the output of that kernel.
       partials: leading axes of partial sums that the caller sums away (0 or 1).
     """
 
@@ -91,7 +91,7 @@ def accumulate(kernel: Kernel, narrow: Sequence[str | None] = (), busy: Busy | N
       kernel: Tile IR; a schedule at block level stays as it is. Outputs that start from 0 in float32 or float64 and are
         touched by `atomic add` alone are accumulators; all other memory stays as it is.
       narrow: for each output the dtype that the caller rounds it to in the end, or None.
-      busy: of the machine that partial sums are made on.
+      busy: what keeps the machine busy that partial sums are made on.
 
     Returns:
       The pieces. An accumulator that is stored once has the dtype of `narrow`; one of which every element is stored has

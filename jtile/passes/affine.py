@@ -284,7 +284,7 @@ class Site:
 
     @property
     def plain(self) -> bool:
-        """Only counted loops and branches around it."""
+        """Whether only counted loops and branches stand around the accumulation."""
         return all(isinstance(op, For | If) for op in self.path)
 
 

@@ -24,7 +24,7 @@ def _is(v: Value, n: float) -> bool:
 
 
 def _ones(v: Value) -> bool:
-    """All bits set (bool: true)."""
+    """Whether all bits of a value are set (bool: whether it is true)."""
     d = DTYPES[v.dtype]
     return number(v) == (True if d.kind == "b" else -1 if d.kind == "i" else (1 << d.bits) - 1)
 
@@ -35,7 +35,7 @@ def _full_like(v: Value, value: Any, rw: Rewriter, dtype: str | None = None) -> 
 
 @rules(Map)
 def _constant_right(op: Map, rw: Rewriter):
-    """A constant operand stands on the right."""
+    """Put the constant operand of a commutative function on the right."""
     if len(op.args) != 2 or not isinstance(op.args[0].op, Full) or isinstance(op.args[1].op, Full):
         return None
     a, b = op.args
@@ -69,7 +69,7 @@ def _neutral(op: Map, rw: Rewriter):
 
 @rules(Map)
 def _absorbing(op: Map, rw: Rewriter):
-    """x * 0, x & 0, x | ones, x rem 1 on whole numbers and bools."""
+    """x * 0, x & 0, x | ones, x rem 1 on whole numbers and bools are constants."""
     if len(op.args) != 2 or DTYPES[op.args[0].dtype].kind == "f":
         return None
     x, c = op.args
@@ -80,7 +80,7 @@ def _absorbing(op: Map, rw: Rewriter):
 
 @rules(Map)
 def _twice_the_same(op: Map, rw: Rewriter):
-    """x & x, max(x, x), x - x, x == x."""
+    """x & x and max(x, x) are x; x - x and x == x are constants."""
     if len(op.args) != 2 or op.args[0] is not op.args[1]:
         return None
     x = op.args[0]
@@ -97,7 +97,7 @@ def _twice_the_same(op: Map, rw: Rewriter):
 
 @rules(Map)
 def _undone(op: Map, rw: Rewriter):
-    """not not x, - - x, and the comparison that says the opposite."""
+    """not not x and - - x are x; not of a comparison is the comparison that says the opposite."""
     if len(op.args) != 1 or not isinstance(op.args[0].op, Map):
         return None
     inner = op.args[0].op
@@ -184,7 +184,7 @@ def _holds(big: DType, small: DType) -> bool:
 
 @rules(Cast)
 def _cast(op: Cast, rw: Rewriter):
-    """A cast to the dtype it has; the first of two casts where it loses nothing."""
+    """Drop a cast to the dtype that the operand has, and the first of two casts where it loses nothing."""
     x, dtype = op.x, op.dtype
     if x.dtype == dtype:
         return x

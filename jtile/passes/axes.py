@@ -69,7 +69,7 @@ class _Walk:
                 self.block(inner)
 
     def same(self, *values: ir.Value | None) -> None:
-        """Values of one shape, walked axis by axis."""
+        """Unite the axes of values of one shape, which are walked axis by axis."""
         first, *rest = [v for v in values if v is not None]
         for v in rest:
             for k in range(len(first.shape)):
@@ -84,7 +84,7 @@ class _Walk:
             self.c.close(node, reason)
 
     def shut(self, op: ir.Op) -> None:
-        """Every axis of an op that says nothing about its axes."""
+        """Close every axis of an op that says nothing about its axes."""
         for v in (*op.operands(), *op.results):
             if isinstance(v.type, ir.TileType):
                 self.close(f"{op.mnemonic} at {op.loc}", *[(v, k) for k in range(len(v.shape))])
@@ -125,7 +125,7 @@ class _Walk:
             self.same(*group)
 
     def moving(self, op: ir.Op) -> None:
-        """Ops that move or combine elements along some axes only."""
+        """Note the axes of an op that moves or combines elements along some of them only."""
         if not op.results:
             return self.shut(op)
         r = op.results[0]
@@ -154,13 +154,13 @@ class _Walk:
                 self.shut(op)
 
     def changed(self, op: ir.Op, xs: Sequence[ir.Value], axes: Sequence[int]) -> None:
-        """All axes are walked in step but `axes`, which are closed."""
+        """Unite the axes of operands and results, but close `axes`."""
         for v in (*xs, *op.results):
             self.close(f"{op.mnemonic} at {op.loc}", *[(v, a) for a in axes])
             self.pairs(xs[0], v, [(k, k) for k in range(len(v.shape)) if k not in axes])
 
     def along(self, op: ir.Op, xs: Sequence[ir.Value], axis: int, dropped: bool = False) -> None:
-        """Elements depend on each other along `axis`, which the results may lack."""
+        """Close `axis`, along which elements depend on each other, and which the results may lack; unite all others."""
         self.changed_inputs(op, xs, axis)
         for r in op.results:
             if dropped:
@@ -173,7 +173,7 @@ class _Walk:
         self.close(f"{op.mnemonic} at {op.loc}", (xs[0], axis))
 
     def reduce(self, op: ir.Reduce | ir.UserReduce, x: ir.Value, axes: Sequence[int]) -> None:
-        """Reduced axes: a plain sum may be cut (it becomes partial), anything else not."""
+        """Note reduced axes: those of a plain sum may be cut (it becomes partial), all others are closed."""
         kept = [k for k in range(len(x.shape)) if k not in axes]
         if isinstance(op, ir.UserReduce):
             self.same(*op.xs)
@@ -193,7 +193,7 @@ class _Walk:
         self.same(op.result, op.acc)
 
     def reshape(self, op: ir.Reshape, x: ir.Value, r: ir.Value) -> None:
-        """Axes that stand alone on both sides go in step; those that are split or merged are closed."""
+        """Unite axes that stand alone on both sides of a reshape; close those that are split or merged."""
         for olds, news in regroup(x.shape, r.shape):
             if len(olds) == len(news) == 1:
                 self.pairs(x, r, [(olds[0], news[0])])

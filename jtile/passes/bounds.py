@@ -70,7 +70,7 @@ def _constant(op: Op, n: int, copier: Copier) -> tuple[Value, ...]:
 
 
 def _may_fold(op: Op) -> bool:
-    """Pure ops with one integer or bool result; a gather must stay, for it may leave its tile."""
+    """Whether an op may become a constant: a pure one with one integer or bool result. A gather may leave its tile."""
     pure = op.effect == "none" and not op.blocks() and len(op.results) == 1
     return pure and not isinstance(op, Full | Dense | Iota | Gather)
 

@@ -41,7 +41,7 @@ def _known_branch(op: If, rw: Rewriter):
 
 @control(If)
 def _branches_to_select(op: If, rw: Rewriter):
-    """Both branches empty: nothing is left, or a choice between scalars."""
+    """Replace an `if` with two empty branches by a choice between scalars, or by nothing."""
     if op.then.ops or op.orelse.ops or any(v.shape for v in op.results):
         return None
     cond = rw.look(op.cond)
@@ -51,7 +51,7 @@ def _branches_to_select(op: If, rw: Rewriter):
 
 @control(For)
 def _unrolled(op: For, rw: Rewriter):
-    """No trip: the carry as it came. One trip: the body."""
+    """Replace a loop of no trip by the carry as it came, and one of one trip by its body."""
     new = For(rw.look(op.lo), rw.look(op.hi), rw.look(op.step), (), Block())
     lo, hi, step = (number(v) for v in (new.lo, new.hi, new.step))
     if lo is None or hi is None or step is None:
@@ -96,14 +96,14 @@ def _without(op: For | While, keep: list[int], same: list[int], rw: Rewriter) ->
 
 @control(While)
 def _never(op: While, rw: Rewriter):
-    """A condition that is false by itself."""
+    """Remove a `while` whose condition is false at once."""
     stop = isinstance(op.cond.yields[0].op, Full) and not op.cond.yields[0].op.value
     return tuple(map(rw.look, op.inits)) if stop and all(map(is_pure, op.cond.ops)) else None
 
 
 @control(Load)
 def _load(op: Load, rw: Rewriter):
-    """A mask that is one bool: no mask, or no load."""
+    """Simplify a load whose mask is one bool: it has no mask then, or is no load."""
     if op.mask is None or number(op.mask) is None:
         return None
     if not number(op.mask):
@@ -120,7 +120,7 @@ def _store(op: Store, rw: Rewriter):
 
 @control(Atomic)
 def _atomic(op: Atomic, rw: Rewriter):
-    """Masked lanes of an atomic give 0."""
+    """Simplify an atomic whose mask is one bool; masked lanes give 0."""
     if op.mask is None or number(op.mask) is None:
         return None
     if not number(op.mask):
@@ -135,7 +135,7 @@ def _assert(op: Assert, rw: Rewriter):
 
 @control(Arrive, AsyncLoad, Expect, Wait)
 def _predicated(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
-    """What happens always, or never. The op itself stays where it stands: others wait for it."""
+    """Drop the condition of what happens always or never. The op stays where it stands, since others wait for it."""
     when = None if op.when is None else number(op.when)
     if when is None:
         return None
@@ -144,7 +144,7 @@ def _predicated(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
 
 @control(DotAsync)
 def _kept(op: DotAsync, rw: Rewriter):
-    """An accumulator that always counts, or never."""
+    """Simplify a product whose accumulator always counts, or never."""
     keep = None if op.keep is None else number(op.keep)
     if keep is None:
         return None

@@ -78,7 +78,7 @@ class _Numbering:
         return new
 
     def key(self, op: Op) -> Hashable | None:
-        """Equal keys: equal results. None for what must stay as often as it stands."""
+        """The key of an op: ops of equal keys have equal results. None for one that must stay as often as it stands."""
         if isinstance(op, Alloc) or not (is_pure(op) or isinstance(op, Load)):
             return None
         operands = [self.id(v) for v in op.operands()]

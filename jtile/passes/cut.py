@@ -1,4 +1,4 @@
-"""The smallest cut of a graph of values: of what must be kept of it so that the rest can be computed again."""
+"""The smallest cut of a graph of values: the values to keep so that the rest can be computed again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def smallest_cut[V: Hashable](
     """The values of the smallest size together without which no way leads from a source to one that is `wanted`.
 
     Args:
-      before: of each value, what it is computed from; of a source nothing.
-      size: of each value, above 0.
+      before: for each value, what it is computed from; for a source nothing.
+      size: the size of each value, above 0.
     Returns:
       The values in the order of `before`; of several smallest cuts the one nearest to what is wanted.
     """

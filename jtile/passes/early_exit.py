@@ -62,7 +62,7 @@ def _busy(op: For) -> Block:
     *before, guard = op.body.ops
     assert isinstance(guard, If)
     used = use_counts(op.body)
-    before = [o for o in before if any(used.get(r, 0) > (r is guard.cond) for r in o.results)]  # the test is no more
+    before = [o for o in before if any(used.get(r, 0) > (r is guard.cond) for r in o.results)]  # no flag is tested
     given: dict[Value, Value] = dict(zip(guard.results, guard.then.yields, strict=True))
     return Block(op.body.params, [*before, *guard.then.ops], tuple(given.get(y, y) for y in op.body.yields))
 

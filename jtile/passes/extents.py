@@ -52,14 +52,14 @@ class UpperBounds:
                 self._loops(inner)
 
     def __call__(self, v: Value, depth: int = 0) -> Size | None:
-        """None: nothing is known, or the arithmetic might leave the dtype."""
+        """The bound of a value; None if nothing is known, or if the arithmetic might leave the dtype."""
         if depth > DEPTH or DTYPES[v.dtype].kind not in "iu":
             return None
         out = self._bound(v, depth + 1)
         return out if out is not None and self._fits(out, v) else None
 
     def _fits(self, bound: Size, v: Value) -> bool:
-        """No dimension has more than 2**31 - 1 elements, so neither has what is at most a dimension."""
+        """Whether a bound fits the dtype; what is at most a dimension does, since none has over 2**31 - 1 elements."""
         bits = DTYPES[v.dtype].bits - (DTYPES[v.dtype].kind == "i")
         if isinstance(bound, int):
             return bound < 1 << bits

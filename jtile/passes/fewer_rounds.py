@@ -135,7 +135,7 @@ def _floor(
 
 
 def _line(v: Value, index: Value) -> tuple[int, int] | None:
-    """v = a * index + b."""
+    """The numbers (a, b) of v = a * index + b; None if v has not this form."""
     if v is index:
         return 1, 0
     if (n := number(v)) is not None:
@@ -154,7 +154,7 @@ def _line(v: Value, index: Value) -> tuple[int, int] | None:
 
 
 def _edge(b: _Bound, known: Intervals, rw: Rewriter) -> Value:
-    """ceil((times * (x + plus) + add) / by), at least 0."""
+    """Compute the bound ceil((times * (x + plus) + add) / by), at least 0."""
     new, x, interval = rw.b, rw.look(b.x), known(b.x)
     number_of = lambda n: new.full(n, (), x.dtype)
     rest = b.times * b.plus + b.add

@@ -52,7 +52,7 @@ def scalar(v: Value) -> np.ndarray | None:
 
 
 def number(v: Value) -> Any:
-    """The same as a Python number, as the constant spells it; None where the value is not one number."""
+    """The number of a value that is one number everywhere, as the constant spells it in Python; else None."""
     return PYTHON[DTYPES[v.dtype].kind](v.op.value) if isinstance(v.op, Full) else None
 
 
@@ -110,7 +110,7 @@ def _num_programs(op: NumPrograms, rw: Rewriter):
 
 @rules(Map, Select, Cast, Bitcast)
 def _lanewise(op: Op, rw: Rewriter):
-    """Elementwise ops on tiles of one number each."""
+    """Fold elementwise ops on tiles of one number each."""
     operands = op.operands()
     if not all(isinstance(v.op, Full) for v in operands):
         return None
@@ -122,7 +122,7 @@ def _lanewise(op: Op, rw: Rewriter):
 
 @rules(Broadcast, Reshape, Transpose, Slice, Reverse, DynamicSlice)
 def _moved(op: Any, rw: Rewriter):
-    """Moving the elements of a tile of one number."""
+    """Fold ops that only move the elements of a tile of one number."""
     return rw.new(Full(op.x.op.value, op.result.shape, op.x.dtype)) if isinstance(op.x.op, Full) else None
 
 
@@ -146,7 +146,7 @@ def _padded(op: Pad, rw: Rewriter):
     Reduce, ArgReduce, Cumulative, Sort, Scatter,
 )  # fmt: skip
 def _small(op: Op, rw: Rewriter):
-    """Any op on small literal tiles. What an iota gives stays arithmetic, but for comparisons: targets
+    """Fold any op on small literal tiles. What an iota gives stays arithmetic, but for comparisons: targets
     make indices cheaper than tables. A broadcast of a literal is shorter than its result."""
     if not all(isinstance(v.op, Full | Dense | Iota) for v in op.operands()):
         return None

@@ -22,7 +22,7 @@ def run(kernel: Kernel) -> Kernel:
 
 
 def small(kernel: Kernel, most: int) -> Kernel:
-    """The same for tiles of at most `most` elements, whose registers count for little."""
+    """The kernel with invariant tiles of at most `most` elements hoisted, whose registers count for little."""
     return _Hoister(kernel, most).whole(kernel)
 
 
@@ -75,7 +75,7 @@ class _Hoister(Copier):
 
 
 def _worth(candidates: list[Op]) -> list[Op]:
-    """Without the free tiles that no other moving op uses."""
+    """The candidates without the free tiles that no other moving op uses."""
     needed: set[Value] = set()
     keep: list[Op] = []
     for op in reversed(candidates):

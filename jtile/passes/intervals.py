@@ -111,7 +111,7 @@ class Intervals:
                 self.set(r, x.union(y) if x and y else None)
 
     def enter_loop(self, op: For) -> None:
-        """The loop index lies between the bounds."""
+        """Note that the index of a loop lies between its bounds."""
         lo, hi, step = self(op.lo), self(op.hi), self(op.step)
         if lo and hi and step and step.lo > 0 and lo.lo <= hi.hi - 1:
             self.set(op.body.params[0], Interval(lo.lo, hi.hi - 1))
@@ -311,7 +311,7 @@ def _or(a: Interval, b: Interval) -> Interval | None:
 
 
 def _less(gap: int):
-    """a < b (gap 1) or a <= b (gap 0)."""
+    """The comparison of intervals a < b (gap 1) or a <= b (gap 0)."""
     return lambda a, b: TRUE if a.hi + gap <= b.lo else FALSE if a.lo > b.hi - gap else UNKNOWN
 
 

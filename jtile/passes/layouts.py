@@ -120,7 +120,7 @@ def _reverse(op: Reverse, rw: Rewriter):
 
 @rules(Reduce)
 def _reduce(op: Reduce, rw: Rewriter):
-    """A reduction over nothing; over axes of one element, where that is no rounding and no sum of zeros."""
+    """Drop a reduction over no axis, or over axes of one element where it neither rounds nor sums zeros."""
     if not op.axes:
         return op.x
     ones = all(op.x.shape[a] == 1 for a in op.axes)
@@ -130,7 +130,7 @@ def _reduce(op: Reduce, rw: Rewriter):
 
 @rules(Dot)
 def _dot(op: Dot, rw: Rewriter):
-    """A transposed operand is read transposed."""
+    """Let a product read an operand transposed instead of taking a transpose."""
     for name, flag in (("a", "trans_a"), ("b", "trans_b")):
         v: Value = getattr(op, name)
         rank = len(v.shape)
@@ -143,7 +143,7 @@ def _dot(op: Dot, rw: Rewriter):
 
 @rules(Dot)
 def _no_accumulator(op: Dot, rw: Rewriter):
-    """Whole numbers may start from 0 or from nothing; a float sum of -0 would turn into +0."""
+    """Drop an accumulator of zeros, for whole numbers only: a float sum of -0 would turn into +0."""
     zero = (
         op.acc is not None and isinstance(op.acc.op, Full) and number(op.acc) == 0 and DTYPES[op.acc.dtype].kind in "iu"
     )

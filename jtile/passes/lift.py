@@ -60,7 +60,7 @@ class _Lifter:
         return [*before, op, *after]
 
     def merge(self, b: Block) -> None:
-        """One accumulation for several of a block at one place; those in its branches count."""
+        """Make one accumulation of several in a block at one place; those in its branches count too."""
         inside = _defined_within(b)
         for group in self.groups(b, inside).values():
             first, last = group[0][0], group[-1][0]

@@ -104,6 +104,6 @@ def speaks(kernel: Kernel) -> bool:
 
 
 def keeps_state(kernel: Kernel, refs: Collection[Value]) -> bool:
-    """Whether it writes, or makes, any memory but accumulators."""
+    """Whether a kernel writes, or makes, any memory but accumulators."""
     ops = list(kernel.body.walk())
     return any(isinstance(op, Alloc) or (isinstance(op, Store | Atomic) and op.ref not in refs) for op in ops)

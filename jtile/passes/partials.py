@@ -15,7 +15,7 @@ from .nests import Counted, nest, size_value
 from .rewrite import Rewriter, Rules
 
 PROGRAMS = 64  # enough for a CPU, and the same on all of them, for the order of a sum is visible
-PARTIAL_BYTES = 64 << 20  # of the partial sums of one output, which the caller reads again
+PARTIAL_BYTES = 64 << 20  # bytes of the partial sums of one output, at most: the caller reads them again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Busy:
     """What keeps a machine busy that sums along a grid axis.
 
     Attributes:
-      programs: so many of them.
+      programs: the number of programs.
       rounds: that each of more than `PROGRAMS` has at least: it has sums of its own, which are added up.
-      stages: in which the rounds are pipelined.
+      stages: the stages in which the rounds are pipelined.
     """
 
     programs: int = PROGRAMS
@@ -77,7 +77,7 @@ def chunks(grid: Sequence[Any], axes: Collection[int], nbytes: int, busy: Busy =
     out = []
     for axis in sorted(axes):
         n = grid[axis]
-        # without its size, an axis has as many chunks as it may; some of them may have no program
+        # An axis of unknown size has as many chunks as it may; some of them may have no program.
         count = _even(n, want) if isinstance(n, int) else want
         out.append(Chunks(axis, grid[axis], count))
         want = -(-want // count)
@@ -163,14 +163,14 @@ class _Walk:
         return self.b.value(ProgramId(len(self.grid) - 1))
 
     def entry_number(self, cuts: Sequence[Cut]) -> Value:
-        """Row-major number of the entry of partial sums."""
+        """The row-major number of the program's entry in the partial sums."""
         b, out = self.b, self.b.index(0)
         for c in cuts:
             out = b.map("add", b.map("mul", out, b.index(c.count)), self.entry[c.axis])
         return out
 
     def guarded(self, ragged: Sequence[Colours]) -> None:
-        """The old body, for the programs that there are."""
+        """Put the old body under a guard, for the programs that there are."""
         b, rw = self.b, self.rw
         if not ragged:
             rw.inline(self.kernel.body)

@@ -60,7 +60,7 @@ def _large(v: Value) -> bool:
 
 
 def _spread(v: Value) -> Broadcast | None:
-    """One number a row, as a tile."""
+    """The broadcast by which a value has one number for each row; None if it is no such tile."""
     op = v.op
     if not isinstance(op, Broadcast) or not _large(v) or isinstance(op.x.op, Full):
         return None
@@ -68,7 +68,7 @@ def _spread(v: Value) -> Broadcast | None:
 
 
 def _again(op: Broadcast, x: Value, rw: Rewriter) -> Value:
-    """Other numbers of the same rows, as a tile."""
+    """A tile of other numbers for the same rows."""
     return rw.new(Broadcast(x, op.shape, op.dims))
 
 
@@ -325,7 +325,7 @@ def common_factors(kernel: Kernel) -> Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Factor:
-    """Of a carry: the number, the products that add to it, and the casts of what is multiplied with the number."""
+    """The common factor of a carry: the number, the products that add to it, and the casts of what it multiplies."""
 
     number: float
     dots: tuple[Dot, ...]
@@ -386,6 +386,6 @@ def _behind(loop: For, found: Mapping[int, _Factor]) -> Form:
 
 
 def _plain(cast: Cast, copier: Copier) -> Sequence[Value]:
-    """The cast of what was multiplied."""
+    """The form of a cast: it casts what was multiplied, without the factor."""
     assert isinstance(cast.x.op, Map)
     return (copier.b.value(Cast(copier.look(cast.x.op.args[0]), cast.dtype), cast.result.name),)

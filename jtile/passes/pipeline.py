@@ -84,7 +84,7 @@ def dump_folder(kernel: Kernel) -> Path | None:
 
 
 def dump(folder: Path, number: int, name: str, text: str) -> None:
-    """Write one numbered level: `02_cse.tile`."""
+    """Write one numbered level to a file such as `02_cse.tile`."""
     try:
         (folder / f"{number:02d}_{name}").write_text(text)
     except OSError as e:

@@ -38,7 +38,7 @@ from .rewrite import Copier, buffers, use_counts, written
 
 
 def run(kernel: Kernel) -> Kernel:
-    if level_of(kernel) == "block":  # its roles run at once: what one stores another may load
+    if level_of(kernel) == "block":  # roles run at once, so that what one stores another may load
         return kernel
     promoted = whole_refs(kernel)
     kernel = kernel.with_body(_Promote(promoted).block(kernel.body)) if promoted else kernel
@@ -200,7 +200,7 @@ class _Forward(Copier):
             return
         for ref in written(new, self.roots):
             self.last.pop(ref, None)
-        # memory that other devices have too: the load may be of another one's
+        # Other devices have symmetric memory, too: a load may be of the memory of another device.
         if isinstance(new, Store) and new.ref.type.role != "symmetric":  # type: ignore[union-attr]
             self.last[root(new.ref, self.roots)] = new
 
@@ -215,7 +215,7 @@ def _same_lanes(store: Store, load: Load) -> bool:
 
 
 def _drop_unread(kernel: Kernel) -> Kernel:
-    """Without stores to local Refs that no op reads."""
+    """The kernel without stores to local Refs that no op reads."""
     local = set(local_refs(kernel))
     used = use_counts(kernel.body)
     returns = lambda op: isinstance(op, Load) or (isinstance(op, Atomic) and used.get(op.result, 0))

@@ -77,7 +77,7 @@ def _new_grid(forms: Forms, where: list[Site]) -> list[_Axis] | None:
     missing = [g for g, n in enumerate(forms.kernel.grid) if n != 1 and g not in kept]
     loops = {x for a in out for x in a.loops}
     for site, order in zip(where, orders, strict=True):
-        # a loop that another site counts by would have to stay a loop for this one
+        # A loop that only another site counts by would have to stay a loop for this one.
         if loops.intersection(site.loops) != {forms.loops[v] for v in order or () if not isinstance(v, int)}:
             return None
     return out if missing and loops else None
@@ -104,7 +104,7 @@ def _axis(forms: Forms, column: list[Var], where: list[Site]) -> _Axis | None:
         return None
     loops = tuple(dict.fromkeys(forms.loops[v] for v in column if not isinstance(v, int)))
     if any(loop.inits for loop in loops):
-        return None  # a carry ties the rounds together
+        return None  # a carry ties the rounds of the loop together
     sizes = {loop.hi.op.size if isinstance(loop.hi.op, SizeOf) else None for loop in loops}
     if sizes != {None}:  # known when the kernel runs
         whole = len(sizes) == 1 and all((number(x.lo), number(x.step)) == (0, 1) for x in loops)

@@ -54,10 +54,10 @@ class Copier:
     """Copies ops into a builder, but for those that have another form.
 
     Attributes:
-      forms: of some ops, their regions included.
+      forms: the forms of some ops, which stand for their regions, too.
       b: where the copies go.
       outside: what stands for a value that was not copied here; default: the value itself.
-      env: what stands for those that were.
+      env: what stands for values that were copied.
     """
 
     def __init__(
@@ -254,12 +254,12 @@ def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value
 
 
 def is_pure(op: Op) -> bool:
-    """No effect of its own, nor inside its regions."""
+    """Whether an op has no effect of its own, nor inside its regions."""
     return op.effect == "none" and all(is_pure(x) for b in op.blocks() for x in b.ops)
 
 
 def reads_only(op: Op) -> bool:
-    """A pure op, or a load; also inside its regions."""
+    """Whether an op is pure but for loads, also inside its regions."""
     return (op.effect == "none" or isinstance(op, Load)) and all(reads_only(x) for b in op.blocks() for x in b.ops)
 
 

@@ -51,7 +51,7 @@ def digits(forms: Forms, site: Site, dim: int) -> tuple[int, list[Digit]] | None
 
 
 def _symbol(digit: Digit) -> bool:
-    """Whether it is a scalar that is the same in all programs."""
+    """Whether the variable of a digit is a scalar that is the same in all programs."""
     return digit.count == 0 and not isinstance(digit.var, Lane)
 
 
@@ -106,7 +106,7 @@ def _told(forms: Forms, where: Sequence[Site], dim: int, known: set[int], colour
     low = min(first for first, _ in numbers)
     if all(one == of_one[0] for one in of_one):
         gap, number = max(first for first, _ in numbers) - low, numbers[0][1]
-    else:  # all that one program touches, as one window
+    else:  # all elements that one program touches count as one window
         reach = [sum(size * (count - 1) for size, count in one) for one in of_one]
         gap = max(first + far for (first, _), far in zip(numbers, reach, strict=True)) - low
         number = of_programs[0]
@@ -171,7 +171,7 @@ def covers(forms: Forms, site: Site) -> bool:
         found = digits(forms, site, dim)
         if found is None or found[0] != 0 or any(map(_symbol, found[1])):
             return False
-        reach = 0  # of the digits so far: every element up to there is touched
+        reach = 0  # every element up to here is touched by the digits so far
         for digit in found[1]:
             if digit.size > reach + 1 and digit.count > 1:
                 return False

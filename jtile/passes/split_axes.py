@@ -12,7 +12,7 @@ from .fold import number
 from .nests import tidy
 from .rewrite import Copier, Rewriter, Rules
 
-ROUNDS = 16  # each takes one variable apart
+ROUNDS = 16  # variables that are taken apart, at most, one in each round
 
 
 def split_axes(kernel: Kernel) -> Kernel:

@@ -83,7 +83,7 @@ class _Groups:
             self.parent[self.root(v)] = self.root(planes[0])
 
     def _use(self, op: Op) -> None:
-        """What an op says of its operands and results."""
+        """Note which operands and results of an op lie the same way round, and which cannot be turned."""
         if not isinstance(op, TURNS):
             self.fixed.update(v for v in op.results if _plane(v))
         if isinstance(op, Dot):
@@ -135,7 +135,7 @@ class _Turned(Copier):
                 return b.value(Iota(shape, 1 - axis, result.dtype), result.name)
             case Broadcast(x=x, dims=dims):
                 x = self.look(x)
-                if len(x.shape) == 2:  # one of the axes has one element
+                if len(x.shape) == 2:  # one of the two axes of the operand has one element
                     return b.value(Broadcast(b.value(Reshape(x, x.shape[::-1])), shape, dims), result.name)
                 return b.value(Broadcast(x, shape, tuple(1 - d for d in dims)), result.name)
         new = build(op.clone(self.operand), op.loc, (result.name,))  # `build` derives the type of its result anew

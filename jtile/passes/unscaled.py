@@ -17,7 +17,7 @@ rules = Rules()
 
 
 def unscaled(kernel: Kernel) -> Kernel:
-    """The kernel with its products so."""
+    """The kernel, where factors of rows and columns are taken out of products of what is loaded."""
     return Rewriter(kernel, rules).run()
 
 
@@ -70,7 +70,7 @@ def _column(s: Value, n: int, shape: tuple[int, ...], axis: int, rw: Rewriter) -
 
 
 def _behind(op: Dot, found: _Scaled, right: bool, rw: Rewriter):
-    """The factor of a row, or column, of the result."""
+    """Multiply the result of a product with a factor for each of its rows, or columns."""
     a, b = (op.a, found.load) if right else (found.load, op.b)
     product = rw.new(Dot(a, b, None, op.trans_a, op.trans_b, op.precision))
     axis = int(right)
@@ -80,7 +80,7 @@ def _behind(op: Dot, found: _Scaled, right: bool, rw: Rewriter):
 
 
 def _into_the_other(op: Dot, found: _Scaled, right: bool, rw: Rewriter):
-    """The factor of a term goes to the other operand, if that is computed."""
+    """Multiply the other operand of a product with a factor for each term, if that operand is computed."""
     other, turned = (op.a, op.trans_a) if right else (op.b, op.trans_b)
     if not isinstance(other.op, Cast) or other.op.x.dtype != "float32" or isinstance(other.op.x.op, Load):
         return None

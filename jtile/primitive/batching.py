@@ -46,7 +46,7 @@ def to_front(
     return size, flags, moved
 
 
-@memo()  # an eager vmap asks again at every call
+@memo()  # an eager vmap asks for the rule again at every call
 def _batched(program: Program, level: Level, axis_name: Any) -> Program:
     vjp = program.vjp and _batched_vjp(program.vjp, level, program.spec.n_in, axis_name)
     return batched(program, level, vjp)

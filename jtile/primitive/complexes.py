@@ -28,7 +28,7 @@ def joined(
 
 
 def apart(ctx: mlir.LoweringRuleContext, results: Sequence[Any], outs: Iterable[int]) -> list[Any]:
-    """The results of such a call as the pairs that `ctx` says they are."""
+    """The results of a call with complex arrays as the pairs that `ctx` says they are."""
     return [
         _lowered(ctx, parts, _complex(a), a, x)[0] if k in outs else x
         for k, (a, x) in enumerate(zip(ctx.avals_out, results, strict=True))

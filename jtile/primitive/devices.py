@@ -32,7 +32,7 @@ def can_talk(devices: Iterable[Any] | None = None) -> bool:
     kernels and no option forbids them, and each device reaches the memory of the others.
 
     Args:
-      devices: of JAX, as `mesh.devices.flat`; None: all of this process.
+      devices: JAX's devices, as in `mesh.devices.flat`; None: all of this process.
     """
     found = list(jax.local_devices() if devices is None else devices)
     if any(d.process_index != jax.process_index() for d in found):
@@ -60,7 +60,7 @@ def place(program: Program) -> jax.Array:
 
 
 def groups(program: Program, ctx: mlir.LoweringRuleContext) -> np.ndarray:
-    """`device_groups` of a program's axes."""
+    """The groups of devices along a program's axes, as `device_groups` gives them."""
     return device_groups([axis for axis, _ in program.devices], ctx, f"kernel {program.name}", program.where)
 
 

@@ -33,7 +33,7 @@ class Travelling:
     Attributes:
       into: where they arrive; nothing may read them before `jt.exchanged` has given the array back.
       sent: the arrays that they are parts of.
-      axis: along which axis of the mesh.
+      axis: the axis of the mesh along which they travel.
     """
 
     into: jax.Array
@@ -160,7 +160,7 @@ exchanged_p.def_impl(lambda into, *_: into)
 def _by_collectives(
     x: Any, into: Any = None, *, axis: str, n: int, mode: str, own: bool, start: int, rows: int, lanes: int
 ):
-    """The whole exchange at once."""
+    """The whole exchange at once, by XLA's collectives."""
 
     def one(x, into):
         if mode == "next":
@@ -205,7 +205,7 @@ mlir.register_lowering(exchanged_p, lambda ctx, into, *_: [into])
 def pieces(x: Any, into: Any, *, n: int, mode: str, own: bool, start: int, rows: int, lanes: int) -> np.ndarray:
     """Where the pieces lie: the numbers of `Pieces` of ffi/csrc/exchange.h, in bytes."""
     lead = lanes if mode == "next" else lanes + 1
-    size = into.dtype.itemsize * math.prod(into.shape[lead + 1 :])  # of a row
+    size = into.dtype.itemsize * math.prod(into.shape[lead + 1 :])  # bytes of a row
     part, count, piece = into.shape[lead] * size, math.prod(into.shape[:lanes]), rows * size
     if mode == "next":
         source = target = (0, piece, 0)

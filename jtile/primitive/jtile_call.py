@@ -97,7 +97,7 @@ def typed(avals: Sequence[Any], outs: Sequence[Any], specs: Sequence[Any]) -> li
 @jtile_call_p.def_impl
 def _impl(*operands: Any, program: Program) -> Sequence[Any]:
     if interpreted(program):
-        return jax.device_put(run_interpreter(program, operands))  # jnp.asarray compiles a copy for each shape
+        return jax.device_put(run_interpreter(program, operands))  # jnp.asarray would compile a copy for each shape
     if jax.config.jax_disable_jit:
         with jax.disable_jit(False):
             return _jitted(program)(*operands)
@@ -140,7 +140,7 @@ def _register_hosts() -> None:
     """Make JAX know the rules for the platforms of programs. This loads the packages that bring platforms, so it waits
     for the first call of a kernel: these packages may define kernels of their own while they are imported."""
     for host in platforms.hosts():
-        with contextlib.suppress(NotImplementedError):  # one that JAX has not: `lower_elsewhere` takes its programs
+        with contextlib.suppress(NotImplementedError):  # JAX does not know it: see `lower_elsewhere`
             mlir.register_lowering(jtile_call_p, lowering_for(host), platform=host)
 
 

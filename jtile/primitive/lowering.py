@@ -76,7 +76,7 @@ def _host_call(*operands: Any, program: Program) -> Sequence[Any]:
 
 
 def _callback_dtype(dtype: Any) -> np.dtype:
-    """What carries `dtype` through a host callback: XLA's callbacks know no dtype narrower than a byte."""
+    """The dtype that carries `dtype` through a host callback: XLA's callbacks know none narrower than a byte."""
     info = ir.dtype_info(dtype)
     if info.bits >= 8:
         return info.numpy
@@ -241,7 +241,7 @@ def _custom_call(
     started = [*started, *map(mlir.ir_constant, whole.tables)]
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
     attributes = platform.attributes(artifact, kernel, values)
-    # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
+    # The host waits for a kernel that prints or asserts, so that it cannot be part of a CUDA graph.
     name = (platform.io_call if program.io else None) or platform.call
     if kernel.devices:
         name = platform.devices_call or name
@@ -271,7 +271,7 @@ def _complexes(program: Program, piece: int, aliases: Mapping[int, int]) -> tupl
     whole = [not r.partials and r.piece == piece for r in pieces.results]
     outs = {r.output for r, w, c in zip(pieces.results, whole, spec.complex_outputs()) if w and c}
     ins = {j for j, k in enumerate(pieces.inputs[piece]) if k < spec.n_in and spec.complex_inputs()[k]}
-    shared = {i: o for i, o in aliases.items() if i in ins or o in outs}  # one buffer has one type
+    shared = {i: o for i, o in aliases.items() if i in ins or o in outs}  # both ends of a buffer have one type
     return ins | shared.keys(), outs | set(shared.values())
 
 
@@ -358,7 +358,7 @@ def filled(starts: Sequence[Any]) -> list[Any]:
     return [_nans(s) if _is_little_poison(s) else jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
-_LITTLE = 1 << 19  # bytes of a constant in a program
+_LITTLE = 1 << 19  # bytes of an array that is a constant of a program, at most
 
 
 def _is_little_poison(s: Any) -> bool:
@@ -389,7 +389,7 @@ def call_as_is(platform: Platform, kernel: ir.Kernel, artifact: Any, operands: S
 
 
 def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
-    """An empty grid: outputs keep what they start from; undefined ones are zero, or poisoned."""
+    """The outputs of an empty grid: each is what it starts from; undefined ones are zero, or poisoned."""
     shapes = [x.shape for x in operands]
     values = program.sizes(shapes)
     kernel, extra = with_starts(program.kernel)

@@ -32,7 +32,7 @@ from jtile.transforms.localise import localise
 
 @memo()
 def _factors(program: Program) -> Factors | None:
-    """None: a kernel that must run as a whole (it prints, asserts, is at block level, or has sizes that are not known
+    """The factors; None if the program must run whole (it prints, asserts, is at block level, or has sizes not known
     yet)."""
     if program.effect or program.block or ir.is_dynamic(program.kernel) or not program.programs:
         return None
@@ -113,7 +113,7 @@ def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Progr
 
 
 def _check_shard(program: Program, kernel: ir.Kernel, parts: Mapping[str, int]) -> None:
-    """A rule given by hand must be true of the shapes that the kernel computes."""
+    """Check that a rule given by hand is true of the shapes that the kernel computes."""
     for dims, whole, local in zip(rule_of(program).outputs, program.kernel.outputs, kernel.outputs, strict=True):
         want = tuple(n // parts.get(d or "", 1) for d, n in zip(dims, whole.shape, strict=True))
         if want != local.shape:
@@ -129,7 +129,7 @@ def _check_shard(program: Program, kernel: ir.Kernel, parts: Mapping[str, int]) 
 
 
 def assign(program: Program, mesh: Mapping[str, int], specs: Sequence[Any]) -> dict[str, Axes]:
-    """`shards.assign` of a program."""
+    """The mesh axes that each factor of a program is cut along; see `shards.assign`."""
     return shards.assign(rule_of(program), functools.partial(can_cut, program), mesh, specs)
 
 

@@ -23,7 +23,7 @@ from jtile.primitive.sharding import Hand
 from jtile.primitive.sizes import sized, values_of
 
 Number = int | float | bool
-_SPEAKING = ir.Print | ir.Assert  # what is seen beside the results
+_SPEAKING = ir.Print | ir.Assert  # ops whose effect is seen beside the results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Spec:
       grid: number of programs per axis.
       aliases: (input, output) pairs that share a buffer.
       inits: per output, the number it starts from or None.
-      ref_names: one per Ref.
+      ref_names: the name of each Ref.
       loc: the `def` of the kernel.
       complexes: per input and output, whether it is the real and imaginary parts of a complex array, along its last
         axis; () where none is. XLA hands such a one over as complex, without a copy.
@@ -127,7 +127,7 @@ class Program:
       narrow: per output, the dtype that its accumulator is rounded to in the end, or None: the dtype of its Ref stays.
       vjp: the reverse rule that the user gave, or None: automatic.
       base: Tile IR of the body, before the levels and before any pass.
-      kernel: the same with the levels applied: what the compiler works on.
+      kernel: Tile IR with the levels applied: what the compiler works on.
       meta: the meta-parameters, sorted by name.
       options: see `Options`.
       fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it, by
@@ -202,7 +202,7 @@ class Program:
 
     @functools.cached_property
     def io(self) -> bool:
-        """The kernel prints or asserts, so that its call may not be removed."""
+        """Whether the kernel prints or asserts, so that its call may not be removed."""
         return any(isinstance(op, _SPEAKING) for op in self.kernel.body.walk())
 
     @property
@@ -217,7 +217,7 @@ class Program:
 
     @functools.cached_property
     def block(self) -> bool:
-        """The kernel is at block level: it has roles, and compiles for the architectures that have what they use."""
+        """Whether it is at block level: with roles, and compiled for the architectures that have what these use."""
         return level_of(self.base) == "block"
 
     @property
@@ -311,7 +311,7 @@ def _batched_shard(program: Program, level: Level, parts: Mapping[str, int]) -> 
 
 
 def lane_name(level: int) -> str:
-    """What sharding rules call the dimension of a vmap."""
+    """The name of the dimension of a vmap in sharding rules."""
     return f"vmap{level}"
 
 
@@ -334,7 +334,7 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand, choice
 
 
 def fingerprint_of(kernel: ir.Kernel, narrow: tuple[str | None, ...], options: Options, *more: str) -> str:
-    """See `Program.fingerprint`."""
+    """The digest of a kernel and of what it is compiled with; see `Program.fingerprint`."""
     text = "\n".join([_canonical_text(kernel), str(narrow), str(options), *more])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -44,7 +44,7 @@ batching.primitive_batchers[same_p] = lambda args, dims, *, axis: (same_p.bind(*
 
 
 def _transpose(cotangent: Any, x: Any, *, axis: str) -> list[Any]:
-    """The value is that of the first device as well as of any other."""
+    """The transpose: all devices have the same value, so it may as well be that of the first one."""
     if type(cotangent) is ad.Zero:
         return [ad.Zero(x.aval)]
     here = jax.lax.pcast(cotangent, axis, to="varying")

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jtile._compat import held_weakly
 
-Axes = tuple[str, ...]  # of a mesh
+Axes = tuple[str, ...]  # the names of some axes of a mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rule:
         return list(dict.fromkeys(n for dims in self.arrays for n in dims if n))
 
     def __str__(self) -> str:
-        """`a b, b c -> a c; sum over b`; `_` is a dimension that is gathered, `()` an array without dimensions."""
+        """The rule as text, `a b, b c -> a c; sum over b`; `_` is a dimension that is gathered, `()` a scalar."""
         spell = lambda arrays: ", ".join(" ".join(n or "_" for n in dims) or "()" for dims in arrays)
         sums = sorted(frozenset().union(*self.partial))
         end = f"; sum over {', '.join(sums)}" if sums else ""
@@ -71,7 +71,7 @@ def assign(rule: Rule, can_cut: CanCut, mesh: Mapping[str, int], specs: Sequence
         for name, entry in zip(dims, tuple(spec))
         if name
     ]
-    for name, axes in sorted(entries, key=lambda e: e[0] not in wanted):  # what no result depends on comes last
+    for name, axes in sorted(entries, key=lambda e: e[0] not in wanted):  # factors on which no result depends come last
         if name in out:
             continue
         axes = tuple(a for a in axes if a not in taken and mesh[a] > 1)

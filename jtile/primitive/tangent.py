@@ -43,7 +43,7 @@ class Lanes:
     size: int
     primals: tuple[bool, ...]
     tangents: tuple[bool, ...]
-    outs: tuple[bool, ...]  # the kernel's outputs themselves
+    outs: tuple[bool, ...]  # for each of the kernel's outputs themselves, whether it has the batch dimension
     out_tangents: tuple[bool, ...]
 
 
@@ -71,7 +71,7 @@ class Linear:
         return self.program.spec.n_in
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Primals, tangents, residuals."""
+        """The operands in their roles: primals, tangents, residuals."""
         k = self.n_in + sum(self.perturbed)
         return operands[: self.n_in], operands[self.n_in : k], operands[k:]
 
@@ -258,7 +258,7 @@ ad.primitive_jvps[jtile_call_p] = _call_jvp
 
 jtile_tangent_p = jexc.Primitive("jtile_tangent")
 jtile_tangent_p.multiple_results = True
-need_devices(jtile_tangent_p)  # as jtile_call, which it is lowered through
+need_devices(jtile_tangent_p)  # it is lowered through jtile_call, which needs them
 
 
 def bind_linear(lin: Linear, operands: Sequence[Any]) -> list[Any]:
@@ -291,7 +291,7 @@ def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
 
 
 def _tangent_jvp(operands: Sequence[Any], tangents: Sequence[Any], *, linear: Linear):
-    """Second order: the map as an ordinary kernel call."""
+    """The jvp rule of the map, for second order: it differentiates the map as an ordinary kernel call."""
     used = linear.n_in + sum(linear.perturbed)
     fn = functools.partial(_tangent_call, linear=dataclasses.replace(linear, residuals=0))
     full = [ad.instantiate_zeros(t) for t in tangents[:used]]
@@ -411,7 +411,7 @@ batching.fancy_primitive_batchers[jtile_tangent_p] = _tangent_batch
 
 
 def _call_transpose(cts: Sequence[Any], *operands: Any, program: Program) -> list[Any]:
-    """Of a call that JAX takes for linear in some operands: tangents in a rule of `jax.custom_jvp`, what
+    """The transpose of a call that JAX takes for linear in some operands: tangents in a rule of `jax.custom_jvp`, what
     `jax.linear_transpose` and linear solvers turn round. It is the reverse mode at zero, if that does not ask where.
 
     Raises:

@@ -44,7 +44,7 @@ _SLICES = 3  # slices in a batch
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `check_kernel` was asked for; see there."""
+    """The arguments of `check_kernel`, where they are documented."""
 
     tolerance: float | Mapping[str, float] | None = None
     derivative_tolerance: float | Mapping[str, float] | None = None
@@ -85,7 +85,7 @@ class Checker:
         self.float_outs = [k for k, o in enumerate(self.outs) if o.dtype.name in _DIFFERENTIABLE]
         self.reverse = (
             bool(self.floats and self.float_outs) and "vjp" not in s.skip
-        )  # whether a gradient can be asked for
+        )  # whether the kernel has a gradient that can be checked
 
     def _flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` from leaves to a tuple of leaves."""
@@ -331,7 +331,7 @@ class Checker:
         return self.slices([True] * len(self.leaves))
 
     def mapped(self, batched: Sequence[bool], axis: int) -> Measured:
-        """vmap against one call of the reference for each slice."""
+        """Compare vmap with one call of the reference for each slice."""
         slices = self.slices(batched)
         axes = [min(axis, np.ndim(x)) if b else None for x, b in zip(self.leaves, batched, strict=True)]
         batch = [

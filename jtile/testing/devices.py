@@ -32,8 +32,8 @@ class Rows:
 
     Attributes:
       shared: place of a float leaf that all calls share; -1: none.
-      batch: the leaves with the calls along axis 0, the shared one as it is.
-      cotangents: of the results, for every call; none where nothing is differentiated.
+      batch: the leaves with the calls along axis 0; the shared leaf has no such axis.
+      cotangents: those of the results, for every call; none where nothing is differentiated.
       want: the results of all calls.
       gradients: the cotangents of the leaves, summed over the calls for the shared one.
     """

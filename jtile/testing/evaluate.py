@@ -109,7 +109,7 @@ def _erf(name: str) -> Callable[..., Any]:
 
 
 def _divide(x: Any, y: Any) -> Any:
-    """Integers towards zero, and -1 for a division by zero, as XLA's."""
+    """Division as XLA's: that of integers rounds towards zero, and gives -1 for a division by zero."""
     if x.dtype.kind not in "iu":
         return x / y
     quotient = np.where(y == 0, np.array(-1).astype(x.dtype), x // np.where(y == 0, 1, y))
@@ -148,7 +148,7 @@ def _(eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _shift(fn: Callable[..., Any], beyond: Callable[..., Any]) -> Rule:
-    """By more than the bits of the operand, nothing of it is left (but its sign)."""
+    """A shift; one by more than the bits of the operand leaves nothing of it but its sign, if it has one."""
 
     def run(eqn: Any, x: Any, by: Any) -> Any:
         bits = 8 * x.dtype.itemsize
@@ -159,7 +159,7 @@ def _shift(fn: Callable[..., Any], beyond: Callable[..., Any]) -> Rule:
 
 
 def _right(kind: str) -> Callable[..., Any]:
-    """Of the bits of the operand, taken as a number of this kind whether its dtype is signed or not."""
+    """A right shift of the operand's bits, which count as a number of this kind whether its dtype is signed or not."""
 
     def run(x: Any, by: Any) -> Any:
         own = np.dtype(f"{kind}{x.dtype.itemsize}")
@@ -235,7 +235,7 @@ def _(eqn: Any, x: Any, *_) -> Any:
 
 @rule("reshape", "squeeze")
 def _(eqn: Any, x: Any, *_) -> Any:
-    order = eqn.params.get("dimensions")  # of a reshape: the axes in the order in which elements are taken
+    order = eqn.params.get("dimensions")  # the order of axes in which a reshape takes elements
     return (x.transpose(order) if order and eqn.primitive.name == "reshape" else x).reshape(eqn.outvars[0].aval.shape)
 
 
@@ -275,7 +275,7 @@ def _(eqn: Any, x: Any, update: Any, *indices: Any) -> Any:
 
 @rule("pad")
 def _(eqn: Any, x: Any, fill: Any) -> Any:
-    """Dilated into the new shape; negative padding cuts."""
+    """Padding: the elements are spread into the new shape; negative padding cuts."""
     out = np.full(eqn.outvars[0].aval.shape, fill, x.dtype)
     to, of = [], []
     for n, m, (low, _, inner) in zip(x.shape, out.shape, eqn.params["padding_config"], strict=True):
@@ -322,7 +322,7 @@ def _(eqn: Any, *xs: Any) -> Any:
 
 @rule("sort")
 def _(eqn: Any, *xs: Any) -> list[Any]:
-    """Stable, as NumPy's are: by the first operands, NaN behind all numbers and -0.0 like 0.0."""
+    """A stable sort, as NumPy's are, by the first operands: NaN stands behind all numbers, and -0.0 is like 0.0."""
     axis, keys = eqn.params["dimension"], [_wide(x) for x in xs[: eqn.params["num_keys"]]]
     order = np.argsort(keys[0], axis, kind="stable") if len(keys) == 1 else np.lexsort(keys[::-1], axis)
     return [np.take_along_axis(x, order, axis) for x in xs]
@@ -441,7 +441,7 @@ RULES |= {
 
 @rule("dot_general")
 def _(eqn: Any, x: Any, y: Any, *_) -> Any:
-    """Batch, free and contracted axes to the places where `matmul` takes them."""
+    """A product: batch, free and contracted axes are moved to where `matmul` takes them."""
     (cx, cy), (bx, by) = eqn.params["dimension_numbers"]
     fx = [k for k in range(x.ndim) if k not in (*cx, *bx)]
     fy = [k for k in range(y.ndim) if k not in (*cy, *by)]

@@ -15,7 +15,7 @@ TRANSFORMS = (
 )  # fmt: skip
 
 
-INTEGERS = "of integers"  # what the check of float0 cotangents is about
+INTEGERS = "of integers"  # the subject of the check of float0 cotangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Report:
     """The checks of one kernel; prints as a table.
 
     Attributes:
-      kernel: its name.
-      checks: in the order in which they ran.
+      kernel: the name of the kernel.
+      checks: the checks in the order in which they ran.
     """
 
     kernel: str

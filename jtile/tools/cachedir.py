@@ -17,7 +17,7 @@ def clear() -> None:
 
 
 def show() -> None:
-    """One line: the folder, the number of kernels, and their size."""
+    """Print one line: the folder, the number of kernels, and their size."""
     print(describe(_cache.info()))
 
 
@@ -29,7 +29,7 @@ def describe(state: _cache.Info) -> str:
 
 
 def human(size: float) -> str:
-    """`1536` -> `1.5 KB`."""
+    """A number of bytes for people: 1536 becomes `1.5 KB`."""
     for unit in ("B", "KB", "MB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

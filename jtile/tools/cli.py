@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 try:
     import typer
-except ImportError:  # the language itself does not need it
+except ImportError:  # the language itself works without the package
     sys.exit("jtile: the command line needs typer and rich: pip install 'jtile[cli]'")
 
 app = typer.Typer(
@@ -248,14 +248,14 @@ def quantize(
 
 
 def run_model(prompt: str | None, **options: Any) -> int:
-    """jtile.models.run_generate, with the cache of this configuration."""
+    """Call jtile.models.run_generate with the cache of this configuration; returns the exit status."""
     from jtile._config import current
 
     return of_models("run_generate", prompt, cache_dir=current().cache_dir, **options)
 
 
 def of_models(name: str, /, *args: Any, **options: Any) -> int:
-    """A function of jtile.models, or one sentence where the packages that models need are missing."""
+    """Call a function of jtile.models; one sentence of error where the packages that models need are missing."""
     try:
         from jtile import models
     except ModuleNotFoundError as error:
@@ -480,10 +480,11 @@ def main(argv: list[str] | None = None) -> Any:
     try:
         app(argv)
     except JtileError as error:
-        if os.environ.get("JTILE_DEBUG", "0") not in ("", "0"):  # as it is: the options themselves may be what is wrong
+        # The variable is read as it is: an option that cannot be parsed may be the error.
+        if os.environ.get("JTILE_DEBUG", "0") not in ("", "0"):
             raise
         sys.exit(f"jtile: {error}")
-    except BrokenPipeError:  # `jtile inspect ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `jtile inspect ... | head`
         sys.stderr.close()
         sys.exit(1)
 

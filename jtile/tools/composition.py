@@ -69,7 +69,7 @@ def _table(rows: Rows, what: str, notes: dict[str, int]) -> str:
 
 
 def _cell(words: str, notes: dict[str, int]) -> str:
-    """`+`, or what holds and the number of the note that says why the rest does not."""
+    """The text of a cell: `+`, or what holds and the number of the note that says why the rest does not."""
     if words == "yes":
         return "+"
     parts, _, why = ("–", "", words.removeprefix("no: ")) if words.startswith("no: ") else words.partition("; ")

@@ -27,7 +27,7 @@ _SHORT = {
     "f8e5m2fnuz": "float8_e5m2fnuz", "f8e4m3b11fnuz": "float8_e4m3b11fnuz",
 }  # fmt: skip
 _TYPE = re.compile(r"\s*([a-z]\w*)\s*(?:\[([\d\s,]*)\])?\s*(?:,|$)")
-_READ = "_jtile_read"  # of a module that is a file's: which file, and how it was when it was read
+_READ = "_jtile_read"  # attribute of a module read from a file: which file, and its time and size when it was read
 
 
 def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str], transform: str = "") -> None:
@@ -92,9 +92,9 @@ def checked(name: str, types: list[Any], meta: dict[str, Any]) -> tuple[Any, dic
     """
     function = find(name)
     given = ", ".join([*(f"{t.dtype.name}{list(t.shape)}" for t in types), *(f"{k}={v!r}" for k, v in meta.items())])
-    if _is_kernel(function):  # says so itself, with its line
+    if _is_kernel(function):  # a kernel checks its arguments itself, with errors that name its line
         return function, meta
-    with contextlib.suppress(ValueError):  # of a function that has no signature
+    with contextlib.suppress(ValueError):  # a function without a signature cannot be checked
         try:
             inspect.signature(function).bind(*types, **meta)
         except TypeError as error:
@@ -138,7 +138,7 @@ def _module(name: str) -> Any:
         read = str(path.resolve()), about.st_mtime_ns, about.st_size
         known = sys.modules.get(path.stem)
         if known is not None and getattr(known, _READ, None) == read:
-            return known  # what a file prints is printed once, however many functions of it a command takes
+            return known  # a file runs, and prints, once, however many of its functions a command names
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None

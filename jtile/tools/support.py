@@ -151,7 +151,7 @@ def _table() -> list[tuple[str, ...]]:
 
 
 def _among(names: list[str]) -> str:
-    """`a`, `b` and `c`."""
+    """Names as a list in a sentence: `a`, `b` and `c`."""
     return " and ".join(filter(None, [", ".join(f"`{n}`" for n in names[:-1]), f"`{names[-1]}`"]))
 
 

@@ -45,7 +45,7 @@ def error_at(message: str, place: Place, kind: type[JtileError] = KernelSyntaxEr
 
 
 def _called(name: str) -> str:
-    """How errors call a name."""
+    """The name by which errors call a variable."""
     return "the value that this function returns" if name == RESULT else repr(name)
 
 
@@ -77,7 +77,7 @@ class Cells:
             del self.cells[name].cell_contents
 
 
-_OBJECTS = (Ref, TileView, Range, Shared, Barrier, BarrierSlot, BarrierRound)  # what is no array and does not change
+_OBJECTS = (Ref, TileView, Range, Shared, Barrier, BarrierSlot, BarrierRound)  # no arrays, and they never change
 
 
 def is_leaf(v: Any) -> bool:
@@ -302,7 +302,7 @@ def choose(
 
 @dataclasses.dataclass
 class _Joint:
-    """What two branches give, brought to one type.
+    """The results of two branches, brought to one type.
 
     Attributes:
       first: the branch that was traced first, and what it gave (`packed`).

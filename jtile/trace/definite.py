@@ -20,7 +20,7 @@ from jtile.trace.names import (
     parameters,
 )
 
-State = Names | None  # None: no path comes here
+State = Names | None  # the names that surely have a value; None where no path comes
 
 
 def always_bound(fn: ast.FunctionDef) -> Names:
@@ -52,7 +52,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.unsure: Names = NONE
-        self._breaks: list[list[State]] = []  # of the loops around, the states at their breaks
+        self._breaks: list[list[State]] = []  # for each loop around, the states at its breaks
 
     def read(self, state: Names, *nodes: ast.AST | None) -> None:
         for n in nodes:
@@ -98,7 +98,7 @@ class _Walk:
         return state | assigned([s])
 
     def _loop(self, s: ast.For | ast.AsyncFor | ast.While, state: Names) -> State:
-        """Nothing is unassigned (`del` is set apart), so that what holds before the loop holds in every round."""
+        """The state after a loop. It unassigns nothing (`del` is set apart): what holds before it holds throughout."""
         self._breaks.append([])
         if isinstance(s, ast.While):
             self.read(state, s.test)

@@ -1,4 +1,4 @@
-"""What rewritten expressions call: `a and b`, `a < b < c`, `max(a, b)`, the patterns of `match`.
+"""The functions that rewritten expressions call: `a and b`, `a < b < c`, `max(a, b)`, the patterns of `match`.
 
 Over Python values they do what Python does.
 """
@@ -25,7 +25,7 @@ _EXPRESSION = ("the value of this expression",)
 
 
 def if_expression(test: Any, then: Callable[[], Any], other: Callable[[], Any], place: Place) -> Any:
-    """`then if test else other`."""
+    """The value of `then if test else other`."""
     if not is_traced(test):
         return then() if test else other()
     pred = scalar_condition(test, place[:2], "if")
@@ -42,17 +42,17 @@ def truth(test: Any, place: Place) -> Any:
 
 
 def and_(first: Any, rest: Callable[[], Any], place: Place) -> Any:
-    """`first and rest`; bools if either is traced."""
+    """The value of `first and rest`; the logical one of bools if either is traced."""
     return _logic(first, rest, False, place) if is_traced(first) else first and rest()
 
 
 def or_(first: Any, rest: Callable[[], Any], place: Place) -> Any:
-    """`first or rest`; bools if either is traced."""
+    """The value of `first or rest`; the logical one of bools if either is traced."""
     return _logic(first, rest, True, place) if is_traced(first) else first or rest()
 
 
 def not_(x: Any, place: Place) -> Any:
-    """`not x`."""
+    """The value of `not x`."""
     return lax.bitwise_not(scalar_condition(x, place[:2], "not")) if is_traced(x) else not x
 
 

@@ -129,7 +129,7 @@ class Jumps:
                 return [*out, *self._jump(s)]
             found = _ends(s)
             if not found.normal:
-                return [*out, *self.statement(s)]  # nothing gets to what follows
+                return [*out, *self.statement(s)]  # no path leads to the statements behind this one
             rest, jumps = list(stmts[k + 1 :]), self._visible(found)
             if jumps and rest and isinstance(s, ast.If):
                 if not ends(s.body).normal:
@@ -177,7 +177,7 @@ class Jumps:
                 out = [placed(s, ast.Assign([ast.Name(RESULT, ast.Store())], s.value or ast.Constant(None)))]
             flags = [self._returned, *[loop.stop for loop in self._loops]]
         elif not self._loops:
-            return [s]  # no loop around: Python says so
+            return [s]  # there is no loop around: Python raises its SyntaxError
         elif isinstance(s, ast.Break):
             flags = [self._loops[-1].stop]
         else:
@@ -240,7 +240,7 @@ class Jumps:
         return [*first, new, *last]
 
     def _guard(self, place: ast.stmt, jumps: frozenset[str], rest: list[ast.stmt]) -> ast.stmt:
-        """`if not flags: rest`."""
+        """The statement `if not flags: rest`."""
         flags = []
         if self._loops:
             flags += [self._loops[-1].stop] if jumps & {"break", "return"} else []
@@ -265,7 +265,7 @@ def _turning_point(s: ast.While) -> tuple[list[ast.stmt], ast.If, list[ast.stmt]
 
 
 def _not(flags: Sequence[str]) -> ast.expr:
-    """No flag is set."""
+    """The expression that is true while no flag is set."""
     any_of = _load(flags[0]) if len(flags) == 1 else ast.BoolOp(ast.Or(), [_load(f) for f in flags])
     return ast.UnaryOp(ast.Not(), any_of)
 

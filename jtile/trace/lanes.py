@@ -15,12 +15,12 @@ from jax import lax
 from jtile._parts import is_key
 from jtile.language.control import Range, counted
 
-Carry = list[Any]  # None where nobody needs a carry
+Carry = list[Any]  # values, with None in the place of one that nobody needs
 
 
 def run(cond: Callable[[Carry], Any], body: Callable[[Carry], Carry], init: Carry, counting: Any = None, *,
         lent: bool = False) -> Carry:  # fmt: skip
-    """`while cond(carry): carry = body(carry)`, lane by lane.
+    """Run `while cond(carry): carry = body(carry)`, lane by lane.
 
     Args:
       cond: gives a tile of bools, whose axes are the first of every carry.
@@ -97,7 +97,7 @@ def _counted(body: Callable[[Carry], Carry], init: Carry, place: int, step: int,
         now = spread(done, some)
         seen = _lent(goes_on, now) if lent else now
         after = body(seen)
-        kept = zip(moving, some, strict=True)  # what a round does not change is no carry of the loop
+        kept = zip(moving, some, strict=True)  # only values that a round changes are carries of the loop
         return [x if after[k] is seen[k] else _select(goes_on, after[k], x) for k, x in kept]
 
     most = lax.reduce_max(rounds, range(rounds.ndim))
@@ -118,7 +118,7 @@ def _rounds(start: Any, limit: Any, step: int) -> Any:
     if info.min == 0:
         gap = lax.sub(limit, lax.min(start, limit))
         return gap if step == 1 else lax.add(lax.div(gap, number(step)), more(lax.rem(gap, number(step)), number(0)))
-    if step == 1:  # what is further below the limit than the largest number is never counted to the end
+    if step == 1:  # a start further below the limit than the largest number is never counted to the end
         lowest = lax.sub(lax.max(limit, number(-1)), number(info.max))
         return lax.max(lax.sub(limit, lax.max(start, lowest)), number(0))
     whole = lax.sub(lax.div(limit, number(step)), lax.div(start, number(step)))

@@ -55,8 +55,8 @@ class Lowering:
         self.name, self.grid = name, tuple(grid)
         self.b = Builder()
         self.roles = RoleBuilder(self.b)
-        self.counters: dict[str, int] = {}  # how many of each name
-        self.devices: dict[str, int] = {}  # along each axis of the mesh that the kernel names
+        self.counters: dict[str, int] = {}  # the number of counters of each name
+        self.devices: dict[str, int] = {}  # the number of devices along each axis of the mesh that the kernel names
         self.eqn: Any = None
         self._words = False  # whether a rule runs on one word of its keys: the dtype of keys then reads as uint32
         self._pinned: Any = None  # source place of everything inside a call of JAX's own functions
@@ -125,7 +125,7 @@ class Lowering:
         return x if x.type.shape == tuple(shape) else self.add(ir.Broadcast(x, tuple(shape), dims))
 
     def literal(self, value) -> Any:
-        """A literal or a captured constant."""
+        """The value of a literal or a captured constant, as Tile IR."""
         if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended):
             data = np.asarray(jax.random.key_data(value))
             return Keys(tuple(self.literal(data[..., k]) for k in range(data.shape[-1])))
@@ -145,7 +145,7 @@ class Lowering:
 
     @contextlib.contextmanager
     def _pin(self) -> Iterator[None]:
-        """Inside, every equation has the place of the one at hand: what runs is not the user's source."""
+        """A block in which every equation has the place of the one at hand: what runs is not the user's source."""
         old, self._pinned = self._pinned, self.place
         yield
         self._pinned = old
@@ -197,7 +197,7 @@ class Lowering:
         return list(out) if isinstance(out, list | tuple) else [out]
 
     def _keys(self, name: str, values: list[Any]) -> Any:
-        """A primitive with random keys among its operands: those about keys know them, those that only move
+        """Lower a primitive with random keys among its operands: those about keys know them, those that only move
         elements act on every word."""
         fn = RULES[name]
         if getattr(fn, "takes_keys", False):
@@ -267,7 +267,7 @@ def to_tile_ir(
 
     Args:
       jaxpr: what `trace` gave: Ref inputs in the order inputs, outputs, scratch.
-      name: of the kernel.
+      name: the name of the kernel.
       n_in, n_out: how many Refs are inputs and outputs; the rest is scratch.
       grid: number of programs per axis, ints.
       aliases: pairs (input, output) that share a buffer.
@@ -300,7 +300,7 @@ def to_tile_ir(
 
 
 def _verified(kernel: ir.Kernel) -> ir.Kernel:
-    """A kernel at block level, or one that talks to other devices: what its author says may be wrong in more ways than
+    """Verify a kernel at block level, or one that talks to other devices: its author may be wrong in more ways than
     its cards see."""
     try:
         ir.verify(kernel, level_of(kernel))

@@ -18,11 +18,11 @@ from jtile.ir import DTYPES
 from jtile.language._level import at_tile_level
 from jtile.trace.carries import is_traced
 
-MARK = "jtile:"  # what the names of marks begin with; others are of `jax.checkpoint`
+MARK = "jtile:"  # prefix of the names of marks; names without it are those of `jax.checkpoint`
 
 
 def named(x: Any, name: str) -> Any:
-    """A traced tile under its name; anything else, and any value of the block level, as it is."""
+    """Mark a traced tile with its name; anything else, and any value of the block level, stays as it is."""
     if not is_traced(x) or not at_tile_level() or not isinstance(x, jax.Array):
         return x
     return checkpoint_name(x, MARK + name) if str(x.dtype) in DTYPES else x

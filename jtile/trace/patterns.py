@@ -18,7 +18,7 @@ Call = Callable[..., ast.expr]
 
 @dataclasses.dataclass
 class _Test:
-    """What a pattern asks of a value (None: nothing), and the names that it gives to parts of it."""
+    """The test that a pattern makes of a value (None: none), and the names that it gives to parts of the value."""
 
     test: ast.expr | None
     binds: list[tuple[str, ast.expr]]

@@ -91,7 +91,7 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     if _done(fn):
         return rewrite_loops(fn)
-    lines = lines_of(fn)  # as they are now; they are looked at when the helper is called: to import it costs nothing
+    lines = lines_of(fn)  # the lines as they are now; they are parsed at the first call, so that an import is cheap
 
     @functools.cache
     def rewritten() -> Callable[..., Any]:
@@ -170,7 +170,7 @@ def _rewritten_code(code: types.CodeType, file: str, lines: _Lines, named: bool)
 
 
 def _mark(name: str) -> ast.stmt:
-    """`name = runtime.named(name, "name")`"""
+    """The statement `name = runtime.named(name, "name")`."""
     call = ast.Call(
         ast.Attribute(ast.Name(_RUNTIME, ast.Load()), "named", ast.Load()),
         [ast.Name(name, ast.Load()), ast.Constant(name)],
@@ -195,13 +195,13 @@ class _Rewriter:
     def __init__(self, file: str):
         self.file = file
         self.count = 0
-        self.numbers = itertools.count(1)  # of the names that are made
+        self.numbers = itertools.count(1)  # numbers of the names that are made
         self.stops: dict[ast.stmt, str] = {}
 
     # -- scopes ----------------------------------------------------------------------------------------------------
     def function(self, fn: ast.FunctionDef) -> ast.FunctionDef:
         if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in inside(fn.body)):
-            return fn  # a generator stays Python's: its loops cannot move
+            return fn  # a generator stays as it is: its loops cannot move into other functions
         theirs = assigned(fn.body)
         Patterns(self._call, self.numbers).generic_visit(fn)
         jumps = Jumps(fn, lambda s: self._call("truth", s, s.test, self._place(s)), self.numbers)
@@ -221,7 +221,7 @@ class _Rewriter:
         return fn
 
     def _bindings(self, names: list[str], at: ast.AST) -> list[ast.stmt]:
-        """`if False: a = b = None`: makes the names local to the function, so that a moved body can call them
+        """The statement `if False: a = b = None`: it makes names local to the function, so a moved body can call them
         nonlocal."""
         if not names:
             return []
@@ -310,7 +310,7 @@ class _Rewriter:
         return [_strings(live), _strings(names), _strings(live & scope.fillable)]
 
     def _leave(self, s: ast.stmt) -> ast.stmt:
-        """`if stopped: break` at the end of a loop that stays Python's."""
+        """The statement `if stopped: break` at the end of a loop that stays Python's."""
         test = self._call("is_stopped", s, ast.Name(self.stops[s], ast.Load()))
         return placed(s, ast.If(test, [placed(s, ast.Break())], []))
 
@@ -381,7 +381,7 @@ def _inner(s: Any) -> list[tuple[list[ast.stmt], bool]]:
 
 
 class _Expressions(ast.NodeTransformer):
-    """`a and b`, `a or b`, `not a`, `a if c else b`, `a < b < c`, `max(a, b)` as calls of the runtime."""
+    """Turns `a and b`, `a or b`, `not a`, `a if c else b`, `a < b < c`, `max(a, b)` into calls of the runtime."""
 
     def __init__(self, rewriter: _Rewriter):
         self.r = rewriter

@@ -14,7 +14,7 @@ Place = tuple[str, int] | None
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """One role, as its marker says it."""
+    """One role, as the marker at its beginning describes it."""
 
     name: str
     warps: int
@@ -34,7 +34,7 @@ class RoleBuilder:
     def __init__(self, b: Builder):
         self._b, self._body = b, b.block
         self._open: Role | None = None
-        self._owner: dict[ir.Value, str] = {}  # what is defined in a finished role -> its name
+        self._owner: dict[ir.Value, str] = {}  # value that is defined in a finished role -> the name of the role
         self.roles: list[Role] = []
 
     def begin(self, name: str, warps: int, registers: int, early: bool = False) -> None:
@@ -56,7 +56,7 @@ class RoleBuilder:
         self._open, self._b.block = None, self._body
 
     def check(self, values: Iterable[object], loc: ir.Loc) -> None:
-        """An error for a value that a finished role defines: roles share memory only."""
+        """Raise an error for a value that a finished role defines: roles share memory only."""
         for v in values:
             owner = self._owner.get(v) if isinstance(v, ir.Value) else None
             if owner is not None:
@@ -130,7 +130,7 @@ def _scalar(v: ir.Value) -> bool:
 
 
 def _check_outside(body: ir.Block) -> None:
-    """Outside of roles stand allocations and arithmetic of scalars."""
+    """Check that only allocations and arithmetic of scalars stand outside of roles."""
     for op in body.ops:
         if isinstance(op, _ALLOCATIONS) or (_pure(op) and all(map(_scalar, op.results))):
             continue

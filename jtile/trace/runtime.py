@@ -56,7 +56,7 @@ def for_loop(
     stop: str | None,
     place: Place,
 ) -> None:
-    """`for target in it: body`.
+    """Run `for target in it: body`.
 
     Args:
       carry: the assigned names that the next round or the code after the loop reads.
@@ -92,7 +92,7 @@ def while_loop(
     fill: Names,
     place: Place,
 ) -> None:
-    """`while cond: body`; from the round on whose condition is traced it runs on the device."""
+    """Run `while cond: body`; from the first round whose condition is traced, the loop runs on the device."""
     while True:
         test = cond()
         if is_traced(test):
@@ -140,7 +140,7 @@ def if_(
     fill: Names,
     place: Place,
 ) -> None:
-    """`if test: then() else: other()`. `live` are the assigned names that are read later, `fill` those that
+    """Run `if test: then() else: other()`. `live` are the assigned names that are read later, `fill` those that
     one branch may leave unbound."""
     if not is_traced(test):
         (then if test else other)()
@@ -165,7 +165,7 @@ def if_(
 
 
 def _copied(value: Any) -> Any:
-    """The same leaves in containers of their own: a branch may set elements of a list or dict."""
+    """A copy of a value's containers around the same leaves: a branch may set elements of a list or dict."""
     return jax.tree.map(lambda v: v, value, is_leaf=is_leaf)
 
 

@@ -37,9 +37,9 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
       inputs, outputs, scratch: sequences of pytrees of shape-dtype structs; each pytree becomes the same pytree of
         Refs.
       meta: keyword arguments of `fn`.
-      name: of the kernel, for errors.
+      name: the name of the kernel, for errors.
       grid: number of programs per axis; checked against the `program_id`s of the body.
-      axes: the names of these, for `program_id`s by name.
+      axes: the names of the grid's axes, for `program_id`s by name.
       aliases: pairs (flat input, flat output) that share a buffer: such an input can be stored to.
       inits: unused here; part of what identifies a kernel.
     Returns:
@@ -88,7 +88,7 @@ def _say_where(e: Exception, fn, name: str, refs: Iterable[tuple[str, Any]]) -> 
     """Raise a typed error in the place of what JAX or Python raised in a body, or note the kernel on it."""
     if (why := _explained(e)) is not None:
         raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
-    if isinstance(e, OverflowError):  # of an int beside a tile, in an operation of JAX
+    if isinstance(e, OverflowError):  # an int beside a tile is too large, in an operation of JAX
         text = "a Python int in it fits no dtype that it meets; write a float, or a NumPy scalar of a wider dtype"
         raise KernelValueError(f"kernel {name}: {text} ({_plain(e)})", _place_in(e, fn)) from e
     if not isinstance(e, JtileError):
@@ -98,7 +98,7 @@ def _say_where(e: Exception, fn, name: str, refs: Iterable[tuple[str, Any]]) -> 
 
 
 def _parameter(tracer, name, role, dtype, aliased):
-    """What the body of a kernel has for one parameter."""
+    """The object that the body of a kernel gets for one parameter: a Ref, or signals."""
     if role == "signal":
         return Signals(tracer, name)
     return (KeyRef if is_key(dtype) else Ref)(tracer, name, role, role != "in" or aliased)
@@ -266,7 +266,7 @@ def _captured(fn) -> list[tuple[str, Any]]:
     for n, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
         try:
             out.append((n, cell.cell_contents))
-        except ValueError:  # a cell that is not bound yet
+        except ValueError:  # the cell is not bound yet
             continue
     names, stack = set(), [code]
     while stack:

@@ -59,7 +59,7 @@ class Activity:
             self._changed = True
 
     def _link(self, outer: Iterable[Any], inner: Iterable[Any]) -> None:
-        """Operands and the variables that stand for them inside."""
+        """Join operands with the variables that stand for them inside."""
         for a, b in zip(outer, inner, strict=True):
             if is_literal(a) or is_literal(b):
                 continue
@@ -116,7 +116,7 @@ class Activity:
     def _loop(self, eqn: Any, body: Any, carries: Any, n_carry: int) -> None:
         self._visit(body)
         self._link(body.outvars[:n_carry], carries)
-        self._link(carries, eqn.outvars[:n_carry])  # also what a loop of no round gives
+        self._link(carries, eqn.outvars[:n_carry])  # a loop of no round gives its first carries
         self._link(body.outvars, eqn.outvars)
 
     def _cond(self, eqn: Any) -> None:

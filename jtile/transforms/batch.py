@@ -79,7 +79,7 @@ class _Batch:
         return new
 
     def counter(self, op: ir.LastArrival) -> list[ir.Op]:
-        """Give each lane counters of its own: the ops that say which."""
+        """The ops by which each lane arrives at counters of its own."""
         if not isinstance(self.size, int):
             raise TransformError(
                 f"a kernel whose programs arrive at counters ({op.counters!r}) has one more set of them for each lane "

@@ -90,7 +90,7 @@ def as_loop(eqn: Any) -> Loop | None:
 
 
 def check_arrivals(equations: Iterator[Any]) -> None:
-    """Kernels whose programs arrive have no derivative: their cotangents would run the other way."""
+    """Refuse kernels whose programs arrive at counters: they have no derivative, as cotangents run the other way."""
     for eqn in equations:
         if eqn.primitive.name == "jtile_last_arrival":
             raise refuse(

@@ -84,8 +84,8 @@ class Factors:
 
     Attributes:
       kernel: the kernel that they are of, without dead code.
-      factors: in the order of the dimensions of its Refs.
-      classes: of the axes of its values.
+      factors: the factors, in the order of the dimensions of the kernel's Refs.
+      classes: the classes of the axes of its values.
       reasons: (Ref, dimension) -> why it is in no factor.
     """
 
@@ -267,7 +267,7 @@ class _Finder:
         return True, not sums.contracted
 
     def _fixed(self, lanes: list[Node]) -> bool:
-        """A dimension of some Ref lies along these lanes, so that they cannot become fewer."""
+        """Whether a dimension of some Ref lies along these lanes, so that they cannot become fewer."""
         arrays = [*_arrays(self.kernel), *self.kernel.scratch]
         arrays += [op.result for op in self.kernel.body.walk() if isinstance(op, ir.Alloc)]
         return any(self.classes.find((v, d)) in lanes for v in arrays for d in range(len(v.shape)))

@@ -38,7 +38,7 @@ class Dual:
 
 @dataclasses.dataclass(frozen=True)
 class Tangents:
-    """What `jvp` gives.
+    """The result of `jvp`: the tangent kernel.
 
     Attributes:
       jaxpr: over the Refs: inputs, tangents of the differentiated inputs; tangents of `active` outputs, outputs
@@ -85,7 +85,7 @@ def jvp(closed: Any, n_in: int, n_out: int, aliases: Sequence[tuple[int, int]], 
 
 
 def _check_order(jaxpr: Any, n_seen: int) -> None:
-    """Programs run in another order than they did for the primal outputs: what an atomic gave then is not known."""
+    """Refuse atomics whose old value counts: programs run in another order than for the primal outputs."""
     found = Activity(jaxpr, ())
     seen = set(jaxpr.invars[:n_seen])
     for eqn in equations(jaxpr):
@@ -224,7 +224,7 @@ class _Forward:
         return _joined(*lax.switch(index.primal, [branch(b) for b in eqn.params["branches"]]))
 
     def nothing(self, eqn: Any, args: list[Dual]) -> list[Dual]:
-        """A print or an assert: the kernel itself has done it."""
+        """Leave out a print or an assert, which the kernel itself has done."""
         return []
 
 

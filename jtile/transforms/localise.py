@@ -30,15 +30,15 @@ class Localise:
     """Copies a kernel with some axes of its Refs, of its tiles and of its grid at other sizes.
 
     Attributes:
-      possible: whether that is a whole kernel.
+      possible: whether the result is a whole kernel.
     """
 
     def __init__(self, found: Factors, parts: Mapping[str, int]):
         self.found, self.kernel = found, found.kernel
         self.possible = True
-        self.dims: dict[tuple[ir.Value, int], int] = {}  # of Refs: by how much they shrink
-        self.axes: dict[Node, int] = {}  # roots of whole axes: by how much they shrink
-        self.lanes: dict[Node, int] = {}  # roots of axes of tiles: their new size
+        self.dims: dict[tuple[ir.Value, int], int] = {}  # (Ref, dimension) -> by how much it shrinks
+        self.axes: dict[Node, int] = {}  # root of whole axes -> by how much they shrink
+        self.lanes: dict[Node, int] = {}  # root of axes of tiles -> their new size
         self.walks: dict[tuple[ir.Op, int], tuple[Walk, int]] = {}  # (access, place) -> the walk, its new size
         self.extents: dict[Counter, int] = {}
         self.env: dict[ir.Value, ir.Value] = {}
@@ -181,7 +181,7 @@ class Localise:
 
 
 def _source(v: ir.Value) -> ir.Value:
-    """What a value was rounded from, or itself."""
+    """The value before its last rounding; itself if it was not rounded."""
     return v.op.x if isinstance(v.op, ir.Cast) else v
 
 

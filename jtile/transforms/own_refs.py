@@ -27,7 +27,7 @@ def own(eqn: Any, args: Sequence[Any], used: bool) -> list[Any] | None:
 
 
 def _access(eqn: Any, ref: Any, leaves: Sequence[Any]) -> tuple[Any, Any, list[int]]:
-    """Dims, values, and which axis of the language's tile is axis k of JAX's."""
+    """The access of an equation: dims, values, and for axis k of JAX's tile which axis of the language's it is."""
     transforms = jax.tree.unflatten(eqn.params["tree"], list(leaves))
     if not transforms:
         return (*whole(ref), list(range(len(ref.shape))))
@@ -44,7 +44,7 @@ def _access(eqn: Any, ref: Any, leaves: Sequence[Any]) -> tuple[Any, Any, list[i
 
 
 def _order(dims: Sequence[Any], values: Sequence[Any]) -> list[int]:
-    """JAX puts gathered axes in front where integers or gathers stand apart; the language leaves them at the first."""
+    """The order of axes: JAX puts gathered ones that stand apart in front, the language leaves them at the first."""
     rank = sum(isinstance(d, Span) for d in dims)
     takes = [k for k, d in enumerate(dims) if isinstance(d, Take)]
     advanced = [k for k, d in enumerate(dims) if not isinstance(d, Span)]

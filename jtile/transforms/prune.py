@@ -105,7 +105,7 @@ class _Scope:
 
 
 class _Liveness:
-    """Marks until nothing changes: every mark is only ever added."""
+    """Marks what is live until nothing changes; marks are only added, so this ends."""
 
     def __init__(self):
         self.changed = True
@@ -141,7 +141,7 @@ class _Liveness:
                 self.changed = True
 
     def plain(self, scope: _Scope, eqn) -> bool:
-        """An equation without control flow: whether it is live; if so, its operands and the Refs that it reads are."""
+        """Whether an equation without control flow is live; if so, its operands and Refs that it reads are marked."""
         name = eqn.primitive.name
         used = any(scope.flags(eqn.outvars))
         refs = [v for v in eqn.invars if not is_literal(v) and is_ref(v)]
@@ -166,7 +166,7 @@ class _Liveness:
         return scope.inner[k]
 
     def hand_out(self, scope: _Scope, inner: _Scope, operands) -> None:
-        """What the inner scope needs of its operands, the outer one must compute."""
+        """Mark in the outer scope the operands that the inner one needs."""
         self.need(scope, [w for v, w in zip(inner.jaxpr.invars, operands, strict=True) if v in inner.needed])
 
 
@@ -391,7 +391,7 @@ def _(scope: _Scope, k: int, eqn, read) -> list[Any]:
             lambda carry: _evaluate(body, [*body_consts, *carry]),
             [x if c else None for x, c in zip(init, carried, strict=True)],
             found,
-            lent=scope.own_refs and not eqn.effects,  # what touches memory goes by its own condition
+            lent=scope.own_refs and not eqn.effects,  # accesses to memory go by their own condition
         )
     last = lax.while_loop(
         lambda c: _evaluate(cond, [*cond_consts, *_spread(carried, c)])[0],

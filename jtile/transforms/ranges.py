@@ -12,8 +12,8 @@ from jtile._compat import is_symbolic
 from jtile.transforms.activity import is_literal
 from jtile.transforms.evaluate import as_loop
 
-Range = tuple[int, int]  # both ends inside
-INT32_MAX = 2**31 - 1  # programs on an axis at most
+Range = tuple[int, int]  # the smallest and the largest number
+INT32_MAX = 2**31 - 1  # programs along an axis, at most
 
 
 class Ranges:
@@ -157,7 +157,7 @@ def _(_, lo, x, hi):
 
 @_rule("div")
 def _(_, a, b):
-    """Division towards zero; only by numbers of one sign."""
+    """The range of a division towards zero, known only for divisors of one sign."""
     if b[0] <= 0 <= b[1]:
         return -max(map(abs, a)), max(map(abs, a))
     cut = lambda x, y: abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)

@@ -90,7 +90,7 @@ def _results(eqn: Any, ins: Sequence[Weight], made_here: dict[Symbol, tuple[int,
 
 
 def _symbol(symbol: Symbol, v: Any) -> Weight:
-    """A value that symbols are added to, one to each element."""
+    """The weight of a value to which symbols are added, one to each element."""
     return made("plus", {symbol: 1.0}, [k for k, n in enumerate(v.aval.shape) if n > 1])
 
 
@@ -124,7 +124,7 @@ def _maximum(loop: Loop, place: int) -> Any:
 
 
 def _unmoved(v: Any, by: Mapping[Any, Any]) -> Any:
-    """What a variable is in another shape, with as many elements."""
+    """The variable whose elements this one has in another shape."""
     while v in by and by[v].primitive.name in MOVES and not is_literal(by[v].invars[0]):
         source = by[v].invars[0]
         if math.prod(source.aval.shape) != math.prod(v.aval.shape):
@@ -162,7 +162,8 @@ def _rescales(loop: Loop, reference: int, update: Any, sums: Sequence[int]) -> R
 
 # -- a round whose reference does not change ---------------------------------------------------------------------------
 
-REFERENCE, NOTHING, ONE, OTHER = "reference", "zero", "one", "other"  # or a place: that sum, and something added
+# What a value is in a round; a place instead stands for the sum there with something added.
+REFERENCE, NOTHING, ONE, OTHER = "reference", "zero", "one", "other"
 
 
 def _adds(loop: Loop, reference: int, update: Any, sums: Sequence[int]) -> bool:
@@ -182,7 +183,7 @@ def _adds(loop: Loop, reference: int, update: Any, sums: Sequence[int]) -> bool:
 
 
 def _at_rest(eqn: Any, ins: Sequence[Any]) -> Any:
-    """What an equation gives; None where a sum goes into something else than a sum."""
+    """The kind of an equation's result; None where a sum goes into something else than a sum."""
     name, places = eqn.primitive.name, [x for x in ins if isinstance(x, int)]
     if not places:
         if name in MOVES or name == "copy":

@@ -97,7 +97,7 @@ def row(ref: Any, at: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def read_row(ref: Any, at: Sequence[Any], like: Any = None) -> Any:
-    """`ref[*at]`; as random keys where `like` is a value of such."""
+    """Load `ref[*at]`, as random keys where `like` is a value of random keys."""
     dims, values = row(ref, at)
     out = load_p.bind(ref, *values, dims=dims, pad=0, masked=False)
     if like is not None and _is_key(like.dtype):
@@ -179,14 +179,14 @@ class Reverse:
         return list(outs), back
 
     def convert(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
-        """A cast between floats leaves the cotangent as it is."""
+        """A cast, which leaves the cotangent as it is where both dtypes are floats."""
         outs = bind(eqn, args)
         if not self.moving(eqn) or not is_float(eqn.outvars[0]):
             return outs, None
         return outs, lambda cts: list(cts)
 
     def transpose(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
-        """A cotangent of more bits keeps them where elements only move."""
+        """A transpose of axes; a cotangent of more bits than the value keeps them, since elements only move."""
         outs = bind(eqn, args)
         if not self.moving(eqn):
             return outs, None
@@ -194,7 +194,7 @@ class Reverse:
         return outs, lambda cts: [None if cts[0] is None else lax.transpose(cts[0], back)]
 
     def dot(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
-        """`d(a b + acc)`: the products run in the operands' dtype and sum in the accumulator's."""
+        """A product, `d(a b + acc)`: products run in the operands' dtype and sum in the accumulator's."""
         moving = self.moving(eqn)
         outs = bind(eqn, args)
         if not moving:
@@ -219,7 +219,7 @@ class Reverse:
         return outs, back
 
     def nothing(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
-        """A print or an assert: the kernel itself has done it."""
+        """Leave out a print or an assert, which the kernel itself has done."""
         return [], None
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def _pull(jaxpr: Any, tape: list[tuple[Any, Pull]], cts: Sequence[Any]) -> list[
 
 
 def _writes(eqn: Any) -> bool:
-    """An equation whose pull must run though nobody asks for its results: it may have written to Refs."""
+    """Whether the pull of an equation must run though nobody asks for its results: it may have written to Refs."""
     return eqn.primitive.name in ("scan", "while", "cond", "jtile_atomic")
 
 

@@ -37,7 +37,7 @@ class _Run:
     Attributes:
       values: operands of the loop (consts, init, xs) as values and `Slot`s.
       rounds: number of rounds, an int or traced.
-      room: the most there can be.
+      room: the most rounds that there can be.
       moving: places of the carries that are saved and carried: neither counters nor constant.
       steps: place of a carry that counts -> its step.
       stacks: per moving carry, the scratch that holds it at the start of every round (empty: nothing is saved).
@@ -118,7 +118,7 @@ class _Run:
 
 
 def _as(x: Any, dtype: Any) -> Any:
-    """A number or a scalar in another integer dtype."""
+    """A number or a scalar, converted to another integer dtype."""
     if isinstance(x, int) or (isinstance(x, np.ndarray | np.generic) and not x.ndim):
         return np.dtype(dtype).type(int(x))
     return lax.convert_element_type(x, dtype)
@@ -206,7 +206,7 @@ def _forwards(self: Reverse, run: _Run, mode: Mode) -> list[Any]:
     loop, n = run.loop, len(run.init)
     own, round_of = run.range()
     ys = [new_ref(v.aval.shape, v.aval.dtype) for v in loop.eqn.outvars[n:]]
-    rows: list[Any] = []  # those of the last traced round: what they are, to read them back
+    rows: list[Any] = []  # the rows of the last traced round, whose types are needed to read them back
 
     def body(index, moved):
         t, k = round_of(index)
@@ -312,7 +312,7 @@ def _ordered(closed: Any) -> bool:
 
 
 def _downwards(run: _Run, at: Callable[..., list[Any]], first: list[Any]) -> list[Any]:
-    """Rounds from the last to the first."""
+    """Run the rounds from the last to the first."""
     own = run.range()[0]
     up = Range(0, run.rounds, 1, own.stages, own.unroll)
 
@@ -324,7 +324,7 @@ def _downwards(run: _Run, at: Callable[..., list[Any]], first: list[Any]) -> lis
 
 
 def _instance(ct: Any, v: Any) -> Any:
-    """A cotangent as a carry: zeros for none, in the dtype of sums."""
+    """A cotangent as a carry: zeros where there is none, in the dtype of sums."""
     if ct is None:
         return jnp.zeros(v.aval.shape, wide(v.aval.dtype))
     return lax.convert_element_type(ct, wide(v.aval.dtype))
@@ -377,7 +377,7 @@ class _RoundBack:
         after = [carry_cts.get(j) for j in range(len(run.init))] + [next(rows) if g else None for g in self.given]
         before = pull(after)
         moving = {n_consts + j for j in run.moving}
-        if run.rescaled is not None:  # what each round is added to: as with any sum
+        if run.rescaled is not None:  # as with any sum, a round leaves their cotangents as they are
             before[n_consts : n_consts + len(run.init)] = [carry_cts.get(j) for j in range(len(run.init))]
         self.found = [j for j in run.pulled if before[n_consts + j] is not None]
         self.others = [j for j, ct in enumerate(before) if ct is not None and j not in moving]

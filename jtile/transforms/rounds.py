@@ -17,7 +17,7 @@ from jtile.passes.rewrite import Rewriter, Rules
 from jtile.transforms.factors import factors
 from jtile.transforms.retile import free, retile
 
-PLACES = "places"  # of elements, as an array: what the index of the loop says of them
+PLACES = "places"  # name of an added input that holds the places of elements, as the index of the loop gives them
 
 
 def round_size(kernel: ir.Kernel) -> int | None:
@@ -157,7 +157,7 @@ def _scalar(v: ir.Value) -> bool:
 
 
 def _copied(v: ir.Value, rw: Rewriter, env: dict[ir.Value, ir.Value]) -> ir.Value | None:
-    """A number of another kernel, computed here."""
+    """A number of another kernel, computed by copies of its ops in this one."""
     if v not in env:
         for x in v.op.operands() if v.op is not None else ():
             _copied(x, rw, env)

@@ -14,7 +14,7 @@ from jtile.ir.memory import ref
 from jtile.passes.axes import Classes, Node, contraction
 
 REPLICATED, VARYING, PARTIAL, ZERO = "replicated", "varying", "partial", "zero"
-CARRY = "carry "  # and its number: the running sum itself, of which each round must leave its own
+CARRY = "carry "  # with its number behind: the state of the running sum itself, of which each round must leave its own
 PLAIN = {REPLICATED, VARYING, ZERO}
 FIXED = {REPLICATED, ZERO}
 MOVES = ir.Broadcast | ir.Reshape | ir.Transpose | ir.Slice | ir.Reverse
@@ -143,7 +143,7 @@ class Sums:
         return self._plain(op, states)
 
     def _plain(self, op: ir.Op, states: Collection[str]) -> str:
-        """An op that is not linear."""
+        """The state of the results of an op that is not linear."""
         if not set(states) <= PLAIN:
             raise self._fail(op, "a sum over shards goes through an op that is not linear")
         return VARYING if VARYING in states else REPLICATED
@@ -201,7 +201,7 @@ class Sums:
 
     # -- Refs -------------------------------------------------------------------------------------------------------
     def _place(self, op: ir.Load | ir.Store | ir.Atomic) -> str:
-        """State of index and mask."""
+        """The state of the index and the mask of an access."""
         values = [ir.dim_value(d) for d in op.index] + ([op.mask] if op.mask is not None else [])
         return self._plain(op, [self._branch, *[self._of(v) for v in values]])
 
@@ -234,7 +234,7 @@ class Sums:
         return REPLICATED
 
     def _accumulate(self, op: ir.Atomic, place: str, state: str) -> str:
-        counted = self._within or self.programs  # each round, or program, adds once: on one shard only
+        counted = self._within or self.programs  # each round, or program, runs, and adds, on one shard only
         linear = op.fn == "add" and op.result not in self._used and ref(op.ref).role == "out"
         once = counted and not self.lanes and state in PLAIN
         if linear and (once or (place in FIXED and state in (PARTIAL, ZERO))):
@@ -313,7 +313,7 @@ def is_carry(state: str) -> bool:
 
 
 def check_partial(kernel: ir.Kernel, partial: Collection[ir.Value]) -> None:
-    """Sums over shards may start from nothing but zero, on each of them."""
+    """Check that sums over shards start from zero, since they start on each shard."""
     aliased = {kernel.outputs[o] for _, o in kernel.aliases}
     for out, init in zip(kernel.outputs, kernel.inits or (None,) * len(kernel.outputs), strict=True):
         if out in partial and (init not in (None, 0) or out in aliased):

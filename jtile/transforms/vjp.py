@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Cotangents:
-    """What `vjp` gives.
+    """The result of `vjp`: the reverse kernel.
 
     Attributes:
       jaxpr: over the Refs: inputs, cotangents of the outputs `cotangents`; cotangents of the inputs `sums`,
         cotangents of the outputs `mutable` (the kernel changes them), outputs computed `again`.
-      spec: what stands around it.
+      spec: what stands around the body of that kernel.
       cotangents: outputs whose cotangent the kernel takes.
-      dtypes: in which dtype it takes each.
+      dtypes: the dtype in which it takes each of them.
       sums: differentiated inputs whose cotangent is a sum of its own. That of an aliased input is what the kernel
         leaves in the cotangent of the output.
       results: for each differentiated input, which output of this kernel is its cotangent.
@@ -149,7 +149,7 @@ def _ct_dtype(roles: _Roles, k: int) -> np.dtype:
 
 
 def _assemble(traced: Any, spec: Spec, roles: _Roles, results: tuple[int, ...]) -> Cotangents:
-    """The Refs' names, starts and aliases."""
+    """Put the reverse kernel together: the names, starts and aliases of its Refs."""
     ins, outs, wanted = roles.ins, roles.outs, roles.wanted
     by_output = {o: i for i, o in spec.aliases}
     inits = spec.inits or (None,) * spec.n_out

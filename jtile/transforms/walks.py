@@ -22,7 +22,7 @@ class Counter:
     """A grid axis or a loop `0, 1, .. extent - 1`.
 
     Attributes:
-      axis: of the grid, or None.
+      axis: the axis of the grid, or None.
       loop: the loop, or None.
     """
 
@@ -36,12 +36,12 @@ class Walk:
     """An index along a dimension that follows a counter.
 
     Attributes:
-      counter: what it follows.
+      counter: the counter that the index follows.
       size: elements per step (1 for one element); steps of neighbours touch and do not overlap.
       coarse: how many neighbouring counts share one step (grouped heads), or 1.
       inner: counts of another counter inside of one step (`pid * inner + k`), or 1; a step is then `inner * size`
         elements.
-      reverse: from the end.
+      reverse: whether it walks from the end.
     """
 
     counter: Counter
@@ -240,14 +240,14 @@ class Walks:
 
 
 def scalar_op(op: ir.Op) -> bool:
-    """Arithmetic on scalars, which a table can follow."""
+    """Whether an op is arithmetic on scalars, which a table can follow."""
     if isinstance(op, ir.Full):
         return not op.shape
     return isinstance(op, ir.Map | ir.Select | ir.Cast) and not op.result.shape
 
 
 def _order(c: Counter) -> tuple[int, int]:
-    """Grid axes first; loops as they come."""
+    """A key that sorts grid axes first, and loops as they come."""
     return (0, c.axis) if c.axis is not None else (1, id(c.loop))
 
 
@@ -271,7 +271,7 @@ def positions(walk: Walk, counts: np.ndarray, total: int) -> np.ndarray:
 
 
 def _two(counters, steps: np.ndarray, size: int, n: int) -> Walk | None:
-    """`outer * inner + k`, where the counter of k runs once through `inner`."""
+    """The walk of an index `outer * inner + k`, where the counter of k runs once through `inner`; None for others."""
     for outer, inner, table in ((*counters, steps), (*counters[::-1], steps.T)):
         expected = np.arange(outer.extent)[:, None] * inner.extent + np.arange(inner.extent)
         if n == size * outer.extent * inner.extent and np.array_equal(table, expected):

@@ -21,7 +21,7 @@ from jtile.transforms.activity import is_literal, is_ref
 from jtile.transforms.evaluate import as_loop
 
 Symbol = int
-CLOSE = 1e-6  # of weights that are one: those of base 2 are rounded
+CLOSE = 1e-6  # how far apart equal weights may be: those of base 2 are rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class UnknownError(Exception):
 
 
 def either(values: Sequence[Weight]) -> Weight:
-    """Of a value that is one of several."""
+    """The weight of a value that is one of several."""
     left = [v for v in values if v.of or v.constant is None]
     if not left:
         return values[0] if all(v == values[0] for v in values) else FIXED
@@ -82,7 +82,7 @@ def either(values: Sequence[Weight]) -> Weight:
 
 
 def _sum(a: Weight, b: Weight, sign: float) -> Weight:
-    """Of a + sign * b."""
+    """The weight of a + sign * b."""
     if a.constant == b.constant == 0:
         return ZERO
     if LOW in (a, b):
@@ -243,7 +243,7 @@ class Weights:
         self.bad: set[Symbol] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Weight], given: Mapping[Any, Weight] | None = None) -> list[Weight]:
-        """Of its results; `given`: variables whose weights are known, whatever they are computed from."""
+        """The weights of a jaxpr's results; `given`: variables of known weights, whatever they are computed from."""
         env: dict[Any, Weight] = dict.fromkeys(jaxpr.constvars, FIXED)
         env.update(zip(jaxpr.invars, args, strict=True))
         by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -275,7 +275,7 @@ class Weights:
         return [FIXED] * len(eqn.outvars)
 
     def drop(self, values: Sequence[Weight]) -> None:
-        """Take the symbols of these values for such as have an effect."""
+        """Note that the symbols of these values have an effect."""
         self.bad |= {s for v in values for s, _ in v.of}
 
     def _select(self, ins: Sequence[Weight], guarded: int | None) -> Weight:
@@ -311,7 +311,7 @@ class Weights:
             raise UnknownError
         if any(y.of for y in outs[len(carry) :]):
             raise UnknownError
-        return [*carry, *outs[len(carry) :]]  # after no round at all, the carry is what it was
+        return [*carry, *outs[len(carry) :]]  # the carry also counts as it was, since there may be no round at all
 
 
 def guarded(eqn: Any, by: Mapping[Any, Any]) -> int | None:
@@ -329,14 +329,14 @@ def guarded(eqn: Any, by: Mapping[Any, Any]) -> int | None:
 
 
 def _number(v: Any, by: Mapping[Any, Any]) -> float | None:
-    """The number that all elements are."""
+    """The number that all elements of a variable are; None if it is not known, or if they differ."""
     while not is_literal(v) and v in by and by[v].primitive.name in ("broadcast_in_dim", "convert_element_type"):
         v = by[v].invars[0]
     return float(v.val) if is_literal(v) and not np.ndim(v.val) else None
 
 
 def literal(v: Any) -> Weight:
-    """Of a literal of a jaxpr."""
+    """The weight of a literal of a jaxpr."""
     if is_ref(v) or np.ndim(v.val) or not dtypes.issubdtype(v.aval.dtype, np.inexact):
         return FIXED
     return {0.0: ZERO, -math.inf: LOW}.get(float(v.val), FIXED)

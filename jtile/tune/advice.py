@@ -9,7 +9,7 @@ from typing import Any
 from jtile import ir
 from jtile.tune.cost import Work
 
-COPIES = 8  # of a product on one line of source that are taken for an unrolled loop
+COPIES = 8  # so many copies of a product on one line of source are taken for an unrolled loop
 
 
 def advice(
@@ -18,10 +18,10 @@ def advice(
     """What to try with a kernel, the likeliest gain first; () where nothing is known that would help.
 
     Args:
-      kernel: after the passes on tiles.
-      w: what it moves and computes.
-      resources: of the kernels that run for it, as a GPU's compiler tells them.
-      schedule: the level of that name: whether the kernel runs in roles at the block level, or why it does not.
+      kernel: the kernel after the passes on tiles.
+      w: the bytes that the kernel moves, and the operations that it computes.
+      resources: those of the kernels that run for it, as a GPU's compiler tells them.
+      schedule: the text of the level `schedule`: whether the kernel runs in roles at the block level, or why not.
     """
     found = [*_unrolled(kernel), *_spilled(resources), *_few(w, target)]
     if schedule.startswith("tile level: ") and w.products:

@@ -70,7 +70,7 @@ class Tuned:
 
     @property
     def speedup(self) -> float:
-        """Of the winner over the default."""
+        """How many times as fast as the default the winner is."""
         return self.best.default_us / self.best.time_us if self.best else 1.0
 
 

@@ -25,10 +25,10 @@ DESCENT = 16, 32, 64, 128  # sides that are tried one after the other where no r
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What a call gets.
+    """What was chosen for a call.
 
     Attributes:
-      config: values of the meta-parameters that are `jt.auto`; options: of the compiler.
+      config: values of the meta-parameters that are `jt.auto`; options: those of the compiler.
       why: how they were found, in a sentence.
     """
 
@@ -44,7 +44,7 @@ class Asked:
       kernel: the kernel, without a search space.
       args: its arguments' types, without marks.
       names: the meta-parameters that are to be chosen.
-      meta: the others.
+      meta: the values of all other meta-parameters.
       levels: vmaps around it, innermost first.
     """
 
@@ -86,7 +86,7 @@ class Asked:
         """`trace`, or None where the kernel does not take these values."""
         try:
             return self.trace(config)
-        except Exception as e:  # the kernel's own: it may look a value up, or assert something of it
+        except Exception as e:  # the body may raise anything: it may look a value up, or assert something of it
             if isinstance(e, AutoError):
                 raise
             return None
@@ -142,7 +142,7 @@ def probe(asked: Asked) -> tuple[ir.Kernel, dict[str, int], dict[str, frozenset[
             break
         except AutoError:
             raise
-        except Exception as e:  # the user's, who may not know that these values were tried
+        except Exception as e:  # an error of the user's body, who may not know that these values were tried
             first = first or e
     else:
         assert first is not None
@@ -173,7 +173,7 @@ def all_guesses(
     elif rest:
         config = _by_bytes(asked, base, {**start, **stages}, rest, target)
         kernel = asked.kept(config)
-        if kernel is None:  # it takes no sides as small as these: it gets those that it was traced with
+        if kernel is None:  # the kernel takes no sides as small as these: it gets those that it was traced with
             return
         why = (
             f"the largest tile of a program has {guesses.largest_tile(kernel)} bytes, and there are "
@@ -251,7 +251,7 @@ def _by_bytes(
 
 
 def _arrays(kernel: ir.Kernel, places: frozenset[Place]) -> list[tuple[int, int, int]]:
-    """Of each array that a meta-parameter is a side in: the axis from the end, its length, an element's bytes."""
+    """For each array in which a meta-parameter is a side: the axis from the end, its length, and an element's bytes."""
     found = []
     for kind, *where in places:
         if kind == "array":

@@ -30,7 +30,7 @@ def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, An
             bound = call.bound(entry.config)
             _check(bound, entry)
             return resolve.tuned(call, bound, entry)
-        except Exception as e:  # what the kernel calls has changed since, or the compiler
+        except Exception as e:  # the entry is outdated: what the kernel calls, or the compiler, has changed since
             why = getattr(e, "message", f"{type(e).__name__}: {e}")
             message = f"the tuner's entry {call.name!r} does not fit the kernel any more, defaults are taken: {why}"
             warnings.warn(message, CacheWarning, stacklevel=2)

@@ -22,8 +22,8 @@ class Comparison:
     """The explanations of two variants of a function; prints as a table.
 
     Attributes:
-      names: of the variants.
-      first, second: their explanations.
+      names: the names of the variants.
+      first, second: the explanations of the variants.
     """
 
     names: tuple[str, str]
@@ -60,7 +60,7 @@ class Comparison:
             yield "  limited by", *(k.limit if k else "-" for k in (a, b)), ""
 
     def _pairs(self) -> list[tuple[KernelCost | None, KernelCost | None]]:
-        """Kernels of one name together, the others in their order."""
+        """Pairs of kernels to compare: those of one name together, the others in their order."""
         left, right = list(self.first.kernels), list(self.second.kernels)
         out: list[tuple[KernelCost | None, KernelCost | None]] = []
         for one in [*left]:

@@ -30,7 +30,7 @@ class Work:
       products: operations of matrix products by dtype of the operands, a multiply-add counting as two.
       elements: operations on elements of tiles, one for each element.
       special: those of them that are exponentials, roots and the like.
-      programs: of the grid.
+      programs: the number of programs of the grid.
       exact: False where a loop's length or a condition depends on loaded values, and was guessed.
     """
 
@@ -99,7 +99,7 @@ class Counter:
     scalars that decide this are (`known`).
 
     Attributes:
-      runs: of each product.
+      runs: how often each product runs.
     """
 
     def __init__(self, kernel: ir.Kernel):
@@ -203,7 +203,7 @@ class Counter:
 
     def _branch(self, op: ir.If, times: np.ndarray) -> None:
         cond = self.known.get(op.cond)
-        if cond is None:  # half of the time, for want of anything better
+        if cond is None:  # the condition is not known: each branch is taken to run half of the time
             self.exact = False
             cond = np.asarray(0.5)
         self.block(op.then, times * cond)

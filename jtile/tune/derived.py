@@ -58,7 +58,7 @@ def _read(kernel: ir.Kernel, others: Mapping[str, ir.Kernel], start: Mapping[str
 
 
 def _predicted_us(found: Sequence[tuple[Whole, Sides]], point: Mapping[str, int], target: Any) -> float | None:
-    """Of all products one after the other; None where one does not take such tiles."""
+    """Predicted microseconds of all products one after the other; None where one does not take such tiles."""
     total, on = 0.0, warpgroups.gpu(target)
     for whole, sides in found:
         names = [sides.names[place] for place in (ROWS, COLUMNS, TERMS)]

@@ -19,10 +19,10 @@ from jtile.tune.guesses import Guess, Sides
 from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
 from jtile.tune.warpgroups import Form
 
-LEAST = 1 << 26  # operations of a kernel that other tiles are worth looking for
+LEAST = 1 << 26  # operations from which on it is worth to look for other tiles of a kernel
 TRIED = 8  # guesses that are built, at most
 SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
-MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
+MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor, at most; those of kernels with short rows
 ROUNDS = 64, 32  # terms of a round of several products
 EACH = 1 << 30  # more programs than there are: no two share a sum
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
@@ -46,7 +46,7 @@ class Tiled:
     """A kernel in other tiles.
 
     Attributes:
-      options: of the compiler, where the user gives none.
+      options: options of the compiler, where the user gives none.
       why: which tiles, and how they were found, in a sentence.
     """
 
@@ -60,7 +60,7 @@ def tiled(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled |
     tiles may change, or where its own are as good.
 
     Args:
-      options: of the compiler, as the user gives them.
+      options: options of the compiler, as the user gives them.
     """
     if "vector cores" in target.features or ir.is_dynamic(kernel) or not _large(kernel):
         return None
@@ -104,7 +104,7 @@ def _in_rounds(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Ti
 
 
 def _large(kernel: ir.Kernel) -> bool:
-    """Whether its products are worth the search."""
+    """Whether the products of a kernel are so large that the search is worth its time."""
     if 0 in kernel.grid or not any(isinstance(op, ir.Dot) for op in kernel.body.walk()):
         return False
     return cost.work(kernel).flops >= LEAST
@@ -152,7 +152,7 @@ def _as_good(
     """Whether the tiles that the kernel has are expected to take about as long."""
     guess, new = best
     (bm, bn, _), other = whole.tile, nature.whole_product(new)
-    if other is not None and other.tile[:2] == (bm, bn):  # it has more or fewer terms in a round
+    if other is not None and other.tile[:2] == (bm, bn):  # only the terms of a round differ
         return False
     on, p = warpgroups.gpu(target) if warpgroups.multiplies(target) else None, whole.product
     if on is None or not guess.us or (bm, bn) not in warpgroups.candidates(p):

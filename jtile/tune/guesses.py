@@ -27,8 +27,8 @@ class Guess:
     Attributes:
       config: the values; options: for the compiler, where the user gives none.
       why: how they were found, as the end of a sentence.
-      planned: they are for the block level, and good only where the kernel has a plan there.
-      us: predicted, 0 where nothing predicts it.
+      planned: whether they are for the block level, and good only where the kernel has a plan there.
+      us: the predicted microseconds, 0 where nothing predicts them.
     """
 
     config: Mapping[str, int]
@@ -61,7 +61,7 @@ class Sides:
 
 
 def of_product(whole: Whole, sides: Sides, target: Any) -> Iterator[Guess]:
-    """Of a kernel that makes one product of arrays (or gates), tile by tile."""
+    """The guesses for a kernel that makes one product of arrays (or gates), tile by tile."""
     p, cores = whole.product, units(target)
     text = f"for the product {_text(whole)}"
     if memories := matrix_memories(target):
@@ -94,7 +94,7 @@ def of_product(whole: Whole, sides: Sides, target: Any) -> Iterator[Guess]:
 
 
 def of_chain(chain: Chain, sides: Sides, target: Any) -> Iterator[Guess]:
-    """Of attention, and what is like it: `sides` are those of the first product."""
+    """The guesses for attention, and what is like it: `sides` are those of the first product."""
     t, s, d, itemsize = chain.t, chain.s, chain.d, chain.itemsize
     text = f"for a chain of products of {t} rows over {s} columns and {d} terms of {chain.dtype}"
     if memories := matrix_memories(target):
@@ -140,7 +140,7 @@ def whole_sides(target: Any) -> bool:
 
 
 def units(target: Any) -> int:
-    """Multiprocessors, compute units or cores."""
+    """The number of multiprocessors, compute units or cores of a target."""
     return target.units("device") or 1
 
 

@@ -23,9 +23,9 @@ from jtile.lowering.here import target
 from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most
-MEMORY = 8 << 30  # bytes that they take at most
-SAMPLE_S = 4e-3  # of one sample at least: many times what waiting for the device costs
-PROGRAM_US = 2000.0  # of one program on a GPU: the host needs up to 0.5 ms to start one
+MEMORY = 8 << 30  # bytes that all argument sets take at most
+SAMPLE_S = 4e-3  # seconds of one sample at least: many times what waiting for the device costs
+PROGRAM_US = 2000.0  # microseconds of one program on a GPU: the host needs up to 0.5 ms to start one
 CALLS = 128  # calls in one program, at most
 SLACK = 8  # how many times `TOLERANCES` two candidates may be apart: they add in different orders
 
@@ -59,7 +59,7 @@ def random_array(x: Any, seed: int) -> jax.Array:
 
 
 def _by_numpy(x: Any, rng: np.random.Generator) -> np.ndarray:
-    """On the host it is drawn at once: XLA takes 0.1 s to compile random numbers of one shape."""
+    """A random array that NumPy draws on the host: XLA takes 0.1 s to compile random numbers of one shape."""
     if is_complex(x.dtype):
         return (rng.standard_normal((*x.shape, 2)) @ np.array([1, 1j]) * 0.5**0.5).astype(x.dtype)
     info = ir.dtype_info(x.dtype)
@@ -150,13 +150,13 @@ class Runner:
         self.samples.setdefault(name, []).append(self._seconds(run, programs) / calls * 1e6)
 
     def time_us(self, name: Any) -> float:
-        """Of one kernel call: the median of the samples."""
+        """Microseconds of one kernel call: the median of the samples."""
         return statistics.median(self.samples.get(name, [math.inf]))
 
     def _seconds(self, run: Callable[[Any], Any], calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            out = run(self.sets)  # results of the call before are freed: memory holds those of two calls
+            out = run(self.sets)  # older results are freed here: memory holds those of two calls
         jax.block_until_ready(out)
         return time.perf_counter() - start
 

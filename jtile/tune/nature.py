@@ -83,8 +83,8 @@ class Whole:
     """Products of arrays, all of one kind, that a kernel makes tile by tile.
 
     Attributes:
-      product: their sizes.
-      dtype: of their operands.
+      product: the sizes of the products.
+      dtype: the dtype of the operands.
       tile: rows, columns and terms of the tiles of this trace.
     """
 
@@ -108,7 +108,7 @@ def whole_product(kernel: ir.Kernel) -> Whole | None:
         return None
     bm, bn, bk = sizes(dot)
     m, n = left.along(0), right.along(1)
-    k = min(left.along(1), right.along(0), round(bk * max(runs[dot].trips, 1)))  # of rounds on average
+    k = min(left.along(1), right.along(0), round(bk * max(runs[dot].trips, 1)))  # the rounds are an average
     tiles = sum(runs[d].times / max(runs[d].trips, 1) for d in dots if d in runs) / len(beside)
     product = Product(
         m, n, k, max(ir.DTYPES[dot.a.dtype].bits // 8, 1),
@@ -138,8 +138,8 @@ class _Source:
     """The load of an operand.
 
     Attributes:
-      lengths: of the array, along the two axes of the operand as the product takes it.
-      turned: it lies in memory the other way round than the product takes it.
+      lengths: those of the array, along the two axes of the operand as the product takes it.
+      turned: whether it lies in memory the other way round than the product takes it.
     """
 
     lengths: tuple[int, int]

@@ -22,7 +22,7 @@ Part = tuple[float, float]  # where a bar starts, and its width
 
 
 def draw(line: Timeline, path: str | os.PathLike[str], program: int | None, window: tuple[float, float] | None) -> None:
-    """See `Timeline.picture`."""
+    """Draw a timeline into a file; see `Timeline.picture`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from jtile.tune.warpgroups import cdiv
 
-LONG = 8192  # terms of a sum, of few rows
-SIDE = 256  # of a tile of the result on a CPU: panels of both operands stay in the second-level cache
+LONG = 8192  # terms from which on a sum of few rows counts as long
+SIDE = 256  # side of a tile of the result on a CPU: panels of both operands stay in the second-level cache
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +81,7 @@ def stages_of_few_rows(bm: int, bn: int, bk: int, itemsize: int) -> tuple[dict[s
     of the right operand on their way as such a product needs, which is bound by reading it, and no more warps than 32
     rows have work for."""
     if bm == 1 and bn == 8:
-        return {}, {"num_warps": 4}  # steps of 1024 terms
+        return {}, {"num_warps": 4}  # the steps have 1024 terms
     if not 1 < bm <= 64:
         return {}, {}
     if (bm, bn, bk, itemsize) == (16, 16, 512, 2):
@@ -111,7 +111,7 @@ def attention_on_gpu(t: int, s: int, d: int, itemsize: int, causal: bool, little
 
 
 def warps_of_attention(d: int, itemsize: int) -> dict[str, int]:
-    """`num_warps` of it on a GPU of NVIDIA, where the compiler's own choice does not hold the tiles."""
+    """`num_warps` of attention on a GPU of NVIDIA, where the compiler's own choice does not hold the tiles."""
     return {"num_warps": 8} if itemsize >= 4 and 64 < d <= 128 else {}
 
 
@@ -146,7 +146,7 @@ def on_npu(
 
 
 def attention_on_npu(t: int, s: int, d: int, memories: Mapping[str, int]) -> dict[str, int]:
-    """Queries `bq` and keys `bk` of a tile of attention there: `l0c` holds the sums of both products."""
+    """Queries `bq` and keys `bk` of a tile of attention on an NPU: `l0c` holds the sums of both products."""
     bq = bk = 128
     while (bq * bk + bq * d) * 4 > memories["l0c"] and bq > 16:
         bq, bk = (bq, bk // 2) if bk == bq else (bq // 2, bk)

@@ -19,7 +19,7 @@ from jtile.tune.store import retracing
 
 
 class Sized(NamedTuple):
-    """A `Program` with the shapes of its operands: of one with dynamic sizes, what it is for these."""
+    """A `Program` with the shapes of its operands, which say what dynamic sizes are."""
 
     program: Any
     shapes: tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
 
 
 def trace_sizes(f: Callable[..., Any], *args: Any) -> tuple[Counter[Sized], list[Call]]:
-    """As `trace`, where a program with dynamic sizes is apart for each shapes of its operands."""
+    """The result of `trace`, where a program with dynamic sizes counts apart for all shapes of its operands."""
     jaxpr, found = traced(f, args)
     programs = counted_calls(jaxpr)
     every = {p.program.name for p, _ in _programs(jaxpr, 1, lambda _: None)}

@@ -12,7 +12,7 @@ Show = Callable[[str, str, int, int], None]
 
 @contextlib.contextmanager
 def bar(*, enabled: bool) -> Iterator[Show]:
-    """`show(label, what, done, total)`.."""
+    """Give a function `show(label, what, done, total)` that draws the bar; without a terminal it does nothing."""
     if not (enabled and sys.stderr.isatty() and importlib.util.find_spec("rich")):
         yield lambda label, what, done, total: None
         return

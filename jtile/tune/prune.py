@@ -11,8 +11,8 @@ from jtile.lowering import platforms
 from jtile.lowering.triton.features import features
 from jtile.tune.cost import Work, work
 
-REGISTERS = 255  # of a thread, on every GPU; wider accumulators go to memory
-SPILLED = 1.5  # how far beyond them an estimate may be: part of a tile may go out early
+REGISTERS = 255  # registers of a thread, on every GPU; wider accumulators go to memory
+SPILLED = 1.5  # how many times as many an estimate may have: part of a tile may go out early
 CACHE_RATE = 3.0  # bandwidth of the last cache over that of memory
 CROWD = 512  # lanes that one warp still sorts and gathers in a compiler's reasonable time
 

@@ -60,12 +60,12 @@ class _Anew:
         return found
 
     def again(self, target: Any, levels: tuple[Any, ...]) -> Any:
-        """See `Choice.again`."""
+        """The program that is chosen for another target or under other vmaps; see `Choice.again`."""
         bound, choice = self.bound(target, levels)
         return _under(with_choice(bound.program, choice), levels)
 
     def derived(self, target: Any, levels: tuple[Any, ...], make: Any) -> Any:
-        """See `Choice.derived`: where the model of time knows products."""
+        """The program whose derivative is best, where the model of time knows its products; see `Choice.derived`."""
         from jtile.tune import derived
 
         found = derived.choose(self.asked(levels), target, make) if warpgroups.multiplies(target) else None
@@ -89,7 +89,7 @@ def resolve(kernel: Any, tree: Any, leaves: Sequence[Any], meta: Mapping[str, An
     """A call with what is `jt.auto` chosen, for the target at hand first; like `Kernel._bind`.
 
     Raises:
-      AutoError: one that nothing can be chosen for. What the kernel raises, where it takes no value at all.
+      AutoError: nothing can be chosen for a `jt.auto`. What the kernel raises, where it takes no value at all.
     """
     bound, choice = _Anew(kernel, tree, leaves, meta).bound(device.target())
     return _with_choice(bound, choice)

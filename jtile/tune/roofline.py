@@ -24,7 +24,7 @@ from jtile.tune.programs import Sized, trace_sizes
 if TYPE_CHECKING:
     from jtile.tune.compared import Comparison
 
-LAUNCH_US = 4.0  # a kernel that is done sooner spends its time on starting
+LAUNCH_US = 4.0  # microseconds: a kernel that is done sooner spends its time on starting
 CLOSE = 0.6  # share of a bound from which on it is what limits a kernel
 FEW = 0.25  # occupancy below which waiting for memory is not hidden
 _ROUNDS = 7
@@ -36,15 +36,15 @@ class KernelCost:
     """One kernel of a function.
 
     Attributes:
-      name: of the kernel, and `calls` how often the function calls it.
-      grid: its programs.
+      name: the kernel's name, and `calls` how often the function calls it.
+      grid: the number of its programs along each axis.
       work: bytes and operations of one call; see `jtile.tune.cost.Work`.
       limits: microseconds of one call that `memory`, `products` and `elements` take at least; none where the device's
         rates are not known.
-      time_us: measured, of one call; None where it was not.
+      time_us: measured microseconds of one call; None where it was not measured.
       resources: registers, spills, shared memory and occupancy on a GPU, of each kernel that runs for it.
-      limit: what limits it, in words.
-      choice: of meta-parameters that are `jt.auto`, their values and why, in a sentence; empty without any.
+      limit: what limits the kernel, in words.
+      choice: the values of meta-parameters that are `jt.auto`, and why, in a sentence; empty without any.
       advice: what to try, in sentences; see `jtile.tune.advice`.
     """
 
@@ -66,7 +66,7 @@ class KernelCost:
 
     @property
     def achieved(self) -> float | None:
-        """The bound over the time."""
+        """The bound over the measured time: the share of the roofline that the kernel reaches."""
         return self.bound_us / self.time_us if self.time_us and self.bound_us else None
 
 
@@ -259,6 +259,6 @@ def _row(k: KernelCost) -> tuple[str, ...]:
 
 
 def _si(n: float) -> str:
-    """1234567 -> "1.23M"."""
+    """A number with an SI prefix: 1234567 becomes "1.23M"."""
     power = min(int(math.log10(max(n, 1)) // 3), 5)
     return f"{n / 1000**power:.3g}{['', 'k', 'M', 'G', 'T', 'P'][power]}"

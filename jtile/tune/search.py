@@ -32,8 +32,8 @@ class Candidate:
       config: the values that it sets; empty for the default.
       state: `measured`, `pruned`, `same` (as another, compiled), `failed`, `wrong` (it differs from the default's
         result), `late` (the time was up).
-      time_us: of one call, where it was measured.
-      detail: why it was not.
+      time_us: microseconds of one call, where it was measured.
+      detail: why it was not measured.
     """
 
     config: dict[str, Any]
@@ -75,10 +75,10 @@ class _Search:
         self.call, self.deadline, self.progress = call, deadline, progress
         self.start = time.monotonic()
         self.configs = {-1: {}, **dict(enumerate(call.candidates))}
-        self.fate: dict[int, tuple[str, str]] = {}  # number -> (state, detail) of those that are out
+        self.fate: dict[int, tuple[str, str]] = {}  # number -> (state, detail) of candidates that are out
         self.bound: dict[int, Any] = {}
         self.programs: dict[int, Any] = {}
-        self.predicted_us = math.inf  # of the best by the cost model
+        self.predicted_us = math.inf  # the time of the candidate that is best by the cost model
         self.runner: measure.Runner | None = None
 
     def prepare(self) -> None:
@@ -88,7 +88,7 @@ class _Search:
         for k, config in self.configs.items():
             tick()
             if k >= 0 and time.monotonic() > self.start + TRACING * (self.deadline - self.start):
-                break  # the rest is late
+                break  # the candidates that are left are `late`
             try:
                 bound = self.call.bound(config)
                 kernel, why = _kernel(bound), ""
@@ -98,9 +98,9 @@ class _Search:
                 options = bound.program.options.compiler
                 why = "" if k < 0 else prune.unfit(kernel, target, options)
                 cost[k] = prune.predicted_us(kernel, target)
-            except Exception as e:  # of the kernel's own functions too: an assertion about its tiles
+            except Exception as e:  # the kernel's own functions may raise anything: an assertion about its tiles, say
                 self.fate[k] = "failed", getattr(e, "message", f"{type(e).__name__}: {e}")
-                if k < 0:  # the call itself is wrong
+                if k < 0:  # even the default fails: the call itself is wrong
                     raise
                 continue
             seen[bound.program] = config or "the default"
@@ -135,7 +135,7 @@ class _Search:
                 self.programs[k] = done
 
     def check(self) -> None:
-        """Run each once: what differs from the default's result is out."""
+        """Run each candidate once: one whose result differs from the default's is out."""
         assert self.runner is not None
         expected = self.runner.warm(-1, self.programs[-1])
         self.runner.round(-1, self.programs[-1])
@@ -146,7 +146,7 @@ class _Search:
                 continue
             try:
                 error = measure.difference(self.runner.warm(k, program), expected)
-            except (RuntimeError, ValueError) as e:  # a launch that failed
+            except (RuntimeError, ValueError) as e:  # the launch has failed
                 self.fate[k] = "failed", f"{type(e).__name__}: {str(e).splitlines()[0]}"
                 continue
             if error > 1:
@@ -174,13 +174,13 @@ class _Search:
             alive, rounds = alive[: -(-len(alive) // 2)], rounds + 1
 
     def finish(self) -> Entry | None:
-        """Store the best so far."""
+        """Store the best candidate so far, and return its entry."""
         if self.runner is None or -1 not in self.runner.samples or not self.call.name:
             return None
         times = {k: self.runner.time_us(k) for k in self.runner.samples}
         default = times[-1]
         most = max(map(len, self.runner.samples.values()))
-        final = [k for k in times if len(self.runner.samples[k]) >= most / 2]  # those of the last rounds
+        final = [k for k in times if len(self.runner.samples[k]) >= most / 2]  # candidates of the last rounds
         best = min(final, key=times.__getitem__)
         if times[best] > (1 - WORTH) * default:
             best = -1

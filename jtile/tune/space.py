@@ -34,7 +34,7 @@ Config = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tuning:
-    """What `jt.autotune` says about a kernel; see there."""
+    """The arguments of `jt.autotune` for a kernel, documented there."""
 
     space: Any
     key: Any = None
@@ -149,7 +149,7 @@ class Call:
         check_names(sig, defaults)
         asked = autos({**sig.meta, **given})
         given, defaults = dict(given), dict(defaults)
-        defaults |= {name: given.pop(name) for name in asked if name in given}  # the model's, not the signature's
+        defaults |= {name: given.pop(name) for name in asked if name in given}  # the model chooses them
         self.kernel, self.tree, self.given = kernel, tree, given
         self.types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         options = {n: v for n in OPTIONS if (v := getattr(kernel._options, n)) is not None}
@@ -158,7 +158,7 @@ class Call:
         static = static and not any(is_symbolic(n) for x in self.types for n in x.shape)
         configs: list[Config] = []
         if kernel._tuning is around_choice:
-            configs = [dict.fromkeys(asked, 1)] * static  # `candidates` has the values
+            configs = [dict.fromkeys(asked, 1)] * static  # only the names count: `candidates` has the values
         elif static:
             configs = kernel._tuning.configs(sig, inputs, {**_known(sig.meta), **defaults, **given})
             for config in configs:
@@ -262,7 +262,7 @@ def _is_plain(cell: Any) -> bool:
     """Whether what a function closes over reads the same in every process."""
     try:
         v = cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:  # the cell is not bound yet
         return False
     return v is None or isinstance(v, bool | int | float | str) or inspect.isfunction(v)
 

@@ -34,10 +34,10 @@ class Entry:
 
     Attributes:
       config: meta-parameters and options by name.
-      time_us, default_us: of one call, with the winner and with the defaults.
+      time_us, default_us: microseconds of one call, with the winner and with the defaults.
       tried: candidates that were measured, of `candidates` in the space.
-      jtile: version that measured.
-      date: of the measurement, ISO 8601.
+      jtile: the version of jtile that measured.
+      date: the date of the measurement, ISO 8601.
     """
 
     config: Mapping[str, Any]
@@ -137,7 +137,7 @@ class Store:
             warnings.warn(f"nothing can be added to the tuning file {path}: {e}", CacheWarning, stacklevel=2)
 
     def forget(self) -> None:
-        """Read the files anew when next asked."""
+        """Forget the entries, so that the files are read anew when they are next asked for."""
         with self._lock:
             self._known.clear()
             self.version = next(self._count)
@@ -179,7 +179,7 @@ def _free(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes that add to a file: each reads it, adds, and writes it."""
+    """Hold the lock of a file, so that one process at a time reads it, adds to it, and writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -202,7 +202,7 @@ def new_generation() -> None:
 
 @contextlib.contextmanager
 def retracing() -> Iterator[None]:
-    """Inside, no jitted function takes a trace from JAX's caches."""
+    """A block in which no jitted function takes a trace from JAX's caches."""
     with _context()(f"trace {next(_generations)}"):
         yield
 

@@ -22,7 +22,7 @@ class Span:
 
     Attributes:
       slot: which barrier of its ring it concerns.
-      number: of its last stamp, in the order in which the role made them: a clock may not tell two of them apart.
+      number: that of its last stamp, in the order in which the role made them: a clock may not tell two of them apart.
     """
 
     program: int
@@ -49,7 +49,7 @@ class RoleShare:
     """How a role spent its time, over the programs that were stamped.
 
     Attributes:
-      name: of the role.
+      name: the name of the role.
       total: its time in all of these programs, in the timeline's unit.
       waits: what it waited for -> share of its time.
       products: share of its time in which a product that it had started was under way: from its start to the end of
@@ -71,7 +71,7 @@ class Timeline:
     """The spans of one kernel.
 
     Attributes:
-      kernel: its name.
+      kernel: the name of the kernel.
       unit: `ns` on a device, `steps` in the interpreter.
       spans: in order of program, role and start; the first of a role is the whole of it.
       dropped: whether a role had more stamps than there was room for. The timeline of its program then ends, for all
@@ -212,7 +212,7 @@ def timeline(kernel: str, stamps: np.ndarray, sites: Sequence[Site], unit: str) 
 
 
 def _cut(span: Span, until: int | None) -> list[Span]:
-    """What a program did before it is no longer known what all of its roles did."""
+    """The part of a span before `until`, after which it is not known what all roles of the program did."""
     if until is None or span.end <= until:
         return [span]
     return [dataclasses.replace(span, end=until)] if span.start < until else []
@@ -228,12 +228,12 @@ def _spans(program: int, stamps: Sequence[Sequence[int]], sites: Sequence[Site])
         else:
             yield Span(program, sites[site], began.pop(site, at) if phase == END else at, at, slot, number)
     last = stamps[-1][0] if stamps else 0
-    for site, at in began.items():  # its end was dropped
+    for site, at in began.items():  # the stamp of the span's end was dropped
         yield Span(program, sites[site], at, last, number=len(stamps))
 
 
 def title(site: Site) -> str:
-    """`wait full`, `product 64x256x64`."""
+    """The title of a span, such as `wait full` or `product 64x256x64`."""
     return " ".join(filter(None, (site.kind, site.about)))
 
 
@@ -249,7 +249,7 @@ def _share(spans: Sequence[Span]) -> RoleShare:
 
 
 def _running(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Of one role of one program, each product from its start to the end of the wait that says that it has ended;
+    """The products of one role of a program, each from its start to the end of the wait that says that it has ended;
     products end in the order of their start, and a wait leaves the last few running."""
     out: list[tuple[int, int]] = []
     starts: list[int] = []
@@ -261,7 +261,7 @@ def _running(spans: Sequence[Span]) -> list[tuple[int, int]]:
             out += [(start, s.end) for start in starts[:ended]]
             starts = starts[ended:]
     last = max((s.end for s in spans), default=0)
-    return out + [(start, last) for start in starts]  # stamps were dropped
+    return out + [(start, last) for start in starts]  # the stamps of these waits were dropped
 
 
 def _union(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -280,8 +280,8 @@ def _length(parts: Sequence[tuple[int, int]]) -> int:
 
 
 def _stages(spans: Sequence[Span]) -> list[Stage]:
-    """Of one program. A slot is asked for by an `expect`; read from the end of the first wait of another role for it;
-    and free at the last arrival before it is asked for again, at the barrier that its filler waits for."""
+    """The stages of one program. An `expect` asks for a slot; another role reads it from the end of its first wait on;
+    it is free at the last arrival before it is asked for again, at the barrier that its filler waits for."""
     out: list[Stage] = []
     end = max((s.end for s in spans), default=0)
     asked = [s for s in spans if s.site.kind == "expect"]

@@ -20,10 +20,10 @@ from jtile.tune.totals import Counts, cost
 
 @dataclasses.dataclass(frozen=True)
 class BenchTiming:
-    """One of the functions.
+    """The times of one of the functions.
 
     Attributes:
-      name: of the function, or what it was called among the peers.
+      name: the function's name, or what it was called among the peers.
       samples_us: microseconds of one call, a number for each round.
       error: the largest relative error of a result (the norm of the difference over the norm) against those of the
         first function; None for that one.
@@ -55,8 +55,8 @@ class Bench:
     """Times of a function and of its peers; prints as a table.
 
     Attributes:
-      device: what they ran on.
-      timings: of the function, and of its peers in the order in which they were given.
+      device: the device on which the functions ran.
+      timings: those of the function, and of its peers in the order in which they were given.
       work: operations and bytes of one call of the function, as `jt.cost` counts them.
     """
 
@@ -72,12 +72,12 @@ class Bench:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the function."""
+        """Bytes that the function moves in a second."""
         return self.work.bytes / self.timings[0].median_us * 1e6
 
     @property
     def flops_per_second(self) -> float:
-        """Of the function, operations such as exponentials included."""
+        """Operations that the function computes in a second, such as exponentials included."""
         return (self.work.flops + self.work.transcendentals) / self.timings[0].median_us * 1e6
 
     def __str__(self) -> str:

@@ -52,8 +52,8 @@ class KernelCounts:
     """One kernel of a function.
 
     Attributes:
-      name: of the kernel, and `calls` how often the function calls it with arrays of these shapes.
-      counts: of one call.
+      name: the kernel's name, and `calls` how often the function calls it with arrays of these shapes.
+      counts: the counts of one call.
       exact: False where a loop's length or a condition depends on loaded values, and was guessed.
       work: more of what one call does; see `jtile.tune.cost.Work`.
     """
@@ -70,7 +70,7 @@ class Cost:
     """What a function computes and moves; prints as a table.
 
     Attributes:
-      kernels: its kernels, in the order of their first calls.
+      kernels: the function's kernels, in the order of their first calls.
       xla: what XLA counts of everything else.
     """
 
@@ -161,7 +161,8 @@ def _rest(jaxpr: Any) -> Counts:
     apart = [eqn for eqn in jaxpr.eqns if _apart(eqn)]
     total = _analysed(jaxpr, [eqn for eqn in jaxpr.eqns if not _apart(eqn)])
     for eqn in apart:
-        if eqn.primitive.name == "shard_map":  # its collectives mean nothing without it: kernels in it count -1
+        # Collectives mean nothing outside of a shard_map, so XLA gets it whole: kernels in it count -1.
+        if eqn.primitive.name == "shard_map":
             total += _analysed(jaxpr, [eqn])
             continue
         parts = [_rest(inner).times(_rounds(eqn)) for inner in _inside(eqn)]

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-PROCESSORS, RATE, MEMORY = 132, 989e12, 4800e9  # of the H200 that the numbers are fitted to: see `Gpu`
+PROCESSORS, RATE, MEMORY = 132, 989e12, 4800e9  # data of the H200 that the numbers are fitted to: see `Gpu`
 # Sides of a tile -> microseconds of a block for 128 bytes of terms at the highest clock, and for the rest of a tile.
 TILES = {
     (128, 256): (0.576, 1.58),
@@ -26,11 +26,11 @@ TILES = {
 }
 BYTES = 1.08  # how many times as long 128 bytes of 8-bit operands take
 CLOCK = 0.24  # what rounds take in addition where all blocks work all the time: power lowers the clock
-SHARP = 5.1  # of two things at once that take as long, how much longer they take than one: 2 ** (1 / SHARP)
+SHARP = 5.1  # two things at once, each as long as the other, take 2 ** (1 / SHARP) times as long as one
 START = 2.4  # microseconds: the launch, and the first operands
 READ = 4.5e6  # bytes of operands in a microsecond from memory
 SECOND, KEPT = 4.6, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
-LEAST = 4096  # terms of a part
+LEAST = 4096  # terms of a part of a sum, at least
 # Operations in a microsecond of 16-bit products at tile level, in the largest tiles and in small ones; and what a copy
 # costs besides what it moves.
 PLAIN, PLAIN_FEW, COPY = 190e6, 75e6, 2.0
@@ -45,7 +45,7 @@ GATED = tuple((bm, bn // 2) for bm, bn in TILES if bn >= 128)  # a tile of two p
 # Three consumers make 256 columns of two products, but of one they are no quicker than two with 128 rows (8192^3), and
 # slower where there are few tiles.
 SINGLE = tuple(sides for sides in TILES if sides != (192, 256))
-FULL = 1.01  # how many times as long the largest of those take, one after the other: their rings have few slots
+FULL = 1.01  # how many times as long the largest of `GATED` take, one after the other: their rings have few slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Gpu:
 
 @functools.lru_cache(maxsize=64)
 def gpu(target: Any) -> Gpu:
-    """That of a `Target`; what its data leave out is as on an H200."""
+    """The `Gpu` of a `Target`; what its data leave out is as on an H200."""
     processors = target.units("device") or PROCESSORS
     rate = dict(target.rates).get("bfloat16") or RATE
     memory = next((m.bandwidth for m in target.memories if m.name == "dram" and m.bandwidth), MEMORY)
@@ -73,7 +73,7 @@ def gpu(target: Any) -> Gpu:
 
 
 def at_hand() -> Gpu:
-    """That of the GPU that kernels called here run on, if it has warpgroup products; else of sm_90's common card."""
+    """The `Gpu` that kernels called here run on, if it has warpgroup products; otherwise sm_90's common card."""
     from jtile.lowering import targets
     from jtile.tune import device
 
@@ -126,7 +126,7 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tiles(p: Product, on: Gpu) -> dict[str, int] | None:
-    """`bm`, `bn`, `bk`; None for what is as good at tile level."""
+    """The tiles that are best for a product, `bm`, `bn` and `bk`; None for one that is as quick at tile level."""
     return next(iter(ranked(p, on)), None)
 
 
@@ -162,7 +162,7 @@ def candidates(p: Product) -> tuple[tuple[int, int], ...]:
 
 
 def predicted_us(p: Product, form: Form, on: Gpu) -> float:
-    """Of products in this form; a part of a sum is a tile of its own."""
+    """Predicted microseconds of products in this form; a part of a sum is a tile of its own."""
     parts, bm, bn = form
     processors = on.processors
     step, rest = TILES[bm, bn * p.gates]
@@ -175,14 +175,14 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     one = cdiv(p.k * p.itemsize, LINE * parts) * max(step, brought) + rest
     one *= 1 + CLOCK * count / processors / cdiv(count, processors)  # by the share of the blocks that work
     read = p.batch * p.itemsize * (p.m * p.k + p.gates * p.k * p.n) / (READ * on.memory) / count
-    full, last = divmod(count, processors)  # rounds of all blocks; the last one reads little
+    full, last = divmod(count, processors)  # full rounds, and blocks of the last one, which reads little
     rounds = full * _at_once(one, processors * read) + (_at_once(one, last * read) if last else 0.0)
     sums = SECOND + 8 * parts * p.m * p.n / KEPT if parts > 1 else 0.0
     return START + rounds + sums
 
 
 def _at_once(*times: float) -> float:
-    """Of things that share a machine: the longest time, and a little more where they are alike."""
+    """The time of things that share a machine: the longest of theirs, and a little more where they are alike."""
     return sum(t**SHARP for t in times) ** (1 / SHARP)
 
 
@@ -216,7 +216,7 @@ def extended(p: Product, on: Gpu) -> tuple[int, int, int]:
     times = forms(dataclasses.replace(p, m=m2, n=n2, k=k2), on) if wide != sizes else {}
     if not times:
         return sizes
-    changed = (m2, k2) != (m, k), (k2, n2) != (k, n), (m2, n2) != (m, n)  # of the result what is behind is cut off
+    changed = (m2, k2) != (m, k), (k2, n2) != (k, n), (m2, n2) != (m, n)  # a larger result is cut to size afterwards
     moved = [s for s, c in zip(((m2, k2), (k2, n2), (m2, n2)), changed) if c]
     copies = sum(COPY + 2 * p.batch * p.itemsize * x * y / (READ * on.memory) for x, y in moved)
     few = p.tiles(128, 256) < on.processors
@@ -245,7 +245,7 @@ def head(d: int) -> int:
 def attention(
     t: int, s: int, d: int, itemsize: int, causal: bool = False, lengths: bool = False
 ) -> dict[str, int] | None:
-    """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; with `lengths` of
+    """Tiles of attention of t queries over s keys with heads of d: queries `bq` and keys `bk`; with `lengths` of
     keys, every consumer has a tile of values of its own besides, with zeros behind the length.
 
     Heads of 64 have as much to do for exponentials as for products, so that three or four consumers take turns. Under a

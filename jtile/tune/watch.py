@@ -32,7 +32,7 @@ class Profile:
     """What `jt.profile` found; prints as a table.
 
     Attributes:
-      timelines: of each block-level kernel, in the order of their first calls.
+      timelines: those of the block-level kernels, in the order of their first calls.
       without: (kernel, reason) of the kernels that have none, since they stay at tile level.
     """
 
@@ -83,7 +83,7 @@ def profile(
         if not isinstance(n, int) or n < 1:
             raise KernelValueError(f"jt.profile: {name} is a Python int of at least 1, got {n!r}")
     target = _target(interpret)
-    with config(arch=target.arch) if interpret else contextlib.nullcontext():  # tiles go by it
+    with config(arch=target.arch) if interpret else contextlib.nullcontext():  # tiles are chosen for this architecture
         found, calls = trace(f, *args)
         given = operands(f, *args)
     data = {call.bound({}).program: call.data for call in calls}
@@ -139,7 +139,7 @@ def watch(
     """The timeline of one kernel at the block level; see `profile`.
 
     Args:
-      arrays: its inputs.
+      arrays: the inputs of the kernel.
       alone: in the interpreter, run the programs that are watched and no others.
     """
     count = min(programs, math.prod(kernel.grid))

@@ -21,7 +21,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.tune import device, measure
 
 _MARK = "jtile.profile_program"
-_PREFIX = "jtile_"  # of the names of kernels on a GPU
+_PREFIX = "jtile_"  # prefix of the names of kernels on a GPU
 _CALL = re.compile(
     r'^\s*(?:ROOT )?%?(\S+) = .*?custom-call\(.*custom_call_target="jtile_\w+".*\bname = "([^"]+)"', re.MULTILINE
 )
@@ -32,9 +32,9 @@ class Part:
     """A kernel of jtile, or an op of XLA.
 
     Attributes:
-      name: of the kernel, or of the op in XLA's program.
+      name: the name of the kernel, or of the op in XLA's program.
       kind: `kernel` or `xla`.
-      runs: how often it runs in one call of the program.
+      runs: how often the part runs in one call of the program.
       time_us: in one call of the program, without what runs inside of it. Of kernels that overlap on a GPU, what they
         share counts for the one that began first.
     """
@@ -53,10 +53,10 @@ class ProgramProfile:
     else held up does not count.
 
     Attributes:
-      device: what it ran on.
+      device: the device on which the program ran.
       calls: how many calls were watched.
-      time_us: of one call, as the host sees it, the profiler's own costs included.
-      parts: the longest first.
+      time_us: microseconds of one call, as the host sees it, the profiler's own costs included.
+      parts: kernels and ops, those that take longest first.
       gaps_us: in one call between its first op and its last one, while no op ran.
       outside_us: in one call before the first op and after the last one: the host's part.
       events: in the Trace Event Format: those of XLA's profiler, where jtile's kernels have their names, and lanes of
@@ -151,7 +151,7 @@ def _traced(run: Callable[..., Any], arrays: Any, calls: int) -> list[dict[str, 
             raise KernelValueError(f"XLA's profiler does not start, perhaps because it is already running: {e}") from e
         (path,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        return [e for e in events if "name" in e]  # the last one is empty
+        return [e for e in events if "name" in e]  # the last event of the file is empty
 
 
 Span = tuple[float, float, str]  # start, end, name
@@ -163,7 +163,7 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
     Args:
       events: in the Trace Event Format; calls are marked by `jtile.profile_program`.
       text: of the compiled program, which says what kernels its calls are.
-      kind: of the device.
+      kind: the kind of the device.
     """
     names = dict(_CALL.findall(text))
     found = re.match(r"HloModule ([^\s,]+)", text)
@@ -247,7 +247,7 @@ def _times_in_line(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]
 def _own_times(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Microseconds of each run of an op, without the ops inside of it, such as those of a loop."""
     out: dict[str, list[float]] = {}
-    open_: dict[Any, list[tuple[float, str, int]]] = {}  # of each thread: end, op, place of its time
+    open_: dict[Any, list[tuple[float, str, int]]] = {}  # for each thread: end, op, place of its time
     for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         stack, op, end = open_.setdefault((e.get("pid"), e.get("tid")), []), e["args"]["hlo_op"], e["ts"] + e["dur"]
         while stack and stack[-1][0] <= e["ts"]:

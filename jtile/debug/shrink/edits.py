@@ -105,7 +105,7 @@ def blocks(tree: ast.Module) -> list[Edit]:
 
 
 def _rounds(loop: ast.expr) -> Iterator[ast.Call]:
-    """A `range` of one and of two rounds."""
+    """The range of a loop, cut to one round and to two rounds."""
     if isinstance(loop, ast.Call) and loop.args:
         for count in (1, 2):
             yield ast.Call(loop.func, [ast.Constant(count)], loop.keywords)
@@ -281,4 +281,4 @@ OUTSIDE = tuple(statements(count, inside=False) for count in (16, 8, 4, 2, 1))
 EVERYTHING: tuple[Pass, ...] = (
     halves, *STATEMENTS, blocks, calls, parameters, inputs, equal_numbers, expressions, numbers,
 )  # fmt: skip
-SIZES: tuple[Pass, ...] = (sizes, *OUTSIDE, inputs)  # formulas stay
+SIZES: tuple[Pass, ...] = (sizes, *OUTSIDE, inputs)  # passes that leave formulas as they are

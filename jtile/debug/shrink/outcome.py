@@ -19,7 +19,7 @@ class Outcome:
     Attributes:
       kind: `passes`, `error` (an exception), `exit` (a status other than 0), `signal` (the process was killed), or
         `time` (it did not end in time).
-      name: of the exception's type, of the status or of the signal.
+      name: the name of the exception's type, of the status or of the signal.
       text: the first line of the exception's message.
       function: the innermost function of the file that the exception came through.
       claim: of an AssertionError, the statement of the file that made it: it says what is wrong, and may not change.

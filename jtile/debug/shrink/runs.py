@@ -83,7 +83,7 @@ def _serve() -> None:
         request = json.loads(line)
         begin = time.monotonic()
         reader, writer = os.pipe()
-        with warnings.catch_warnings():  # of JAX's, that forks and threads do not mix: there are none yet
+        with warnings.catch_warnings():  # JAX warns that forks and threads do not mix: there are no threads yet
             warnings.simplefilter("ignore")
             pid = os.fork()
         if not pid:
@@ -110,7 +110,7 @@ def _wait(pid: int, reader: int, timeout: float) -> Outcome:
     _, status = os.waitpid(pid, 0)
     timer.cancel()
     timer.join()
-    with contextlib.suppress(ProcessLookupError):  # what the child has started
+    with contextlib.suppress(ProcessLookupError):  # end all processes that the child has started, if some are left
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
     if text:
@@ -138,7 +138,7 @@ def _outcome(path: str, source: str) -> Outcome:
     main.__file__ = path
     sys.modules["__main__"], sys.argv = main, [path]
     sys.path[0] = os.path.dirname(os.path.abspath(path))
-    # without a time the entry is kept, whatever the file itself says
+    # An entry without a time is kept, whatever the file itself holds.
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     try:
         exec(compile(source, path, "exec"), vars(main))

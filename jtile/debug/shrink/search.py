@@ -16,7 +16,7 @@ from jtile.debug.shrink import edits
 from jtile.debug.shrink.outcome import Outcome
 from jtile.debug.shrink.runs import Runs
 
-_SHORT = 20.0  # seconds for a version at least, of those that the file itself may take
+_SHORT = 20.0  # seconds that a version may take in any case, if the file itself may
 _LONGER = 10  # how many times as long as the file a version of it may take
 
 
@@ -139,7 +139,7 @@ class _Search:
         if again[0].key != self.failure.key:
             raise KernelValueError(f"{name} fails in another way each time: {self.failure}; {again[0]}")
         if self.interpreted.kind == "time" and self.failure.kind != "time":
-            self.interpreted = None  # too large for it as yet: a smaller version will tell
+            self.interpreted = None  # the file is too large for the interpreter as yet: a smaller version will tell
         self._limit = min(self._timeout, max(_SHORT, _LONGER * max(first[1], again[1], inside[1])))
         self.text, self.tree = source, ast.parse(source)
         plain = ast.unparse(self.tree) + "\n"
@@ -149,7 +149,7 @@ class _Search:
 
     @property
     def passes(self) -> tuple[edits.Pass, ...]:
-        """A wrong result that the interpreter gives, too, is what the formulas of the file say."""
+        """The passes to try; without those on formulas for a wrong result that the interpreter gives, too."""
         shared = self.interpreted is not None and self.interpreted.key == self.failure.key
         return edits.SIZES if self.failure.claim and shared else edits.EVERYTHING
 
@@ -188,7 +188,7 @@ class _Search:
             text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
             tree = ast.parse(text)
             compile(text, "candidate", "exec")
-        except (SyntaxError, ValueError, AttributeError, TypeError):  # what is left there is no Python
+        except (SyntaxError, ValueError, AttributeError, TypeError):  # what the edit leaves is no Python
             return []
         if text in self._tried:
             return []
@@ -206,7 +206,7 @@ class _Search:
         if runs.run(text, self._limit)[0].key != self.failure.key:
             return False
         known = self.interpreted
-        if known is not None and known.key == self.failure.key:  # one run tells both
+        if known is not None and known.key == self.failure.key:  # one run answers for both
             return True
         inside = runs.run(text, self._limit, interpret=True)[0]
         if known is None:

@@ -10,7 +10,7 @@ from importlib import resources
 
 from jtile.explorer.record import Record
 
-# In the order in which they run; `base.js` has what the others use.
+# The scripts in the order in which they run; `base.js` has what the others use.
 SCRIPTS = ("base.js", "state.js", "code.js", "grid.js", "speed.js", "roles.js", "layouts.js", "main.js")
 
 

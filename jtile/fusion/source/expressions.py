@@ -15,7 +15,7 @@ from jtile._errors import UnsupportedError
 from jtile.fusion.steps import Constant, Operand, Step, Value
 
 ATOM, UNARY, POWER, TIMES, PLUS, AND, XOR, OR, COMPARES = 9, 8, 8, 7, 6, 5, 4, 3, 2
-LONGEST = 80  # characters of an expression
+LONGEST = 80  # characters of an expression, at most
 
 INFIX = {
     "add": ("+", PLUS), "add_any": ("+", PLUS), "sub": ("-", PLUS), "mul": ("*", TIMES), "and": ("&", AND),
@@ -107,7 +107,7 @@ class Names:
         self._taken = {"jax", "jnp", "np", "jt", *taken}
 
     def new(self, wanted: str) -> str:
-        """`wanted`, or it with a number behind."""
+        """The name `wanted` if it is free, otherwise that name with a number behind it."""
         wanted = re.sub(r"\W", "_", wanted) or "x"
         wanted = f"{wanted}_" if keyword.iskeyword(wanted) or wanted[0].isdigit() else wanted
         found, k = wanted, 2
@@ -150,7 +150,7 @@ class Body:
         self.texts[value] = text
 
     def operands(self, step: Step) -> list[Text]:
-        """Those of a step; long ones get names of their own first."""
+        """The texts of a step's operands; long ones get names of their own first."""
         found = [self.read(x) for x in step.ins]
         while sum(len(x.text) for x in found) > LONGEST + 10 and any(not x.text.isidentifier() for x in found):
             k = max(range(len(found)), key=lambda k: (not found[k].text.isidentifier()) * len(found[k].text))
@@ -164,7 +164,7 @@ class Body:
         return found
 
 
-Spread = Callable[[Text], str]  # an operand in the shape of the result
+Spread = Callable[[Text], str]  # a function that writes an operand in the shape of the result
 
 
 def elementwise(step: Step, xs: list[Text], spread: Spread, shape: Any) -> Text:
@@ -224,7 +224,7 @@ def no_text(step: Step) -> UnsupportedError:
 
 
 def _left(name: str, xs: list[Text]) -> Text | None:
-    """The operand that is the result, where the other one changes nothing."""
+    """The operand that is the result where the other one changes nothing, such as x of x * 1; None elsewhere."""
     nothing = {"max": -np.inf, "min": np.inf, "mul": 1, "div": 1}.get(name)
     for x, y in ((xs[0], xs[-1]), (xs[-1], xs[0])):
         if nothing is not None and y.constant is not None and y.constant == nothing and (name != "div" or y is xs[1]):
@@ -233,7 +233,7 @@ def _left(name: str, xs: list[Text]) -> Text | None:
 
 
 def _folded(step: Step, xs: list[Text]) -> Text:
-    """A number that is computed of numbers."""
+    """The result of a step on known numbers, as a number."""
     with jax.ensure_compile_time_eval():
         args = [np.asarray(x.constant, y.dtype) for x, y in zip(xs, step.ins, strict=True)]
         found = step.run([jax.numpy.asarray(a, a.dtype) for a in args])[0]

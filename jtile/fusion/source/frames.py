@@ -48,7 +48,7 @@ class TileText:
         return f"({', '.join(sides)}{',' * (len(sides) == 1)})"
 
     def spread(self, x: Text, shape: Shape | None) -> str:
-        """An expression in a shape."""
+        """The text of an expression in a shape."""
         if x.shape == shape or not shape:
             return x.text
         return f"jnp.broadcast_to({x.text}, {self.shape_text(shape)})"
@@ -98,7 +98,7 @@ class TileText:
         self.body.give(out, self.result(step), TEMPORARY.get(step.name, step.name))
 
     def result(self, step: Step) -> Text:
-        """What a step gives."""
+        """The text of a step's result."""
         (out,) = step.outs
         if step.name in ELEMENTWISE:
             xs = self.body.operands(step)
@@ -113,7 +113,7 @@ class TileText:
         raise no_text(step)
 
     def total(self, step: Step) -> Text:
-        """A sum of which programs have a part each, in the dtype in which they add up."""
+        """The text of one program's part of a sum, in the dtype in which the parts are added up."""
         return self._along(step, step.outs[0], dtype_of_sums(step))
 
     def _typed(self, x: Text, step: Step) -> Text:
@@ -122,7 +122,7 @@ class TileText:
         return dataclasses.replace(x, text=f"{dtype_text(step.ins[0].dtype)}({x.text})", level=ATOM)
 
     def _along(self, step: Step, out: Value, dtype: np.dtype | None = None) -> Text:
-        """A reduction, a running one, or the place of an extreme."""
+        """The text of a reduction, a running reduction, or the place of an extreme."""
         (source,) = step.ins
         x, whole = self.body.read(source), self.shape_of(source)
         gone = along(self.layout, step)
@@ -174,7 +174,7 @@ class TileText:
 
 
 def reduction(step: Step, text: str, axis: str, dtype: np.dtype) -> Text:
-    """A reduction of an array along axes, which keep one element. dtype: of what it gives."""
+    """The text of a reduction along axes, which keep one element; `dtype` is that of the result."""
     if step.name in JOINED:
         short = JOINED[step.name] in ("sum", "prod") and (dtype.kind in "iub" or dtype.itemsize < 4)
         named = f", dtype={dtype_text(dtype)}" if short else ""
@@ -186,7 +186,7 @@ def reduction(step: Step, text: str, axis: str, dtype: np.dtype) -> Text:
 
 
 def places_of(layout: Layout, x: Value) -> dict[int, int | None]:
-    """Of each dimension of a value its axis. The dimensions of a merged axis all have that one."""
+    """The axis of each dimension of a value. All dimensions of a merged axis have that axis."""
     own, found = [*layout.axes[x]], {}
     left = 0
     for i, n in enumerate(x.shape):

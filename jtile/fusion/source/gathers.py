@@ -28,7 +28,7 @@ def is_gather(node: Node) -> bool:
 
 
 def gather_text(name: str, node: Node, table: str, index: str) -> list[str]:
-    """The kernel, of an array [rows, elements] and an index [n]."""
+    """The lines of a kernel that picks rows of an array [rows, elements] by an index [n]."""
     source = node.ins[0]
     width = math.prod(source.shape[1:])
     mode = node.eqn.params["mode"].name

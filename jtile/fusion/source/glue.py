@@ -15,7 +15,7 @@ from jtile.fusion.steps import ELEMENTWISE, Constant, Node, Operand, Value
 from .expressions import ATOM, TEMPORARY, TIMES, Body, Text, constant, dtype_text, elementwise, no_text
 from .frames import reduction
 
-MOST_NUMBERS = 64  # of an array that is written out
+MOST_NUMBERS = 64  # numbers of an array that is written out, at most
 
 _RESHAPED = re.compile(r"(\w+)\.reshape\([\d, ]*\)")
 RULES: dict[str, Callable[..., str]] = {}

@@ -29,8 +29,8 @@ class KernelText(abc.ABC):
     """What the texts of all kernels have: names, a head, and a frame.
 
     Attributes:
-      refs: what the kernel calls each of its inputs. outs: and its outputs.
-      metas: its meta-parameters, and their values. grid: the text of each of its axes.
+      refs: the names of the kernel's inputs. outs: the names of its outputs.
+      metas: the meta-parameters, and their values. grid: the text of each axis of the grid.
     """
 
     def __init__(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value], called: dict[Value, str]):
@@ -193,7 +193,7 @@ class GroupText(KernelText):
             frame.store(out, self.outs[out], "share", frame.total(step))
 
     def _places(self, frame: TileText, late: list[int], counts: list[str], block: str) -> None:
-        """Where a tile lies along each of the axes that programs share."""
+        """Write where a tile lies along each of the axes that programs share."""
         if len(late) == 1:
             frame.places[late[0]] = block
             return
@@ -321,7 +321,7 @@ class LoopText(KernelText):
                 frame.store(of, self.outs[v], None, Text(carry[w], shape=frame.shape_of(of)))
 
     def _given(self, frame: TileText, v: Value, x: Any, at: str | None) -> None:
-        """What a round reads that is no carry."""
+        """Write what a round reads besides its carries."""
         if isinstance(x, Value):
             frame.load(v, self.refs[v], f"{self.refs[v]}_tile", at)
         else:
@@ -342,7 +342,7 @@ class LoopText(KernelText):
         return body.texts[v].text
 
     def _carried(self, frame: TileText, x: Any, of: Value) -> str:
-        """What the next round gets for a carry."""
+        """The text of the value that the next round gets for a carry."""
         text, shape = frame.body.read(x), frame.shape_of(of)
         if text.constant is not None:
             return f"jnp.full({frame.shape_text(shape) if shape else '()'}, {text.text}, {dtype_text(of.dtype)})"

@@ -23,13 +23,14 @@ def names_of(makers: Mapping[Value, Any]) -> dict[Value, str]:
     last: dict[Position, Value] = {}
     for value, eqn in makers.items():
         at = _position(eqn.source_info.traceback)
-        if at is not None and "transpose(" not in str(eqn.source_info.name_stack):  # a gradient has other values
+        # An equation of a gradient has the place of the line that it is derived from, but other values.
+        if at is not None and "transpose(" not in str(eqn.source_info.name_stack):
             last[at] = value
     return {v: name for at, v in last.items() if (name := _assigned(at[0]).get(at[1:]))}
 
 
 def _position(trace: Any) -> Position | None:
-    """Of the innermost frame that is the user's."""
+    """The position of the innermost frame that is the user's; None if there is none."""
     if trace is None:
         return None
     for code, address in zip(*trace.raw_frames(), strict=True):
@@ -47,7 +48,7 @@ def _own() -> tuple[str, ...]:
 
 @functools.cache
 def _assigned(file: str) -> dict[tuple[int, int, int, int], str]:
-    """Of each expression of a file that is assigned to a name, that name."""
+    """The name to which each expression of a file is assigned, by the expression's place."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:

@@ -17,7 +17,7 @@ from .frames import Shape
 from .glue import precision_text
 from .kernels import GroupText, without_unused
 
-SIDE = 64  # of a tile at most
+SIDE = 64  # the side of a tile, at most
 
 
 def is_product(node: Node) -> bool:
@@ -67,7 +67,7 @@ class ProductText(GroupText):
     too.
 
     Attributes:
-      operands: what these stand for.
+      operands: the values that the first two inputs stand for.
     """
 
     def __init__(self, name: str, node: Node, group: Group, called: dict[Value, str]):

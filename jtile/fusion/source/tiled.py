@@ -42,7 +42,7 @@ class Tiled:
     """A module of tile kernels that does what a function does; `jt.tile` makes one. `print(tiled)` shows its text.
 
     Attributes:
-      name: of the function in the module. text: the module. kernels: the names of its kernels.
+      name: the function's name in the module. text: the module. kernels: the names of its kernels.
     """
 
     name: str
@@ -178,7 +178,7 @@ class _Module:
         return "\n".join([*head, *lines]) + "\n"
 
     def _call(self, unit: Group | Loop, product: Node | None = None) -> None:
-        """The kernel of a unit, and its call."""
+        """Write the kernel of a unit, and its call."""
         body = self.body
         if isinstance(unit, Group) and product is not None:
             made = ProductText(self._name([product.eqn, *unit.steps]), product, unit, self.called)
@@ -212,7 +212,7 @@ class _Module:
             body.give(v, text, name) if not text.text.isidentifier() else body.texts.update({v: text})
 
     def _gather(self, node: Node) -> None:
-        """The kernel of rows that an index picks, and its call."""
+        """Write the kernel that loads the rows that an index picks, and its call."""
         body, (source, index), (out,) = self.body, node.ins, node.outs
         names = Names(["out", "rows", "i", "columns", "row", "row_tile"])
         table = names.new(self.called.get(source, "table"))  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ class _Module:
         body.texts[out] = body.name(Text(text, shape=out.shape), self.called.get(out, "taken"))
 
     def _finished(self, step: Step, value: Value, name: str) -> Text:
-        """The sum of the sums of programs."""
+        """The text that adds up the sums of all programs."""
         text = reduction(step, name, "0", dtype_of_sums(step)).text.replace(", keepdims=True", "")
         if "expand_dims" in text:
             text = f"jax.lax.{step.name}({name}, axes=(0,))"

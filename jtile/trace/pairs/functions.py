@@ -18,12 +18,12 @@ from jtile.trace.pairs.walk import Pair
 
 
 def _turned(z: Pair) -> Pair:
-    """`i z`."""
+    """The product `i z`."""
     return Pair(-z.im, z.re)
 
 
 def _back(z: Pair) -> Pair:
-    """`-i z`."""
+    """The product `-i z`."""
     return Pair(z.im, -z.re)
 
 
@@ -49,7 +49,7 @@ def _(z: Pair, **_) -> Pair:
 
 
 def _log_size(z: Pair) -> Any:
-    """`log |z|`; near 1 by `log1p` of `|z|^2 - 1`."""
+    """The logarithm `log |z|`; near 1 by `log1p` of `|z|^2 - 1`."""
     a, b = jnp.abs(z.re), jnp.abs(z.im)
     large, small = lax.max(a, b), lax.min(a, b)
     near = (large > 0.5) & (large < 2)
@@ -111,7 +111,7 @@ def power(z: Pair, w: Any, **_) -> Pair:
 
 @computed("logistic")
 def _(z: Pair, **_) -> Pair:
-    """By the exponential of the number of negative real part, which does not overflow."""
+    """The logistic function, by the exponential of the number of negative real part, which does not overflow."""
     right = z.re > 0
     small = exp(Pair(-jnp.abs(z.re), jnp.where(right, -z.im, z.im)))
     top = Pair(jnp.where(right, jnp.ones_like(z.re), small.re), jnp.where(right, jnp.zeros_like(z.im), small.im))
@@ -140,7 +140,7 @@ def _(z: Pair, **_) -> Pair:
 
 @computed("tanh")
 def tanh(z: Pair, **_) -> Pair:
-    """By `t = tan(im)` and `h = tanh(re)`, which do not overflow."""
+    """The hyperbolic tangent, by `t = tan(im)` and `h = tanh(re)`, which do not overflow."""
     t, h, size = jnp.tan(z.im), jnp.tanh(z.re), jnp.cosh(z.re)
     bottom = 1 + (h * t) * (h * t)
     return Pair(h * (1 + t * t) / bottom, (t / size / size) / bottom)
@@ -152,7 +152,7 @@ def _(z: Pair, **_) -> Pair:
 
 
 def _roots(z: Pair) -> tuple[Pair, Pair]:
-    """`sqrt(1 - z)`, `sqrt(1 + z)`."""
+    """The roots `sqrt(1 - z)` and `sqrt(1 + z)`."""
     return sqrt(Pair(1 - z.re, -z.im)), sqrt(Pair(1 + z.re, z.im))
 
 

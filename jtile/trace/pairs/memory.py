@@ -24,12 +24,12 @@ def _parts(pad: Any) -> tuple[float, float]:
 
 
 def _twice(mask: Any) -> Any:
-    """The mask of elements as that of their parts."""
+    """The mask of the parts of elements, made from that of the elements."""
     return lax.broadcast_in_dim(mask, (*mask.shape, PARTS), range(mask.ndim))
 
 
 def _joined(x: Pair) -> Any:
-    """A complex tile as it is in memory."""
+    """A complex tile as the tile of parts that memory holds."""
     return lax.concatenate([lax.expand_dims(p, (np.ndim(p),)) for p in (x.re, x.im)], np.ndim(x.re))
 
 
@@ -81,7 +81,7 @@ def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
 
 @rule("jtile_atomic")
 def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
-    """Additions: the language lets no other one through."""
+    """Atomic additions: the language lets no other atomic through."""
     ref, at, value, mask = _of_update(eqn, args)
     if isinstance(ref, Pair):
         add = lambda r, v: atomic_p.bind(r, *at, v, *mask, **eqn.params)

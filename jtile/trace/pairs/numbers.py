@@ -31,7 +31,7 @@ def computed(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def plainly(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same for a function that is differentiated as it stands."""
+    """Register a function as `computed` does, but one that is differentiated as it stands."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         rule(*names)(lambda walk, eqn, args: [fn(*args, **eqn.params)])
@@ -68,7 +68,7 @@ def _(z, **_):
 
 @plainly("mul")
 def mul(a: Pair, b: Pair, **_) -> Pair:
-    """A number that is known to be real multiplies both parts of the other, which keeps infinities apart from NaN."""
+    """The product; a number known to be real multiplies both parts of the other, so that infinities make no NaN."""
     if a.real:
         return Pair(a.re * b.re, a.re * b.im, b.real)
     if b.real:
@@ -87,7 +87,7 @@ def plus(a: Pair, b: Pair) -> Pair:
 
 @computed("div")
 def div(a: Pair, b: Pair, **_) -> Pair:
-    """By the larger part of the divisor, so that no square of a part overflows (Smith, Algorithm 116, CACM 1962)."""
+    """The quotient, by the divisor's larger part, so that no square overflows (Smith, Algorithm 116, CACM 1962)."""
     if b.real:
         return Pair(a.re / b.re, a.im / b.re)
     swap = jnp.abs(b.re) < jnp.abs(b.im)
@@ -116,7 +116,7 @@ def one_like(z: Pair) -> Pair:
 
 @computed("integer_pow")
 def integer_pow(z: Pair, *, y: int, **_) -> Pair:
-    """By squaring; a negative power is the reciprocal."""
+    """A power, by squaring; a negative one is the reciprocal."""
     if y == 0:
         return one_like(z)
     out, power, n = None, z, abs(y)
@@ -131,7 +131,7 @@ def integer_pow(z: Pair, *, y: int, **_) -> Pair:
 
 @computed("abs")
 def absolute(z: Pair, **_) -> Any:
-    """Scaled by the larger part, so that no square of it overflows."""
+    """The absolute value, scaled by the larger part, so that no square of it overflows."""
     a, b = jnp.abs(z.re), jnp.abs(z.im)
     large, small = lax.max(a, b), lax.min(a, b)
     ratio = small / jnp.where(large == 0, jnp.ones_like(large), large)
@@ -160,7 +160,7 @@ def _(a: Pair, b: Pair, **_):
 
 @rule("dot_general", "conv_general_dilated")
 def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
-    """Bilinear: of four products of parts, less where an operand is known to be real."""
+    """A bilinear function: four products of parts, fewer where an operand is known to be real."""
     a, b = (x if isinstance(x, Pair) else Pair(x, None, real=True) for x in args)
     times = lambda x, y: bind_parts(eqn, [x, y], 0)[0]
     if a.real or b.real:

@@ -114,7 +114,7 @@ def unflat(variables: Iterable[Any], values: Iterable[Any]) -> list[Value]:
 
 
 def constant(value: Any, dtype: Any) -> Value:
-    """A literal or a captured array."""
+    """The value of a literal or a captured array."""
     if not is_complex(dtype):
         return value
     x, part = np.asarray(value), part_dtype(dtype)
@@ -296,7 +296,7 @@ def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
     go_on = lambda carry: walk.closed(cond, [*cond_consts, *unflat(variables, carry)])[0]
     step = lambda carry: flat(walk.closed(body, [*body_consts, *unflat(variables, carry)]))
     inner = opened(cond)[0]
-    if inner.outvars[0].aval.shape:  # under a vmap in the body, every lane has its own rounds
+    if inner.outvars[0].aval.shape:  # the condition is a tile: under a vmap in the body, each lane has its own rounds
         found = counting(inner, n_cond, opened(body)[0], n_body, cond_consts, init)
         if found is not None:
             found = (len(flat(init[: found[0]])), *found[1:])

@@ -1,4 +1,4 @@
-"""Calls: all are inlined."""
+"""Calls of functions, all of which are inlined."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _(c: Lowering, *_, **__):
 
 @rule("call_hi_primitive")
 def _(c: Lowering, *args, _prim):
-    """JAX's primitives that say what they are in terms of others."""
+    """Primitives that JAX itself expresses by others."""
     return c.call(lambda *xs: jax.tree.leaves(_prim.expand(*jax.tree.unflatten(_prim.in_tree, xs))), *args)
 
 

@@ -178,7 +178,7 @@ def _whole(c: Lowering, ref: ir.Value) -> ir.Index:
 
 
 def _row(c: Lowering, x: ir.Value, k: ir.Value) -> ir.Value:
-    """`x[k]` of a tile."""
+    """The row `x[k]` of a tile."""
     starts = (k, *[c.b.index(0)] * (x.type.rank - 1))
     return c.b.reshape(c.add(ir.DynamicSlice(x, starts, (1, *x.type.shape[1:]))), x.type.shape[1:])
 
@@ -264,7 +264,7 @@ def _counted_while(c: Lowering, body_jaxpr, n_consts: int, consts, init, counter
     carries = inner.invars[n_consts:]
     still = {
         j for j, (a, b) in enumerate(zip(carries, inner.outvars, strict=True)) if a is b
-    }  # never change: not carried
+    }  # these never change, so they are not carried
     moving = [j for j in range(len(init)) if j != k and j not in still]
     lo, step = init[k], c.b.full(counter.step, (), init[k].type.dtype)
 

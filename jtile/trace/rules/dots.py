@@ -56,7 +56,7 @@ def _(c: Lowering, a, b, *, dimension_numbers, precision=None, **_):
 
 
 def _plain(precision):
-    """JAX also names precisions by algorithms (`DotAlgorithmPreset`): those that ask for more than the default are
+    """The name of a precision. JAX also has algorithms (`DotAlgorithmPreset`): those beyond the default are
     "highest"."""
     if precision is None or isinstance(precision, tuple | str | lax.Precision):
         return precision if precision != (None, None) else None
@@ -115,7 +115,7 @@ def _(c: Lowering, x, w, *, window_strides, padding, lhs_dilation, rhs_dilation,
     return c.call(conv, x, w)
 
 
-_MOST_DOTS = 128  # products that a convolution becomes, at most
+_MOST_DOTS = 128  # products into which a convolution is turned, at most
 
 
 def _grouped(x, axis: int, groups: int):
@@ -137,7 +137,7 @@ def _window_sum(x, w, out, strides, dilation):
 
 
 def _window_dots(x, w, out, strides, dilation):
-    """The same by one dot over the whole window for each element of the result."""
+    """The result of `_window_sum`, by one dot over the whole window for each element of the result."""
     window, found = w.shape[3:], []
     for at in itertools.product(*map(range, out)):
         starts = [k * s for k, s in zip(at, strides, strict=True)]

@@ -42,13 +42,13 @@ def _(c: Lowering, x, **_):
 
 @rule("neg")
 def _(c: Lowering, x, **_):
-    # unsigned: modulo its width
+    # The negative of an unsigned number is taken modulo its width.
     return c.map("sub", c.full(0, x.type), x) if x.type.info.kind == "u" else c.map("neg", x)
 
 
 @rule("shift_right_arithmetic")
 def _(c: Lowering, x, n, **_):
-    """Copies the top bit of unsigned numbers too, as XLA does (jnp's `>>` takes the logical shift for these)."""
+    """The arithmetic shift: it copies the top bit of unsigned numbers too, as XLA's (jnp's `>>` is logical there)."""
     x, n = (c.splat(v, c.out.shape) for v in (x, n))
     if x.type.info.kind != "u":
         return c.map("shr", x, n)
@@ -80,7 +80,7 @@ def _(c: Lowering, lo, x, hi, **_):
 
 @rule("integer_pow")
 def _(c: Lowering, x, *, y: int, **_):
-    """By squaring; a negative power is the reciprocal."""
+    """An integer power, by squaring; a negative one is the reciprocal."""
     if y == 0:
         return c.full(1, x.type)
     out: Any = None
@@ -209,7 +209,7 @@ def _(c: Lowering, x, *_, **__):
 
 @rule("name")
 def _(c: Lowering, x, *, name: str, **_):
-    """Of `jax.checkpoint`: nothing; a mark of the debugger's is a value of its own, which has the name."""
+    """A name of `jax.checkpoint` does nothing; a mark of the debugger's is a value of its own, which has the name."""
     if not name.startswith(MARK) or not isinstance(x, ir.Value):
         return x
     return c.b.value(ir.Reshape(x, x.shape), name.removeprefix(MARK))
@@ -237,7 +237,7 @@ def _(c: Lowering, x, y, **_):
 
 @rule("polynomial")
 def _(c: Lowering, x, *coefficients, **_):
-    """Horner's scheme; the constant comes first."""
+    """A polynomial, by Horner's scheme; the constant coefficient comes first."""
     x, *parts = (c.splat(v, c.out.shape) for v in (x, *coefficients))
     out = parts[-1]
     for a in reversed(parts[:-1]):

@@ -19,7 +19,7 @@ def join(c: Lowering, keys: Keys) -> ir.Value:
 
 
 def cut(c: Lowering, x: ir.Value) -> Keys:
-    """The inverse of `join`."""
+    """Keys made from one tile of their words: the inverse of `join`."""
     *shape, words = x.type.shape
     zeros = [0] * len(shape)
     return Keys(tuple(c.b.reshape(slice_(c, x, [*zeros, k], [*shape, k + 1]), shape) for k in range(words)))

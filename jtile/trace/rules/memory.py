@@ -74,7 +74,7 @@ def _(c: Lowering, *, dim):
 
 @rule("jtile_loop_hint")
 def _(c: Lowering, k, **_):
-    return k  # read by the loop's rule
+    return k  # the rule of the loop around reads the hint
 
 
 @rule("jtile_print")

@@ -60,7 +60,7 @@ def combiner(c: Lowering, run, dtypes) -> ir.Block:
 
 @rule("reduce")
 def _(c: Lowering, *args, jaxpr, dimensions, **_):
-    """`lax.reduce` with a function that is none of the usual ones."""
+    """A `lax.reduce` with a function that is none of the usual ones."""
     n = len(args) // 2
     xs, inits = args[:n], args[n:]
     body = combiner(c, lambda ps: c.closed(jaxpr, ps), [x.type.dtype for x in xs])
@@ -89,7 +89,7 @@ def _(c: Lowering, *args, n, reverse):
 
 @rule("sort")
 def _(c: Lowering, *xs, dimension, num_keys, **_):
-    # Stable always: an order that the caller left open is then the same on every target.
+    # The sort is always stable: an order that the caller left open is then the same on every target.
     return c.b.add(ir.Sort(tuple(xs), dimension, num_keys)).results
 
 

@@ -59,7 +59,7 @@ def _(c: Lowering, *xs, dimension, **_):
 
 @rule("pad")
 def _(c: Lowering, x, value, *, padding_config, **_):
-    """Negative padding cuts: interior padding first, then the slice."""
+    """Padding, where a negative one cuts: interior padding comes first, then the slice."""
     low, high, inner = zip(*padding_config, strict=True) if padding_config else ((), (), ())
     up = lambda v: tuple(max(int(n), 0) for n in v)
     if any((*up(low), *up(high), *inner)):
@@ -70,7 +70,7 @@ def _(c: Lowering, x, value, *, padding_config, **_):
 
 
 def slice_(c: Lowering, x: ir.Value, starts, stops, strides=None) -> ir.Value:
-    """A static slice; nothing where it keeps everything."""
+    """A static slice; the operand itself where the slice keeps everything."""
     strides = tuple(strides or (1,) * len(starts))
     if all((a, b, s) == (0, n, 1) for a, b, s, n in zip(starts, stops, strides, x.type.shape, strict=True)):
         return x

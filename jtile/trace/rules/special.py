@@ -16,7 +16,7 @@ from jtile.trace.lower import Lowering, rule
 # B_2, B_4, ... of the Euler-Maclaurin formula
 _BERNOULLI = "1/6 -1/30 1/42 -1/30 5/66 -691/2730 7/6 -3617/510 43867/798 -174611/330 854513/138 -236364091/2730"
 _FACTORS = [float(Fraction(b) / math.factorial(2 * j)) for j, b in enumerate(_BERNOULLI.split(), 1)]
-_TERMS = 9  # terms of the series that are summed before the formula replaces the rest
+_TERMS = 9  # terms of the series that are summed; the Euler-Maclaurin formula replaces all others
 
 
 def hurwitz_zeta(s, q):
@@ -52,7 +52,7 @@ def polygamma(n, x):
 
 
 def _wide(fn):
-    """Narrow floats are computed in float32."""
+    """A rule that computes narrow floats in float32."""
 
     def run(c: Lowering, *args, **_):
         dtype = c.out.dtype

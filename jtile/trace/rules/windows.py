@@ -48,7 +48,7 @@ for _ours in ("sum", "max", "min"):
 
 
 def _worst(select_prim, dtype):
-    """What an extreme of `select_prim` (`ge` or `le`) starts from."""
+    """The number from which an extreme of `select_prim` (`ge` or `le`) starts."""
     return jnp.asarray(-np.inf if select_prim.name == "ge" else np.inf, dtype)
 
 
