@@ -28,7 +28,7 @@ class Machine:
       programs: a number of programs that keeps all of the machine busy.
       sums: the most programs that each keep sums of their own, which are added up at the end.
       whole: whether sides of tiles may be any number, and not powers of two alone.
-      columns: of a tile at least, where their elements lie side by side in memory.
+      columns: the fewest columns of a tile of neighbouring columns, whose elements lie side by side in memory.
     """
 
     tile: int

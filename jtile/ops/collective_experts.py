@@ -1,8 +1,8 @@
 """Tokens on their way to the devices that have their experts, and back, with counts that stay on the devices.
 
-Each device sorts its tokens by expert and sends each peer the rows of that peer's experts in one piece, with the number
-for each expert. Who receives puts the rows of all peers in the order of its experts, as `ops.grouped_matmul` takes
-them. The way back is the transpose of the way there.
+Each device sorts its tokens by expert and sends each peer the rows of that peer's experts in one piece, and how many of
+them each expert has. It puts the rows that it receives in the order of its experts, as `ops.grouped_matmul` takes them.
+The way back is the transpose of the way there.
 """
 
 from __future__ import annotations

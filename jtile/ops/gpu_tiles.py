@@ -180,10 +180,10 @@ def long_rows(n: int, itemsize: int) -> Choice | None:
 
 
 def gradients_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
-    """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
-    all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where
-    that takes a second program the registers, those come to shared memory, in front of long rows with the weights.
-    None where registers do not hold the sums beside the rows."""
+    """The choice for the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n numbers,
+    sums over all of their rows, and, if `ahead`, the next tile: `br` rows of a tile, `per` tiles of a program. Where
+    the next tile would leave a second program no registers, it comes to shared memory; with long rows, so do the
+    weights. None where registers do not hold the sums beside the rows."""
     return _gradients_of_rows(rows, n, itemsize, centre, processors())
 
 

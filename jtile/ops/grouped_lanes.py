@@ -206,7 +206,7 @@ def _split_rows(x, kind: str):
 
 
 def _whole_blocks(x, weight: Weight) -> tuple[jax.Array, Weight]:
-    """Rows of whole blocks: of weights with one scale a row they may have any length."""
+    """x and a weight with rows of whole blocks: where a row has one scale it may have any length, and gets zeros."""
     rest = -x.shape[1] % BLOCK
     if rest == 0:
         return x, weight

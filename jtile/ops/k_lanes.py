@@ -30,7 +30,7 @@ def _sides(layout: Layout) -> tuple[int, int]:
 
 
 class _Chunk:
-    """Some super blocks of some rows of W: what is read of them is read once.
+    """Some super blocks of some rows of W, of which nothing is read from memory twice.
 
     Its arrays are those that `split` gives. `words`: codes are taken as words of four, else as bytes."""
 

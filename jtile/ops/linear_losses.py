@@ -171,8 +171,8 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float):
 
 
 def _blocks_at_a_time(blocks: int, bn: int, column: int) -> int:
-    """How many blocks of `bn` classes, `column` bytes of cotangents each, the backward pass takes at a time: of what
-    `HELD` allows the largest part of all of them, as another number of them at the end takes kernels of its own."""
+    """How many blocks of `bn` classes, `column` bytes of cotangents each, the backward pass takes at a time: as
+    many as `HELD` allows, and if possible a divisor of `blocks`: a smaller number at the end takes further kernels."""
     most = min(blocks, max(1, (HELD // 4 if machine().whole else HELD) // (bn * column)))
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
 

@@ -33,8 +33,8 @@ LARGE, SMALL = 2.0**51, 2.0**-29
 # The field of a word that stands for the weight 0.
 _ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0, "fp8": 0.0, "mxfp4": 0.0}
 
-# x of a block as its words hold the codes: axes [blocks, *these], by (4-bit codes, packed words); of packed words, see
-# `QuantizedTensor.packed`, the axes are s, h, t, e of a weight's number 16 s + 8 h + 2 t + e in its block.
+# Axes that a block of x is split into, in the order in which words hold its codes, by (4-bit codes, packed words). With
+# packed words (`QuantizedTensor.packed`) they are s, h, t, e of a weight's number 16 s + 8 h + 2 t + e in its block.
 _VIEWS = {(True, False): (2, 4, 4), (True, True): (2, 2, 4, 2), (False, False): (8, 4), (False, True): (2, 2, 4, 2)}
 
 

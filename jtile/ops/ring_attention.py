@@ -39,7 +39,7 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
     """The order in which tokens are cut over devices so that causal attention is as much work on each: of twice as many
     chunks as devices, device r has chunks r and 2 devices - 1 - r.
 
-    `x[:, zigzag_order(tokens, devices)]` brings tokens into it, `np.argsort` of it back.
+    `x[:, zigzag_order(tokens, devices)]` brings tokens into this order, `np.argsort` of it brings them back.
 
     Args:
       tokens: a multiple of 2 devices.

@@ -31,8 +31,9 @@ def step_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates the queries and keys of a new token a row, appends it to the cache, and attends to that.
 
-    On Hopper one kernel, where keys are few: with `jt.config(overlap=True)`, which promises then that the kernel in
-    front makes none of the older slots of this cache, of `lengths` and of `pages`. These are read while it still runs.
+    On Hopper it is one kernel where keys are few and `jt.config(overlap=True)` is set. That promises here that the
+    kernel in front makes none of the older slots of this cache, of `lengths` and of `pages`: these are read while it
+    still runs.
 
     Args:
       qkv: float [batch, heads + 2 kv_heads, d], d even: queries, keys and values of the new tokens.
