@@ -205,7 +205,7 @@ class Debugger:
         """Stop where a line of the source begins, in one program or in any, if a condition holds.
 
         Args:
-          line: of the kernel's file, or of the one whose name ends in `file`; None: where a program begins, or with
+          line: a line of the kernel's file, or of one whose name ends in `file`; None: where a program begins, or with
             `when` wherever that comes to hold.
           program: the id of a program; default: any.
           when: an expression (see `value`) or a function of the names, `lambda s: s["acc"].max() > 3`. A name that has

@@ -30,7 +30,7 @@ class Frame:
     Attributes:
       entered: whether its line of source begins, or begins again.
       first: whether it is the first op of its program.
-      rounds: of each loop around it, from outside: the loop, the number of its round from 0, and how many rounds there
+      rounds: for each loop around it, from outside: the loop, the number of its round from 0, and how many rounds there
         are (None for a `while`).
     """
 
@@ -82,7 +82,7 @@ class Breakpoint:
     """Where a run stops: all of what is given must hold.
 
     Attributes:
-      line: of the source, and `file`, the end of its name; None for any.
+      line: the line of the source, and `file`, the end of the file's name; None for any.
       program: the id of a program; None for any. Without a line, the run stops where the program begins.
       when: a condition, as text or as a function of the names; None for none.
       ref: stop at accesses to this Ref; `part`, which of its elements; `kinds`: "read", "write", "atomic".

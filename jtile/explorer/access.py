@@ -28,7 +28,7 @@ def walked(kernel: ir.Kernel, data: Sequence[Any] | None, places: Places) -> Gri
     """The accesses of the programs of a kernel; None where there are none to show.
 
     Args:
-      kernel: of static sizes, at tile level or at the block level.
+      kernel: a kernel of static sizes, at tile level or at the block level.
       data: the kernel's inputs, as far as they are known (others count as zeros): indices may be loaded from them.
     """
     total = math.prod(kernel.grid)

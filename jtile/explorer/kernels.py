@@ -65,7 +65,7 @@ def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) ->
 
 
 def place(target: str) -> contextlib.AbstractContextManager[Any]:
-    """Where a function called inside takes itself to be: on the target, whatever devices this machine has."""
+    """A block in which functions take themselves to be on the target, whatever devices this machine has."""
     name, _, arch = target.partition(":")
     if not arch or not platforms.named(name).claims(arch):
         here = platforms.named(name)

@@ -1,4 +1,4 @@
-"""Where in the user's source each line of a level comes from. Every level says it in its own way: comments of jaxprs,
+"""The line of the user's source that each line of a level comes from, said differently by levels: comments of jaxprs,
 places behind the ops of Tile IR, locations of MLIR, debug information of LLVM, `.loc` of assemblers."""
 
 from __future__ import annotations

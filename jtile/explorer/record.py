@@ -58,7 +58,7 @@ class Step:
     """The kernel after a pass.
 
     Attributes:
-      name: of the pass; `ensures`: what holds afterwards; `level`: `tile` or `block`.
+      name: the name of the pass; `ensures`: what holds afterwards; `level`: `tile` or `block`.
       body: Tile IR; None where the pass changed nothing.
       diff: against the last step that has a body: `[kind, from, to, from, to]` of its lines and of these; kinds are
         `equal`, `insert`, `delete` and `replace`. Numbers of values do not count as differences.
@@ -77,8 +77,8 @@ class Access:
 
     Attributes:
       ref: the number of the array in `Piece.refs`; `kind`: `read`, `write` or `atomic`.
-      op: its name in Tile IR; `place`: of its line.
-      dims: of each dimension of the array the `kind` of index (`at`, `span`, `tile` or `take`: a gather) and `stride`.
+      op: the name of the op in Tile IR; `place`: the place of its line.
+      dims: for each dimension of the array the `kind` of index (`at`, `span`, `tile`, `take`: a gather) and `stride`.
     """
 
     ref: int
@@ -119,7 +119,7 @@ class Speed:
       limits: microseconds that `memory`, `products` and `elements` take at least.
       memory: bytes a second of the target's memory; peaks: operations a second of products by dtype; 0 or nothing where
         they are not known. measured: whether these are of this machine, and not of a data sheet.
-      time_us: of one call on this machine; None where it was not measured.
+      time_us: microseconds of one call on this machine; None where it was not measured.
       limit: what limits it, in words; advice: sentences about what to try.
       resources: registers, spills, shared memory, threads, blocks and occupancy, as a GPU's compiler tells them.
     """
@@ -150,7 +150,7 @@ class Roles:
       rings: shared memory, `{name, slots, shape, dtype, bytes, place, writers, readers}`; the last two are numbers of
         roles, as in what follows.
       barriers: `{name, slots, arrivals, place, waits, arrives, expects}`.
-      unit: of the timeline: `ns` on a device, `steps` in the interpreter; "" without a timeline.
+      unit: the unit of the timeline: `ns` on a device, `steps` in the interpreter; "" without a timeline.
       kinds: what spans are: `wait full`, `product 64x256x64`, ...
       programs: those that were watched, `{number, length, busy, lanes}`, where `busy` is the share of the time in which
         a product was under way. A lane is `{name, kind, spans}` of a `role`, of `products` under way or of a `slot` of
@@ -203,10 +203,10 @@ class Piece:
     """One kernel that runs.
 
     Attributes:
-      name: of the kernel.
+      name: the name of the kernel.
       group: `kernel`, or `gradient` for the kernels of reverse mode.
       calls: how often the function that is viewed calls it; 1 for the others.
-      grid: its programs along each axis.
+      grid: the number of its programs along each axis.
       refs: its arrays: `{name, role, dtype, shape}`.
       levels: in the order in which they are made. steps: the passes between two of them.
       facts: texts by name: `resources` of a program, `sharding`, `choice` of tiles, and `schedule`: why the kernel runs
@@ -235,7 +235,7 @@ class Record:
     """All of a page.
 
     Attributes:
-      title: of the page; `target`: its name; `version`: of jtile; `schema`: of this record.
+      title: the page's title; `target`: the target's name; `version`: that of jtile; `schema`: that of this record.
       sources: the files that places are in. places: `[number of a source, line]`; the first stands for no place.
       pieces: the kernels, those of the gradient behind the others.
       notes: sentences about what could not be shown, and why.

@@ -36,7 +36,7 @@ def roles(
     """What a record says of roles; None for a kernel that has none on its target.
 
     Args:
-      piece: as `pieces_of` gives it.
+      piece: a piece as `pieces_of` gives it.
       data: the inputs of the piece, where they are known.
       run: the target is the device at hand, and may be measured.
     """

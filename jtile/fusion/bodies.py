@@ -36,7 +36,7 @@ class GroupKernel:
     """The kernel of a group. Its arrays have a dimension for every axis of theirs that is longer than one element.
 
     Attributes:
-      kernel: it. tiling: how its programs share the elements.
+      kernel: the kernel. tiling: how its programs share the elements.
     """
 
     def __init__(self, group: Group):
@@ -77,7 +77,7 @@ class LoopKernel:
     """The kernel of a loop.
 
     Attributes:
-      kernel: it. tiling: how its programs share the elements of a round.
+      kernel: the kernel. tiling: how its programs share the elements of a round.
     """
 
     def __init__(self, loop: Loop):

@@ -24,7 +24,7 @@ class Loop:
 
     Attributes:
       nodes: the scan. inputs: what it reads. outputs: those of its values that something needs.
-      steps: of one round. layout: of their values, which have no axis for the rounds.
+      steps: the steps of one round. layout: that of their values, which have no axis for the rounds.
       constants, carry, elements: what a round reads: the same in all rounds, from the one before, of its own.
       next: the carry for the round after. written: what `outputs` are of: a number of the carry, or a value of a round.
       length: how many rounds there are. reverse: whether the last one comes first.

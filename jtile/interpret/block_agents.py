@@ -113,7 +113,7 @@ class Product(Handle):
         out = DTYPES[self.op.result.dtype].numpy
         wide = np.float64 if out.kind == "f" else np.int64
         with np.errstate(all="ignore"):
-            r = np.matmul(a.astype(wide), self.b.data.astype(wide))  # as the card of `dot` does
+            r = np.matmul(a.astype(wide), self.b.data.astype(wide))  # computed as by the card of `dot`
             self.value = (r if acc is None else r + acc.astype(wide)).astype(out)
         self.a = self.b = self.acc = None
 

@@ -32,7 +32,7 @@ class AccessPicture:
     Attributes:
       title: what was accessed, and by which program.
       wrong: what is wrong with the elements drawn as `X`.
-      shape: of the array along the axes that are drawn, rows and columns.
+      shape: the shape of the array along the axes that are drawn, rows and columns.
       axes: those axes of the array; the others are at the numbers that `title` gives.
       elements: what the access names, and `faults` those of them that are wrong: indices along `axes` [n, 2].
       others: elements of the program with which it races, and `other` the name of that.

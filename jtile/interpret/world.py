@@ -185,7 +185,7 @@ class World:
         self.counters: dict[tuple[int, Place, Value, int], Counter] = {}
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.arrivals: dict[tuple[str, int, int, int], Meeting] = {}
-        self.machines: list[Machine] = [None] * len(self.places)  # type: ignore[list-item]  # of the call at hand
+        self.machines: list[Machine] = [None] * len(self.places)  # type: ignore[list-item]  # the machines of the call at hand
         self.rng = random.Random(int(seed) * 1_000_003)
 
     # -- turns --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Step:
     """An op that a role does, and the numbers that it goes by.
 
     Attributes:
-      op: of barriers or memory, or one with regions of which nobody knows what they did to memory.
+      op: an op of barriers or memory, or one with regions of which nobody knows what they did to memory.
       at, parity: which barrier of an allocation, and the parity that a wait waits for; None: not known.
       fills, reads: places that it writes and reads.
     """

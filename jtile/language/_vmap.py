@@ -120,7 +120,7 @@ def _store(args, batched, *, dims, masked):
 
 
 def _last(values, mask):
-    """Of `values` [size, ...], each element from the last lane where `mask` is true; from the first where none is."""
+    """Each element of `values` [size, ...] from the last lane where `mask` is true; from the first where none is."""
     lanes = lax.broadcasted_iota(np.dtype(np.int32), mask.shape, 0)
     last = jnp.where(mask, lanes, jnp.zeros_like(lanes)).max(0)
     count = math.prod(last.shape)

@@ -271,8 +271,8 @@ def alloc(shape: Any, dtype: Any, slots: int | None = None) -> Any:
     of buffers (`Shared`). In any other kernel it is a scratch Ref of the program, and `slots` has no meaning.
 
     Args:
-      shape: of one buffer, an int or a tuple of ints.
-      dtype: of its elements.
+      shape: the shape of one buffer, an int or a tuple of ints.
+      dtype: the dtype of its elements.
       slots: length of the ring.
 
     Returns:

@@ -261,7 +261,7 @@ def _no_negative(v: Value, known: frozenset[Value]) -> bool:
             return every(a, b)
         case For() as loop:
             i = loop.results.index(v)
-            inside = frozenset([loop.body.params[1 + i]])  # of the first round, and then of each because of the last
+            inside = frozenset([loop.body.params[1 + i]])  # assumed of the carry: proved by induction over rounds
             return _no_negative(loop.inits[i], known) and _no_negative(loop.body.yields[i], known | inside)
     return False
 

@@ -59,7 +59,7 @@ class _Groups:
 
     def __init__(self, kernel: Kernel):
         self.parent: dict[Value, Value] = {}
-        self.fixed: set[Value] = set()  # what cannot be turned
+        self.fixed: set[Value] = set()  # values that cannot be turned
         self.gain: dict[Value, int] = {}
         self.ops = list(kernel.body.walk())
         for op in self.ops:

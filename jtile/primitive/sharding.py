@@ -88,7 +88,7 @@ def check_ranks(pattern: Pattern, kernel: str, arrays: Sequence[Any], n_in: int,
 
     Args:
       arrays: what has a shape, in the order of the Refs.
-      names: of the Refs, for messages.
+      names: the names of the Refs, for messages.
     """
     for what, rule, given in (
         ("inputs", pattern.inputs, arrays[:n_in]),

@@ -171,9 +171,9 @@ def check_kernel(
       skip: check, or its first word -> why it is left out.
       only: first words of the checks to run; default: all.
       tolerance: largest relative error of a result, one number or by dtype; default: `TOLERANCES`.
-      derivative_tolerance: likewise for derivatives; default: four times `TOLERANCES`.
-      step: of the differences, along one random direction of elements in [-1, 1].
-      seed: of the random directions.
+      derivative_tolerance: largest relative error of a derivative; default: four times `TOLERANCES`.
+      step: the step of the differences, along one random direction of elements in [-1, 1].
+      seed: the seed of the random directions.
     Returns:
       A `Report`: for each check whether it passed, its largest relative error, or why it was skipped. It prints as a
       table.

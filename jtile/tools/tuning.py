@@ -105,7 +105,7 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
     before, types = dict(store.entries(device.kind())), levels.parse_types(args)
     function = _function(what, types, meta)
     if out:
-        _add(Path(out), device.kind(), {})  # what cannot be written is said before the search
+        _add(Path(out), device.kind(), {})  # a file that cannot be written is an error before the search
     try:
         with levels.as_wide_as(types):
             report = tune(function, *types, time_limit=time_limit)

@@ -251,7 +251,7 @@ class Jumps:
 
 
 def _turning_point(s: ast.While) -> tuple[list[ast.stmt], ast.If, list[ast.stmt]] | None:
-    """Of `while True` the statements before its first `if`, that `if`, and those after it, where it is the first way
+    """For `while True`, the statements before its first `if`, that `if`, and those after it, where it is the first way
     out of the loop and does nothing but leave."""
     if not endless(s):
         return None

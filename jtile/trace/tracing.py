@@ -109,7 +109,7 @@ def _of_reals(closed):
     variables = (v for eqn in equations(closed.jaxpr) for v in (*eqn.invars, *eqn.outvars))
     if not any(is_complex(getattr(v.aval, "dtype", None)) for v in (*closed.jaxpr.invars, *variables)):
         return closed
-    from jtile.trace import pairs  # with all rules that make Tile IR of jaxprs, and seldom asked for
+    from jtile.trace import pairs  # loads all rules for Tile IR, and is seldom needed
 
     with paused():
         return pairs.without_complex(closed)

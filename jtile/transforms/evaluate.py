@@ -40,7 +40,7 @@ class Loop:
       consts, init, xs: the equation's operands in these roles.
       length: number of rounds, or None.
       counter: place of the carry that counts the rounds (None: none does), and its step.
-      limit: of a `while` that counts: the variable or literal of the equation's operands that ends it.
+      limit: for a `while` that counts, the variable or literal of the equation's operands that ends it.
       reverse: the xs are taken and the ys stored from the last to the first.
     """
 

@@ -28,7 +28,7 @@ class Factor:
     Attributes:
       name: a letter, for the printed rule.
       dims: (Ref, dimension) of every input and output that the factor cuts; Refs as numbers: inputs, then outputs.
-      sizes: their sizes.
+      sizes: the sizes of these dimensions.
       partial: outputs (numbered from 0) that are sums over the shards.
       uses: the accesses along the factor.
       cut: roots of the axis classes of whole axes along it.

@@ -38,7 +38,7 @@ def prune(closed_jaxpr, scratch: frozenset[int] = frozenset(), *, own_refs: bool
     """The kernel without its dead code.
 
     Args:
-      closed_jaxpr: of a kernel body over Refs, as `jtile.trace.tracing.trace` gives it.
+      closed_jaxpr: the jaxpr of a kernel body over Refs, as `jtile.trace.tracing.trace` gives it.
       scratch: places of the invars whose contents nobody sees after the kernel: stores to them go where nothing live
         reads them.
       own_refs: say what happens to JAX's own Refs in the language's primitives, and make loops of lanes of jax.vmap

@@ -31,7 +31,7 @@ class Weight:
     Attributes:
       of: symbol -> its weight, none 0; empty: the value does not change.
       kind: "times" or "plus".
-      axes: of the value, along which the elements of the symbols lie.
+      axes: the axes of the value along which the elements of the symbols lie.
       constant: the number that all elements are, where that is 0 or -inf.
     """
 

@@ -111,7 +111,7 @@ def _large(kernel: ir.Kernel) -> bool:
 
 
 def _sides(found: Factors) -> Sides | None:
-    """Which factors the sides of the products' tiles walk along: of each place one whose tiles may change, or None."""
+    """The factors that sides of the products' tiles walk along: for each place one whose tiles may change, or None."""
     dots = nature.products_of(found.kernel)
     if not all(isinstance(d, ir.Dot) and len(d.result.shape) == 2 for d in dots):
         return None

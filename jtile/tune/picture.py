@@ -18,7 +18,7 @@ WORKS, PRODUCTS = "#4c956c", "#1d3557"
 _SLOTS = {COPIED: "#a8dadc", READ: "#457b9d"}
 _WAITS = ("#d9d9d9", "#f4a259", "#bc4b51", "#8e7dbe", "#f2cc8f", "#81523f", "#e5989b", "#9a9a9a")
 _MOMENTS = {"product": ("|", "black"), "load": ("v", "#1d3557"), "store": ("^", "#bc4b51")}
-Part = tuple[float, float]  # where a bar starts, and its width
+Part = tuple[float, float]  # the start of a bar, and its width
 
 
 def draw(line: Timeline, path: str | os.PathLike[str], program: int | None, window: tuple[float, float] | None) -> None:

@@ -166,7 +166,7 @@ class Call:
             if "warps" not in target().features:
                 options = {}
                 configs = [{k: v for k, v in config.items() if k not in OPTIONS} for config in configs]
-        if kernel._tuning.override:  # what is given is a default too
+        if kernel._tuning.override:  # values that the call gives count as defaults, too
             names = {name for config in configs for name in config}
             take = lambda d: {k: v for k, v in d.items() if k in names}
             defaults = {**defaults, **take(options), **take(given)}

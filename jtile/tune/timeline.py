@@ -265,7 +265,7 @@ def _running(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def _union(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same times as disjoint intervals."""
+    """The times of intervals that may overlap, as disjoint intervals."""
     out: list[tuple[int, int]] = []
     for lo, hi in sorted(parts):
         if out and lo <= out[-1][1]:

@@ -225,7 +225,7 @@ def extended(p: Product, on: Gpu) -> tuple[int, int, int]:
 
 
 def near(p: Product, on: Gpu, *, whole: bool) -> list[Form]:
-    """Those of the `forms`, of sums that are `whole` or in parts, that a search tries: what is near the best."""
+    """The `forms` near the best, of sums that are `whole` or in parts, which a search tries."""
     times = {f: us for f, us in forms(p, on).items() if f.parts == 1 or not whole}
     ranked = sorted(times, key=times.__getitem__)
     return [f for place, f in enumerate(ranked) if place < ALWAYS or times[f] <= NEAR * times[ranked[0]]]

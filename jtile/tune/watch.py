@@ -70,7 +70,7 @@ def profile(
       capacity: the largest number of records of a role in a block.
       interpret: run the schedule for sm_90 in the interpreter, without a GPU. Times are then steps, which show what
         waits for what, but nothing about speed.
-      seed: of the interpreter's order of steps.
+      seed: the seed of the interpreter's order of steps.
 
     Returns:
       A `Profile`: `p["matmul"]` has the timeline of a kernel.

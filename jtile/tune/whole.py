@@ -162,7 +162,7 @@ def of_trace(events: Sequence[dict[str, Any]], text: str, kind: str) -> ProgramP
 
     Args:
       events: in the Trace Event Format; calls are marked by `jtile.profile_program`.
-      text: of the compiled program, which says what kernels its calls are.
+      text: the text of the compiled program, which says what kernels its calls are.
       kind: the kind of the device.
     """
     names = dict(_CALL.findall(text))

@@ -22,7 +22,7 @@ class Outcome:
       name: the name of the exception's type, of the status or of the signal.
       text: the first line of the exception's message.
       function: the innermost function of the file that the exception came through.
-      claim: of an AssertionError, the statement of the file that made it: it says what is wrong, and may not change.
+      claim: the statement of the file that raised an AssertionError: it says what is wrong, and may not change.
     """
 
     kind: str

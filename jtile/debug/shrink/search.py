@@ -117,7 +117,7 @@ class _Search:
 
     Attributes:
       tree, text: the smallest that fails alike. failure, interpreted: as in `Shrunk`.
-      count: of versions that were run. finished: whether no edit is left.
+      count: how many versions were run. finished: whether no edit is left.
     """
 
     def __init__(self, runs: Sequence[Runs], timeout: float, deadline: float, progress: Callable[[str], None]):

@@ -53,7 +53,7 @@ class Text:
     """An expression.
 
     Attributes:
-      text: it. level: how strongly its outermost operator binds.
+      text: the expression. level: how strongly its outermost operator binds.
       constant: its value, if it is a number that is known. shape: which dimensions it has (any key); None: a number's.
       mean: for a sum, (what the mean of the same elements is called, their number).
     """
