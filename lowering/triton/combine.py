@@ -26,8 +26,8 @@ def reduce(em: Emitter, xs: Sequence[Val], axis: int, body: Combiner) -> list[Va
 
 
 def reduce_axes(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: Combiner) -> list[Val]:
-    """Likewise along several axes, one after the other: merged into one, their lanes would lie so that threads which
-    meet are not neighbours. Axes of length 1 may stay."""
+    """Tensors folded as `reduce` does it along several axes, one after the other: if the axes were merged into one,
+    threads that meet would not be neighbours. Axes of length 1 may stay."""
     out = list(xs)
     for axis in sorted(axes, reverse=True):
         if out[0].shape[axis] > 1:
@@ -47,7 +47,8 @@ def scan(em: Emitter, xs: Sequence[Val], axis: int, body: Combiner, *, reverse: 
 
 
 def _region(em: Emitter, name: str, attributes: str, xs: Sequence[Val], shape: Sequence[int], body) -> list[Val]:
-    """Bools go as i32: threads exchange whole registers, and integers of 32 bits have instructions for folding."""
+    """The text of a `tt.reduce` or `tt.scan` with its region. Bools go as i32: threads exchange whole registers, and
+    integers of 32 bits have instructions for folding."""
     code = em.code
     carried = [code.to_int(x, "i32", signed=False) if x.elem == "i1" else x for x in xs]
     result = code.name()
@@ -79,7 +80,7 @@ def binary(em: Emitter, name: str) -> Combiner:
 
 
 def inside(em: Emitter, shape: Sequence[int], axes: Sequence[int]) -> Val | None:
-    """The mask of the lanes that lie within a tile along some of its axes; None where all do."""
+    """The mask of the lanes that lie within a tile along some of its axes; None where all lanes do."""
     return em.valid(tuple(n if k in axes else padded((n,))[0] for k, n in enumerate(shape)))
 
 
@@ -136,7 +137,7 @@ def check_number(em: Emitter, op: ir.Op, xs: Sequence[Val]) -> None:
 
 
 def guarded(em: Emitter, body: Combiner) -> Combiner:
-    """A combiner of values and, last, a bool that says which of them count: those that do not are passed over."""
+    """A combiner of values and, last, a bool that says whether they count: values that do not are passed over."""
 
     def run(a: list[Val], b: list[Val]) -> list[Val]:
         code = em.code
@@ -151,6 +152,6 @@ def guarded(em: Emitter, body: Combiner) -> Combiner:
 
 
 def with_guard(em: Emitter, xs: Sequence[Val], shape: Sequence[int], axes: Sequence[int]) -> list[Val] | None:
-    """Tensors, and which of their lanes lie within the tile along `axes`; None where all do."""
+    """Tensors with the mask of their lanes that lie within the tile along `axes`; None where all lanes do."""
     mask = inside(em, shape, axes)
     return None if mask is None else [*xs, mask]

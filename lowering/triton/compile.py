@@ -15,7 +15,7 @@ from jtile.ir.extents import call
 from ..artifact import Artifact
 from ..emitting import Marks
 from ..targets import Target
-from . import (  # noqa: F401  emitters register
+from . import (  # noqa: F401  their emitters register themselves
     emit_arrivals,
     emit_atomic,
     emit_basics,
@@ -45,7 +45,7 @@ from .ttir import Val, bits
 
 RESIDENT = 2048  # blocks of a kernel with private memory: each runs many programs, so that the memory is bounded
 WORKSPACE = 256 << 20  # bytes of private memory of all blocks, where one block does not need more
-MAX_PARAMETERS = 512  # of a launch, as ffi/csrc/record.h has it; two of them are triton's own
+MAX_PARAMETERS = 512  # parameters of a launch, as ffi/csrc/record.h has it; two of them are triton's own
 
 
 def emit_kernel(
@@ -61,9 +61,9 @@ def emit_kernel(
 
     Args:
       isolate: see `layouts.py`.
-      num_stages: of every loop, whatever it asks for itself; None leaves that to the loops.
+      num_stages: stages of every loop, whatever it asks for itself; None leaves that to the loops.
       emitter: a class of emitters for processors that are no GPUs.
-      marks: behind each line stands where in the source it comes from.
+      marks: adds to each line a comment with the place in the source that it comes from.
     """
     record = Record()
     em = emitter(kernel, f, record, isolate=isolate, num_stages=num_stages, marks=marks)
@@ -110,7 +110,7 @@ def _numbers(kernel: ir.Kernel) -> dict[str, int]:
 
 
 def parameters(em: Emitter) -> None:
-    """Arrays, then the symbols of dynamic sizes, then the counters."""
+    """Add the parameters of the function: arrays, then the symbols of dynamic sizes, then the counters."""
     kernel = em.kernel
     refs = [*kernel.inputs, *kernel.outputs]
     pointers = [em.pointer_param(k, memory_elem(r.dtype)) for k, r in enumerate(refs)]
@@ -141,7 +141,7 @@ def _strides(em: Emitter, shape: tuple[int | Val, ...]) -> tuple[int | Val, ...]
 
 
 def _devices(em: Emitter) -> emit_devices.Devices | None:
-    """What a kernel that talks to other devices starts with."""
+    """The state and the first code of a kernel that talks to other devices; None for other kernels."""
     kernel = em.kernel
     if not kernel.devices:
         return None
@@ -155,7 +155,7 @@ def _devices(em: Emitter) -> emit_devices.Devices | None:
 
 
 def _scratch(em: Emitter) -> list[ir.Value]:
-    """The private Refs of a program."""
+    """The private Refs of a program, which its scratch memory holds."""
     kernel = em.kernel
     refs = [*kernel.scratch, *(op.results[0] for op in kernel.body.walk() if isinstance(op, ir.Alloc))]
     for r in refs:
@@ -179,7 +179,8 @@ def _blocks(kernel: ir.Kernel, private: int, f: Features) -> ir.Size:
 
 
 def _workspace(em: Emitter, scratch: list[ir.Value], blocks: ir.Size) -> None:
-    """Memory for private Refs: a further result of the call; on an NPU one each, whose pointers keep their type."""
+    """Add memory for private Refs: a further result of the call; on an NPU one result for each Ref, so that pointers
+    keep their type."""
     if not scratch:
         return
     if em.features.npu:
@@ -192,9 +193,9 @@ def _workspace(em: Emitter, scratch: list[ir.Value], blocks: ir.Size) -> None:
 
 
 def _program_loop(em: Emitter, block: Val, scratch: list[ir.Value]) -> None:
-    """Each block runs the programs `block, block + blocks, ...`."""
+    """Emit the loop in which a block runs the programs `block, block + blocks, ...`."""
     code, programs = em.code, static_programs(em.kernel)
-    # The counter passes the last program by as many as there are blocks.
+    # The counter goes beyond the last program by up to the number of blocks.
     wide = "i32" if scratch and programs is not None and programs <= MAX_BLOCKS - RESIDENT else "i64"
     blocks = code.to_int(code.let("tt.get_num_programs x : i32", (), "i32"), wide)
     if programs is None:

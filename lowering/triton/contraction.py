@@ -1,8 +1,8 @@
 """Sums of narrow floats that must not be contracted with a product: f16 and bf16 are rounded after every function.
 
 LLVM narrows `round(f32(x) * f32(y))` to a product of bf16, which has the same bits, and takes such a product and a sum
-for one fused multiply-add, which has not. A sum in f32 is none that a product of bf16 can be contracted with. Rounded,
-it has the bits of the narrow one: 24 bits are twice those of f16 and two more.
+for one fused multiply-add, which has not. A product of bf16 cannot be contracted with a sum in f32. Rounded, such a
+sum has the bits of the narrow one: 24 bits are twice those of f16 and two more.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Small(NamedTuple):
     largest: int
     overflow: int
     nan: int
-    elem: str = ""  # triton's type for what hardware converts
+    elem: str = ""  # triton's type for a format that hardware converts
     unsigned_zero: bool = False  # its only zero is 0, and NaN has the code of -0
 
     @property
@@ -86,7 +86,8 @@ def _from_float(x: X, f: Features, src: str, dst: str) -> X:
 
 
 def _filled(y: Val, fill, src: str, dst: str) -> Val:
-    """Zero stays zero, but as e8m0, which has none; of floats with infinities these stay too."""
+    """A converted value with what is known of its fill: zero stays zero, but in e8m0, which has none; infinities stay
+    where both floats have them."""
     if fill is None or src in CODES or dst == "float8_e8m0fnu":
         return y
     if fill != 0:
@@ -106,7 +107,7 @@ def wrap(x: X, dtype: str) -> X:
 
 
 def own_bits(dtype: str, x: X) -> X:
-    """An integer without the copies of its sign in the bits of an i8 that are not its own."""
+    """An integer below 8 bits whose i8 has zeros, instead of copies of the sign, in the bits beyond its width."""
     info = ir.DTYPES[dtype]
     return x & (1 << info.bits) - 1 if info.kind == "i" and info.bits < 8 else x
 
@@ -115,7 +116,7 @@ def own_bits(dtype: str, x: X) -> X:
 
 
 def _int_to_float(x: X, f: Features, src: str, dst: str) -> X:
-    """Rounded once to f32 (f64), from there to narrower dtypes."""
+    """An integer as a float: rounded once to f32 (f64), and from there to narrower dtypes."""
     if src == "bool":
         return x.where(code_of(1.0, dst), code_of(0.0, dst), elem_of(dst))
     if dst == "float64":
@@ -135,7 +136,7 @@ def _by_mantissa(x: X, src: str, elem: str) -> X:
     one = {"bf16": 0x4300, "f16": 0x6400, "f32": 0x4B000000}[elem]  # 2^7, 2^10, 2^23
     low = 0
     if src in ("int2", "int4"):
-        x, low = (x & 15) ^ 8, 8  # not x + 8: of bits, LLVM sees through the sign extension before
+        x, low = (x & 15) ^ 8, 8  # bit operations, not x + 8: LLVM sees through the sign extension before them
     elif is_signed(src):
         low = x.sign_mask()
         x = x ^ low
@@ -144,7 +145,7 @@ def _by_mantissa(x: X, src: str, elem: str) -> X:
 
 
 def _float_to_int(x: X, dst: str) -> X:
-    """Truncated, saturated, NaN as 0. `x` is f32 or f64."""
+    """A float as an integer: truncated and saturated, NaN as 0. `x` is f32 or f64."""
     if not x.v.shape and x.code.lifts_scalars:
         code = x.code
         return X(code, code.unsplat(_float_to_int(X(code, code.splat(x.v, (1,))), dst).v))
@@ -152,7 +153,7 @@ def _float_to_int(x: X, dst: str) -> X:
     signed = is_signed(dst)
     low = -(1 << (info.bits - 1)) if signed else 0
     high = (1 << (info.bits - signed)) - 1
-    if info.bits <= (16 if x.elem == "f32" else 32):  # both limits are floats
+    if info.bits <= (16 if x.elem == "f32" else 32):  # floats of x's type hold both limits of the integer
         y = x.is_nan().where(0.0, x)
         y = y.binary("arith.maxnumf", float(low)).binary("arith.minnumf", float(high))
         if info.bits == 32:
@@ -228,7 +229,7 @@ def _encode(x: X, fmt: Small) -> X:
     half = (1 << (drop - 1)) - 1
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude + half + (magnitude.lshr(drop) & 1)).lshr(drop) - ((127 - fmt.bias) << fmt.mantissa)
-    # Below the normal range the spacing is fixed: the adder rounds at the last place of this power of two.
+    # Below the normal range the spacing is fixed: adding this power of two rounds at the spacing's place.
     magic = a.const(2.0 ** (1 - fmt.bias - fmt.mantissa + 23))
     subnormal = (a + magic).bits() - magic.bits()
     y = a.lt(2.0 ** (1 - fmt.bias)).where(subnormal, normal)
@@ -243,7 +244,8 @@ def _encode(x: X, fmt: Small) -> X:
 
 
 def _encode_hardware(x: X, fmt: Small) -> X:
-    """The instruction saturates; what rounds beyond the largest number is infinite, or NaN where there is no such."""
+    """Encode by the instruction, which saturates: numbers that round beyond the largest become infinite, or NaN where
+    the format has no infinity."""
     code = x.code
     fp8 = code.let(
         f"tt.fp_to_fp {x.v.name}, rounding = rtne : {x.v.type} -> {x.code.spell(x.v.shape, fmt.elem)}",
@@ -260,7 +262,7 @@ def _encode_hardware(x: X, fmt: Small) -> X:
 
 
 def _encode_power(x: X) -> X:
-    """float8_e8m0fnu: ties go up; zero, negative and too large values are NaN."""
+    """The code of a float8_e8m0fnu: ties go up; zero, negative and too large values are NaN."""
     bits = x.bits()
     low = bits.gt(0x400000).where(1, 0, "i32")  # ml_dtypes rounds up above the smallest
     y = bits.lt(0x800000).where(low, (bits + 0x400000).lshr(23))

@@ -1,6 +1,6 @@
 """Arrivals: an atomic addition to a counter in memory of the launcher, which lies at zero between calls.
 
-All threads of the block, or of the role, have stored before one of them adds (a barrier), and what it adds releases
+All threads of the block, or of the role, have stored before one of them adds (a barrier), and its addition releases
 their stores to the device, since it knows of them; it acquires, and another barrier passes on what it has learned: the
 atomic gives its scalar to all threads through shared memory. Ordinary loads behind it then see what others stored: the
 acquire has thrown away the lines that the first-level cache holds.
@@ -25,7 +25,7 @@ def _last_arrival(em: Emitter, op: ir.LastArrival) -> Val:
     em.barrier()
     come = code.shift(_add(em, counter, code.i32(1), "acq_rel", code.const(True, "i1")), 1)
     em.barrier()
-    # Of programs that go round and round, some may come again before the last has taken its own off.
+    # Programs that arrive again and again may come back before the last one has subtracted the arrivals of its round.
     last = code.cmp("eq", code.op("arith.remsi", come, count), code.i32(0))
     _add(em, counter, code.op("arith.subi", code.i32(0), count), "relaxed", last)
     return last

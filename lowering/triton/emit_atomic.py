@@ -32,7 +32,7 @@ def _atomic(em: Emitter, op: ir.Atomic) -> Val:
         return em.zeros(op.value)
     meet(em, op)
     used = _is_used(em, op.result)
-    if em.features.npu and used:  # it is read some time before
+    if em.features.npu and used:  # there the old value is read some time before the update
         em.refuse(op, f"no atomic {op.fn} whose old value is used: only the update is atomic")
     a = _Access.of(em, op, buf)
     ordered = may_repeat(op.index) and (used or op.fn in ("xchg", "cas"))
@@ -46,12 +46,12 @@ def _is_used(em: Emitter, v: ir.Value) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Access:
-    """What an atomic touches.
+    """The elements that an atomic touches, and what it does to them.
 
     Attributes:
-      fn: of the op; bools know bitwise functions only.
+      fn: the op's function; bools know bitwise functions only.
       pointers: to the elements, or None where they are no words of 32 or 64 bits.
-      offset: of the elements from the start of the array.
+      offset: offsets of the elements from the start of the array.
       mask: the lanes that touch memory; None: all.
       value, compare: tiles as registers hold them.
     """
@@ -92,8 +92,8 @@ class _Access:
 
 
 def _harmless(em: Emitter, op: ir.Atomic, a: _Access) -> _Access:
-    """For a compiler that forgets the mask of lanes with indices of their own: those that are left out add zero (and so
-    on) to the first element. It has no exchanges, and no functions of narrow elements."""
+    """An access for a compiler that forgets the mask of lanes with indices of their own: masked lanes apply the neutral
+    operand, such as zero, to the first element. The compiler has no exchanges, and no functions of narrow elements."""
     code, fn = em.code, _native(em, a)
     if fn is None or fn == "exch":
         em.refuse(op, f"no atomic {op.fn} of {a.dtype}: add, max, min, and, or, xor of 32 bits, and add of float32")
@@ -133,7 +133,7 @@ def _native(em: Emitter, a: _Access) -> str | None:
 
 
 def _once(em: Emitter, a: _Access, mask: Val | None) -> Val:
-    """Every lane of `mask` once, in any order; gives the old elements, and 0 in other lanes."""
+    """Apply the function once for each lane of `mask`, in any order; returns the old elements, 0 in other lanes."""
     code = em.code
     fn = _native(em, a)
     if fn is not None:
@@ -195,7 +195,7 @@ def _operand(em: Emitter, a: _Access, shift: Val) -> Val:
 
 
 def _others(em: Emitter, a: _Access, shift: Val) -> Val:
-    """Ones in all bits of a word but those of the element."""
+    """A word with ones in all bits but those of the element."""
     code = em.code
     ones = code.const(2**a.bits - 1, "i32", shift.shape)
     return code.op("arith.xori", code.op("arith.shli", ones, shift), code.const(-1, "i32", shift.shape))
@@ -210,7 +210,7 @@ def _raw(em: Emitter, a: _Access, v: Val) -> Val:
 
 
 def _element(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
-    """The element of a word, as registers hold it."""
+    """The element that stands at `shift` in a word, as registers hold it."""
     code, elem = em.code, elem_of(a.dtype)
     if shift is not None:
         word = code.op("arith.shrui", word, shift)
@@ -226,7 +226,7 @@ def _element(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
 
 
 def _updated(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
-    """What a word holds after the function was applied to its element."""
+    """The word after the function was applied to its element."""
     code = em.code
     old = _element(em, a, word, shift)
     new = _raw(em, a, _applied(em, a, old))
@@ -237,7 +237,8 @@ def _updated(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
 
 
 def _applied(em: Emitter, a: _Access, old: Val) -> Val:
-    """The new element. Functions of numbers are those of `ir.Map`, so that they mean the same everywhere."""
+    """The element after the function was applied. Functions of numbers are emitted as those of `ir.Map`, so that they
+    mean the same everywhere."""
     code = em.code
     if a.fn == "xchg":
         return a.value
@@ -279,7 +280,7 @@ def _cas(em: Emitter, buf: Buffer, pointers: Val, want: Val, new: Val) -> Val:
 
 
 def _exchange_loop(em: Emitter, buf: Buffer, pointers: Val, mask: Val | None, update: Callable[[Val], Val]) -> Val:
-    """Compare and exchange until every lane has put its word where it had seen the old one; gives the old words.
+    """Compare and exchange until every lane has put its word where it had seen the old one; returns the old words.
 
     The first guess is zero: where it is wrong, the exchange fails and says what is there. A plain load would be a race,
     and caches could answer it. Lanes that are done, or masked, put back what they saw.
@@ -363,7 +364,7 @@ def _pairs(em: Emitter, key: Val, live: Val | None, lanes: Val, keys: Val, lives
 
 
 def _laid(em: Emitter, ranks: Val, index: ir.Index) -> Val:
-    """Numbers of the gathered axes over the whole tensor of an access."""
+    """Ranks over the gathered axes, laid over the whole tensor of an access."""
     code, full = em.code, padded(ir.index_shape(index))
     place = 0
     for d in index:
@@ -378,7 +379,7 @@ def _laid(em: Emitter, ranks: Val, index: ir.Index) -> Val:
 
 
 def _in_turns(em: Emitter, a: _Access, ranks: Val, used: bool) -> Val:
-    """All lanes of one rank at a time; gives the old elements."""
+    """Apply the function for all lanes of one rank at a time; returns the old elements."""
     code = em.code
     live = ranks if a.mask is None else code.select(a.mask, ranks, code.const(-1, "i32", ranks.shape))
     turns = code.shift(fold(code, live, "arith.maxsi"), 1)

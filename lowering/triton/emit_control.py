@@ -89,7 +89,7 @@ def range_of(em: Emitter, op: ir.For) -> Range:
 
 
 def _exact(v: Val, op: ir.For) -> int:
-    """A constant bound as the loop's dtype holds it."""
+    """The value of a constant bound in the loop's dtype."""
     info = ir.DTYPES[op.lo.dtype]
     n = int(v.number or 0) % 2**info.bits
     return n - 2**info.bits if info.kind == "i" and n >> (info.bits - 1) else n
@@ -171,7 +171,7 @@ def while_loop(em: Emitter, op: ir.While, inits: Sequence[Val], body: Body) -> t
 def _end_of_test(em: Emitter, go: Val, passed: Sequence[Val]) -> None:
     """The end of the condition of a `scf.while`: whether it goes on, and what it hands to its body."""
     code = em.code
-    if not (em.features.npu or versions.constant_conditions()):  # no analysis knows that this is false
+    if not (em.features.npu or versions.constant_conditions()):  # no analysis knows that `never` is false
         never = code.cmp("slt", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
         go = code.op("arith.ori", go, never)
     handed = f" {', '.join(v.name for v in passed)} : {types_of(passed)}" if passed else ""

@@ -31,7 +31,7 @@ from .lanes import fold
 from .record import expression
 from .ttir import Val
 
-HEADER, HEAD = 32, 16  # bytes: of the log, of a record
+HEADER, HEAD = 32, 16  # bytes of the header of the log, and of the header of a record
 USED, FAILURE, DROPPED = 0, 8, 16
 FIRST = 2**63 - 1  # failures count down from here, so that the largest is the lowest program and 0 is none
 LOG = 1 << 20  # bytes of a log whose number of records is not known, or large
@@ -65,7 +65,7 @@ def _assert(em: Emitter, op: ir.Assert) -> None:
 
 
 def _site(em: Emitter, op: ir.Op, **facts) -> int:
-    """Note a site; gives its number."""
+    """Note a print or assert as a site of the kernel; returns the site's number."""
     lanes = em.kernel.lanes
     axes = max(3, len(em.kernel.grid) - lanes)
     shape = {} if (axes, lanes) == (3, 0) else {"axes": axes, "lanes": lanes}
@@ -130,7 +130,7 @@ def _program(em: Emitter) -> Val:
 
 
 def _count(em: Emitter, place: int, value: Val, mask: Val | None = None, fn: str = "add") -> Val:
-    """Change a number of the header; gives the old one."""
+    """Change a number of the log's header atomically; returns the old number."""
     code = em.code
     pointer = code.bitcast(_step(em, _log(em), code.const(place, "i64")), "!tt.ptr<i64>")
     mask = mask or code.const(1, "i1")

@@ -40,15 +40,15 @@ from .emit_debug import _program
 from .emitter import Buffer, Emitter, emits, memory_elem
 from .ttir import Val
 
-ALIGN = 256  # of the block, of the table's unit, and of each Ref
+ALIGN = 256  # bytes: alignment of the block and of each Ref, and the unit of the table
 FAULT, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 16, 24, 32
-FAULTS = ("", "wait", "barrier", "device", "signal", "value")  # what a report begins with is a place in this list
-CLEARED = 1024  # signals that a program clears at once
+FAULTS = ("", "wait", "barrier", "device", "signal", "value")  # a report begins with the index of its fault here
+CLEARED = 1024  # signals that a program clears with one store
 SETS = 4  # sets of signals
 KEPT = 4  # devices up to which a program has the whole table in registers from its beginning
 
 # One thread polls. $0 is 0 where the counter at $1 has come to $2, 1 where $4 ns have passed, 2 where the flag at $3
-# says that a device has failed before; the same in all threads. Differences, since counters of barriers wrap around.
+# says that a device has failed before; all threads get the same. Differences are compared, since counters wrap around.
 # The flag and the clock are looked at once in 64 turns: each look would let the signal itself be seen later.
 _POLL = """
 { .reg .pred %jp, %jq; .reg .b32 %js, %jx, %jf, %jk; .reg .b64 %jb, %jn;
@@ -74,9 +74,9 @@ class Layout:
     """Where everything lies in the block of a device, in bytes.
 
     Attributes:
-      table, epochs, barriers, signals, memory: where these begin; end: all of it.
-      axes: of the kernel's barriers, in their order.
-      first: of each Ref that every device has, in a set.
+      table, epochs, barriers, signals, memory: where these begin; end: bytes of the whole block.
+      axes: the axes of the kernel's barriers, in their order.
+      first: where each symmetric Ref begins in a set.
       signal_set, memory_set: bytes of a set.
     """
 
@@ -132,7 +132,7 @@ class Devices:
         self._begin()
 
     def _begin(self) -> None:
-        """What each program does first: it reads all that the block has for it, and ends where a call has failed.
+        """Emit the beginning of a program: it reads all that the block has for it, and ends where a call has failed.
 
         Where launches overlap, a program starts while the kernels in front of it still run, reads what is the host's,
         and then waits for them: one of them may be the call before this one of the same site."""
@@ -165,9 +165,9 @@ class Devices:
         return code.shift(code.scale(turn, size), start)
 
     def end(self) -> None:
-        """What each program does last: it clears its part of the signals of the next call but one, and counts."""
+        """Emit the end of a program: it clears its part of the signals of the next call but one, and counts."""
         code = self.em.code
-        self.em.barrier()  # the number of the call has been read
+        self.em.barrier()  # all threads have read the number of the call before it changes
         if self.layout.signal_set:
             self._clear()
         epoch = code.shift(self.epoch, 1)
@@ -195,7 +195,7 @@ class Devices:
         return self.at(self.base, self.em.code.const(offset, "i64"), elem)
 
     def at(self, base: Val, offset: Val, elem: str) -> Val:
-        """A pointer behind the start of a block: of one's own by its pointer, of another by how far it is from that."""
+        """A pointer into a block: `base` is the pointer to this device's, or how far another's is from that."""
         code = self.em.code
         offset = offset if base is self.base else code.add(base, offset)
         moved = code.let(f"tt.addptr {self.base.name}, {offset.name} : {self.base.elem}, i64", (), self.base.elem)
@@ -215,7 +215,7 @@ class Devices:
         return found
 
     def entry(self, rank: Val) -> Val:
-        """One of the table, in bytes."""
+        """The entry of a device in the table, in bytes."""
         code = self.em.code
         table = self.own(self.layout.table, "i64")
         entry = code.let(f"tt.addptr {table.name}, {rank.name} : {table.elem}, i32", (), table.elem)
@@ -229,7 +229,8 @@ class Devices:
         )
 
     def put(self, v: ir.Value, param: ir.Value, place: Place, block: Val | None) -> None:
-        """Let `v` be a parameter on the device at a place, whose block is so far from this one; None: this one."""
+        """Bind `v` to a parameter's Ref on the device at a place. `block`: how far its block is from this device's;
+        None: it is this device's."""
         self.places[v] = place
         signal = param.type.role == "signal"  # type: ignore[union-attr]
         offset = self.em.code.shift(self.signals if signal else self.memory, self.layout.first[param])
@@ -255,7 +256,7 @@ class Devices:
     # -- instructions -------------------------------------------------------------------------------------------------
 
     def rmw(self, fn: str, pointer: Val, value: Val, order: str, scope: str = "sys") -> Val:
-        """One atomic, of one thread; gives the old number."""
+        """An atomic that one thread does; returns the old number."""
         true = self.em.code.const(True, "i1")
         names = ", ".join(v.name for v in (pointer, value, true))
         kinds = f"({pointer.elem}, i32, i1) -> i32"
@@ -297,7 +298,7 @@ class Devices:
             self.instruction(EXIT)
 
     def report(self, op: ir.Op, fault: str, *numbers: Val) -> None:
-        """Say what went wrong, unless another program of this device has, and let all devices end."""
+        """Report what went wrong, unless another program of this device has done so, and let all devices end."""
         em, code = self.em, self.em.code
         lanes = em.kernel.lanes
         self.sites.append({"kind": "assert", "message": op.mnemonic, "where": str(op.loc), "args": [],
@@ -335,7 +336,7 @@ class Devices:
         return self.loop(code.i32(0), code.i32(n), code.i32(1))
 
     def facts(self) -> dict[str, Any]:
-        """What the launcher must know: see `record.py`."""
+        """The entry `devices` of the launch record, which the launcher reads: see `record.py`."""
         at, kernel = self.layout, self.kernel
         names = [[v.name, list(v.shape)] for v in kernel.refs("signal")]
         return {
@@ -346,7 +347,7 @@ class Devices:
 
 
 def _intervals(kernel: ir.Kernel) -> dict[ir.Op, list[Interval | None]]:
-    """What the numbers that name devices and signals lie between."""
+    """The bounds of the numbers that name devices and signals, for each op."""
     found: dict[ir.Op, list[Interval | None]] = {}
 
     def look(op: ir.Op, known: Intervals) -> None:

@@ -13,11 +13,11 @@ from .emitter import PACKED, Emitter, elem_of, emits, memory_elem, padded
 from .features import Features
 from .ttir import Code, Val, bits, spell
 
-# Every value of these is one of float16 and of bfloat16.
+# Dtypes whose every value is one of float16 and of bfloat16.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float4_e2m1fn", *ir.FNUZ)
 PROMOTE = 128  # elements of k after which the short accumulators of Hopper's fp8 products go to f32, as in cuBLAS
 ALWAYS = 2**30
-PRODUCTS = 1 << 16  # elements of a tensor of products, before their sum
+PRODUCTS = 1 << 16  # elements of a tensor of products before they are summed, at most
 FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
 
 
@@ -45,14 +45,14 @@ def _form(em: Emitter, op: ir.Dot) -> Form:
     """How this product is computed; an empty `how`: by multiply-adds, without the instructions for matrices."""
     _, m, n, k = op.sizes()
     out = elem_of(op.result.dtype)
-    if min(m, n, k) == 1:  # no use of a matrix: rows and columns that are not there would cost as much
+    if min(m, n, k) == 1:  # matrix units would gain nothing: they compute padded rows and columns too
         wide = op.result.dtype if out != "f32" else "float32"
         return Form(wide, wide, out, "")
-    # see `product`: no instruction at all
+    # where loads are so narrow, no instruction at all multiplies f64: see `product`
     if out == "f64" and em.features.backend == "nvidia" and narrowest_load(em) <= 16:
         return Form("float64", "float64", out, "")
     form = form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
-    return dataclasses.replace(form, least=1) if em.features.npu else form  # whose compiler pads operands
+    return dataclasses.replace(form, least=1) if em.features.npu else form  # the NPU's compiler pads operands
 
 
 @emits(ir.Dot)
@@ -125,7 +125,7 @@ def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -
 
 
 def _widened(a: str, b: str) -> tuple[str, str]:
-    """Block scales are powers of two in the range of bfloat16."""
+    """Two dtypes with bfloat16 in place of float8_e8m0fnu: block scales are powers of two in the range of bfloat16."""
     return tuple("bfloat16" if x == "float8_e8m0fnu" else x for x in (a, b))  # type: ignore[return-value]
 
 
@@ -160,14 +160,14 @@ def _is_reshaped(v: ir.Value) -> bool:
 
 
 def veiled(code: Code, t: Val) -> Val:
-    """The same tensor behind a selection that only LLVM sees through. Triton puts a reshaped operand into shared memory
+    """The tensor `t` behind a selection that only LLVM sees through. Triton puts a reshaped operand into shared memory
     as it was before, and fails where the last axis was shorter than 16 bytes (triton 3.6; of bytes 3.9 too)."""
     here = code.cmp("sge", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
     return code.select(here, t, code.const(0, t.elem, t.shape))
 
 
 def cut(code: Code, t: Val, n: int, axis: int) -> Val:
-    """Zeros from `n` on along an axis."""
+    """A tensor with zeros from `n` on along an axis."""
     if t.shape[axis] == n or (t.fill is not None and t.fill == 0):
         return t
     side = t.shape[axis]
@@ -176,18 +176,18 @@ def cut(code: Code, t: Val, n: int, axis: int) -> Val:
 
 
 def stacked(code: Code, t: Val, many: int) -> Val:
-    """The batch axes as one; none where it would have length 1."""
+    """A tensor whose batch axes are merged into one, or dropped where that would have length 1."""
     return code.reshape(t, ((many,) if many > 1 else ()) + t.shape[-2:])
 
 
 def swapped(code: Code, t: Val) -> Val:
-    """The last two axes exchanged."""
+    """A tensor with its last two axes exchanged."""
     rank = len(t.shape)
     return code.transpose(t, [*range(rank - 2), rank - 1, rank - 2])
 
 
 def interleaved(code: Code, t: Val, axis: int, times: int) -> Val:
-    """An axis made longer by zeros after each of its elements."""
+    """A tensor with an axis made longer by zeros after each of its elements."""
     if times == 1:
         return t
     wide = code.expand_dims(t, axis + 1)
@@ -280,7 +280,7 @@ def shifted_back(code: Code, v: Val, a: Val, b: Val, unsigned: tuple[bool, ...],
 
 
 def total(code: Code, v: Val, axis: int) -> Val:
-    """The sum along an axis; a scalar for a vector."""
+    """The sum of a tensor along an axis; for a vector a scalar."""
     shape = (*v.shape[:axis], *v.shape[axis + 1 :])
     add = "arith.addf" if v.is_float else "arith.addi"
     v = code.isolated(v)

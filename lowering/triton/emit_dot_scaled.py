@@ -61,7 +61,7 @@ def _multiply(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
 
 
 def _decoded(side: Side) -> str:
-    """The dtype that an operand times its scales has: one that holds the product of their precisions."""
+    """The dtype of an operand times its scales: one that holds the products of both precisions."""
     x, s = side.x.dtype, None if side.s is None else side.s.dtype
     if ir.DTYPES[x].kind != "f":
         x = "float16" if ir.DTYPES[x].bits <= 8 and s is None else "float32"
@@ -98,7 +98,7 @@ def _spread(code: Code, s: Val, side: Side, shape: tuple[int, ...]) -> Val:
 
 
 def _scaled_after(em: Emitter, a: Side, b: Side, acc: Val | None) -> Val:
-    """One scale a row and a column: the product first, in the elements' own dtypes."""
+    """A product with one scale a row and a column: it is made first, in the elements' own dtypes, and scaled after."""
     code, f = em.code, em.features
     plain = [dataclasses.replace(side, s=None) for side in (a, b)]
     form = form_of(f, _decoded(plain[0]), _decoded(plain[1]), "f32")
@@ -133,7 +133,7 @@ def _hardware(em: Emitter, a: Side, b: Side, acc: Val | None) -> Val:
 
 
 def _codes(em: Emitter, side: Side) -> Val:
-    """The operand as hardware takes it: fp8, or two 4-bit floats a byte along k."""
+    """The codes of an operand as hardware takes them: fp8, or two 4-bit floats a byte along k."""
     code, t = em.code, em.val(side.x)
     if side.x.dtype in FP8:
         return code.bitcast(t, FP8[side.x.dtype])

@@ -69,7 +69,7 @@ def emit_function(f: Features, fn: str, xs: list[X], dtype: str, *, narrow: bool
 
 
 def _fill(op: ir.Map, args: list[Val]) -> Number | None:
-    """What an exact function makes of known numbers in the lanes beyond the shape."""
+    """The number in the lanes beyond the shape after an exact function of known numbers; None where it is not known."""
     fills = [a.fill for a in args]
     dtype = op.args[0].dtype
     if op.fn not in _FOLDED or dtype in CODES or any(n is None for n in fills):
@@ -123,7 +123,7 @@ def _float_min(a: X, b: X) -> X:
     return a.binary("arith.minimumf", b)
 
 
-# Those that f16 and bf16 have too: exact, without a detour through f32.
+# Functions that f16 and bf16 have too: exact, without a detour through f32.
 _NATIVE: dict[str, Callable[..., X]] = {
     "max": _float_max,
     "min": _float_min,
@@ -138,7 +138,7 @@ def _sign(x: X) -> X:
 
 
 def _round_away(x: X) -> X:
-    # Not floor(|x| + 1/2): that sum rounds up just below a half, and where floats are a whole number apart.
+    # floor(|x| + 1/2) would be wrong: that sum rounds up just below a half, and where floats are a whole number apart.
     a = x.abs()
     whole = a.unary("math.floor")
     return (a - whole).ge(0.5).where(whole + 1.0, whole).copysign(x)
@@ -188,7 +188,7 @@ def code_bits(value: float, dtype: str) -> int:
 
 
 def _divisor(dtype: str, a: X, b: X) -> tuple[X, X | None]:
-    """A divisor for which the machine's division is defined, and where it was zero (None: nowhere)."""
+    """A divisor for which the machine's division is defined, and where the given one was zero (None: nowhere)."""
     n = b.v.number
     if n is not None and int(n) % (1 << b.width) not in (0, (1 << b.width) - 1):
         return b, None
@@ -222,7 +222,7 @@ def _extreme(name: str) -> Callable[..., X]:
 
 
 def _shift(dtype: str, a: X, s: X, op: str) -> X:
-    """Shifts by a negative number or by the width and more: all bits leave."""
+    """A shift in which all bits leave where it is by a negative number, or by the width and more."""
     width = ir.DTYPES[dtype].bits
     if s.v.number is not None and 0 <= s.v.number < width:
         return a.binary(op, s)
@@ -337,7 +337,7 @@ def _dense(em: Emitter, op: ir.Dense) -> Val:
     if line:
         first, step = line
         return dataclasses.replace(_from_i32(em, em.code.shift(em.code.scale(place, step), first), op.dtype), fill=None)
-    if len(parts) > MAX_RUNS:  # `literals.as_inputs` left none
+    if len(parts) > MAX_RUNS:  # `literals.as_inputs` has made inputs of literals with more runs
         em.refuse(op, f"no literal tiles of {len(values)} different numbers (at most {MAX_RUNS})")
     return _steps(em, place, parts, elem, full)
 

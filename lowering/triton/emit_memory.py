@@ -23,7 +23,7 @@ __all__ = ["addresses", "from_memory", "meet", "to_memory"]
 
 @emits(ir.Alloc)
 def _alloc(em: Emitter, op: ir.Alloc) -> None:
-    """Private memory is part of the workspace, see `compile.py`."""
+    """Allocate nothing: private memory is part of the workspace, see `compile.py`."""
 
 
 @emits(ir.Load)
@@ -109,7 +109,7 @@ def _write(em: Emitter, buf: Buffer, found: list[Line], op: ir.Store, extra: Val
 
 @contextlib.contextmanager
 def _one_by_one(em: Emitter, found: list[Line], shape: tuple[int, ...]):
-    """A loop over the lanes of a gather in row-major order; gives the mask of the one whose turn it is."""
+    """A loop over the lanes of a gather in row-major order; yields the mask of the lane whose turn it is."""
     code = em.code
     take = next(line for line in found if line.first.shape)
     inner, full = take.first.shape, padded(shape)
@@ -128,7 +128,7 @@ def _one_by_one(em: Emitter, found: list[Line], shape: tuple[int, ...]):
 
 
 def _pad(op: ir.Load) -> Number:
-    """What lanes outside read, as registers hold it."""
+    """The number that lanes outside the array read, as registers hold it."""
     info = ir.DTYPES[op.ref.dtype]
     if info.kind == "f":
         return code_of(op.pad, info.name)
@@ -136,7 +136,7 @@ def _pad(op: ir.Load) -> Number:
 
 
 def from_memory(em: Emitter, v: Val, dtype: str) -> Val:
-    """What was loaded, as registers hold it."""
+    """A loaded value, as registers hold it."""
     if dtype == "bool":
         out = em.code.cmp("ne", v, em.code.const(0, "i8", v.shape))
         return dataclasses.replace(out, fill=None if v.fill is None else bool(v.fill))
@@ -144,5 +144,5 @@ def from_memory(em: Emitter, v: Val, dtype: str) -> Val:
 
 
 def to_memory(em: Emitter, v: Val, dtype: str) -> Val:
-    """What is to be stored, as memory holds it."""
+    """A value to store, as memory holds it."""
     return em.code.to_int(v, "i8", signed=False) if dtype == "bool" else v

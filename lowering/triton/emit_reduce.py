@@ -42,7 +42,7 @@ def arith(fn: str, dtype: str) -> str:
 
 
 def wide(em: Emitter, v: Val, dtype: str) -> Val:
-    """Elements as accumulators: f32 and i32 at least, which threads exchange in one step."""
+    """Elements in the type of accumulators: f32 and i32 at least, which threads exchange in one step."""
     if is_float(dtype):
         return v if dtype == "float64" else to_f32(em.code, em.features, v, dtype)
     if bits(v.elem) >= 32:
@@ -51,7 +51,7 @@ def wide(em: Emitter, v: Val, dtype: str) -> Val:
 
 
 def narrow(em: Emitter, v: Val, dtype: str) -> Val:
-    """Accumulators as elements: rounded once, or wrapped."""
+    """Accumulators in the type of elements: rounded once, or wrapped."""
     if is_float(dtype):
         return v if dtype == "float64" else from_f32(em.code, em.features, v, dtype)
     return wrap(X(em.code, em.code.to_int(v, elem_of(dtype))), dtype).v
@@ -59,7 +59,7 @@ def narrow(em: Emitter, v: Val, dtype: str) -> Val:
 
 @emits(ir.ArgReduce)
 def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> Val:
-    """The largest key wins, then the smaller index: both in one integer where 64 bits hold them."""
+    """The place of an extreme: the largest key wins, then the smaller index, in one integer if 64 bits hold both."""
     full, n = padded(op.result.shape), op.x.shape[op.axis]
     if n == 1 or 0 in op.x.shape:
         return em.code.const(code_of(0, op.dtype), elem_of(op.dtype), full)
@@ -98,8 +98,8 @@ def _place64(em: Emitter, op: ir.ArgReduce, key: Val, index: Val) -> Val:
 
 
 def _place_of_best(em: Emitter, op: ir.ArgReduce, key: Val, index: Val) -> Val:
-    """The largest key, then the first place that has it: for a compiler that takes any reduction of two values for one
-    by its own rule of ties."""
+    """The place of an extreme by two reductions, for the largest key and for the first place that has it. It is for a
+    compiler that takes any reduction of two values for one with its own rule for ties."""
     code, shape, n = em.code, op.x.shape, key.shape[op.axis]
     key = combine.filled(em, key, shape, (op.axis,), -(1 << (bits(key.elem) - 1)))
     (best,) = combine.reduce(em, [key], op.axis, combine.binary(em, "arith.maxsi"))
@@ -142,7 +142,7 @@ def _padded_by(em: Emitter, x: Val, init: ir.Value, shape: Sequence[int], axes: 
 
 
 def _last(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: combine.Combiner) -> list[Val]:
-    """A reduction that keeps the order of the lanes: the last element of a scan."""
+    """The result of a reduction that keeps the order of the lanes: the last element of a scan."""
     flat = [combine.flattened(em, x, axes) for x in xs]
     code, axis = em.code, flat[0][1]
     n = flat[0][0].shape[axis]
@@ -160,7 +160,7 @@ def _last(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: combine.Com
 
 
 def _start(em: Emitter, op: ir.UserReduce, body: combine.Combiner, inits: list[Val], xs: list[Val]) -> list[Val]:
-    """`body(inits, xs)`, lane by lane: a scan of two elements, which keeps their order."""
+    """The value of `body(inits, xs)`, lane by lane, by a scan of two elements, which keeps their order."""
     rank = len(xs[0].shape)
     pairs = [moves.stack(em.code, [i, x], rank) for i, x in zip(inits, xs, strict=True)]
     out = combine.scan(em, pairs, rank, body)

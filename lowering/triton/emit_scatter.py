@@ -12,13 +12,13 @@ from .ttir import Val
 
 COMPARED = 16384  # lanes of the matrix updates x slots that is compared at a time
 SORTED = 1 << 17  # lanes of the whole matrix from which on the updates are sorted by their slots
-NONE = 2**31 - 1  # the number of an update that there is not
+NONE = 2**31 - 1  # stands for the number of an update where there is none
 _BOOL = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 
 
 @emits(ir.Scatter)
 def _scatter(em: Emitter, op: ir.Scatter) -> Val:
-    """Slots take their updates in rounds, each the next one of its own: the order of the updates, whatever its cost."""
+    """Slots take their updates in rounds, in each round the next one of their own, to keep the order of updates."""
     x = em.val(op.x)
     if 0 in op.x.shape or 0 in op.updates.shape:
         return x
@@ -32,7 +32,7 @@ def _scatter(em: Emitter, op: ir.Scatter) -> Val:
 
 
 def _slots(em: Emitter, op: ir.Scatter) -> Val:
-    """The slot of each update as i32; -1 where there is none."""
+    """The slot of each update as i32; -1 for an update outside the tile."""
     code, info = em.code, ir.DTYPES[op.indices.dtype]
     wide = em.integer(op.indices, "i64" if info.bits == 64 else "i32")
     inside = code.cmp("ult", wide, code.const(op.x.shape[0], wide.elem, wide.shape))
@@ -44,7 +44,7 @@ def _slots(em: Emitter, op: ir.Scatter) -> Val:
 
 
 def _rounds(em: Emitter, op: ir.Scatter, search: _Compared | _Sorted) -> Val:
-    """As many rounds as the most updates that one slot gets."""
+    """The loop of rounds: as many as the most updates that one slot gets."""
     code, start = em.code, search.start
     carried = [start, search.find(start), em.val(op.x)]
     kinds = [(v.shape, v.elem) for v in carried]
@@ -67,7 +67,7 @@ def _rounds(em: Emitter, op: ir.Scatter, search: _Compared | _Sorted) -> Val:
 
 
 def _apply(em: Emitter, op: ir.Scatter, at: Val, old: Val) -> Val:
-    """Each slot with the update of that number, where there is one."""
+    """The slots after each has taken the update with the number in `at`, where there is one."""
     code, updates = em.code, em.val(op.updates)
     some = code.cmp("ult", at, code.const(NONE, "i32", at.shape))
     some = code.both(some, code.cmp("sge", at, code.const(0, "i32", at.shape)))
@@ -138,7 +138,7 @@ class _Compared:
 
 
 class _Sorted:
-    """Updates sorted by slot, then number: a slot's are a run, found by bisection; the state is a place in it."""
+    """Updates sorted by slot, then number: a slot's own are a run, found by bisection; the state is a place in it."""
 
     def __init__(self, em: Emitter, slots: Val, n: int):
         code, m = em.code, slots.size
@@ -157,12 +157,12 @@ class _Sorted:
         return self._below(self.em.code.scale(self.slot, self.m))
 
     def last(self) -> Val:
-        """As `_Compared.last`, with NONE for none."""
+        """The number of the last update of each slot, or NONE."""
         end = self._below(self.em.code.scale(self.em.code.shift(self.slot, 1), self.m))
         return self.find(self.em.code.shift(end, -1))
 
     def find(self, state: Val) -> Val:
-        """As `_Compared.find`."""
+        """The number of the next update of each slot, or NONE."""
         code = self.em.code
         inside = code.cmp("ult", state, code.const(self.m, "i32", state.shape))
         key = moves.pick(self.em, self.keys, moves.low_bits(code, state, self.m))
@@ -171,7 +171,7 @@ class _Sorted:
         return code.select(code.op("arith.andi", inside, own), number, code.const(NONE, "i32", state.shape))
 
     def behind(self, at: Val, state: Val) -> Val:
-        """As `_Compared.behind`: slots without a further update stay behind their runs."""
+        """The state when the update `at` is taken: slots without a further update stay behind their runs."""
         return self.em.code.shift(state, 1)
 
     def _below(self, bound: Val) -> Val:

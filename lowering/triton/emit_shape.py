@@ -88,7 +88,7 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
 
 
 def _dense(shape: Sequence[int]) -> bool:
-    """A tile's elements are the first lanes of its tensor, in order."""
+    """Whether a tile's elements are the first lanes of its tensor, in order."""
     return tuple(shape[1:]) == padded(shape[1:])
 
 
@@ -108,7 +108,7 @@ def _regroup(em: Emitter, lane: Val, a: Sequence[int], b: Sequence[int]) -> Val:
             at.insert(0, code.op("arith.remui", rest, side))
             rest = code.op("arith.divui", rest, side)
         element = moves.position(code, [rest, *at], moves.row_major(padded(a)))
-    return moves.low_bits(code, element, math.prod(padded(a)))  # of lanes beyond the tile, which hold anything
+    return moves.low_bits(code, element, math.prod(padded(a)))  # lanes beyond the tile hold anything
 
 
 # ---- slices, reversal -----------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _slice(em: Emitter, op: ir.Slice) -> Val:
 
 
 def _cut(em: Emitter, v: Val, axis: int, first: int, m: int, step: int) -> Val | None:
-    """Elements `first + j * step` of an axis in registers, where they are those of one row or column of its lanes."""
+    """Elements `first + j * step` of an axis, taken in registers where they are a row or column of its lanes."""
     code, p = em.code, v.shape[axis]
     row, column = divmod(first, step)
     if p % (m * step) or p // m > moves.TILED or row % m or step & (step - 1):
@@ -164,7 +164,7 @@ def _reverse(em: Emitter, op: ir.Reverse) -> Val:
 
 
 def _mirror(em: Emitter, j: Val, n: int, p: int) -> Val:
-    """`n - 1 - j`, inside a side of p lanes."""
+    """The index `n - 1 - j`, kept inside a side of p lanes."""
     last = em.code.const(n - 1, "i32", j.shape)
     return em.code.op("arith.xori", j, last) if n == p else moves.low_bits(em.code, em.code.sub(last, j), p)
 
@@ -201,7 +201,7 @@ def _pad(em: Emitter, op: ir.Pad) -> Val:
 
 
 def _widened(em: Emitter, v: Val, axis: int, low: int, m: int, step: int, filling) -> Val | None:
-    """An axis with `low` fillings before and `step - 1` between its lanes, and others behind, in registers."""
+    """A tensor with `low` fillings before, `step - 1` between, and others behind the lanes of an axis, in registers."""
     code, p = em.code, v.shape[axis]
     row, column = divmod(low, step)
     if m % (p * step) or m // p > moves.TILED or row % p or step & (step - 1):
@@ -215,7 +215,7 @@ def _widened(em: Emitter, v: Val, axis: int, low: int, m: int, step: int, fillin
 
 
 def _merged(em: Emitter, v: Val, axis: int) -> Val:
-    """Axes `axis` and `axis + 1` as one."""
+    """A tensor with axes `axis` and `axis + 1` merged into one."""
     return em.code.reshape(v, (*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :]))
 
 
@@ -263,7 +263,7 @@ def _concat(em: Emitter, op: ir.Concat) -> Val:
 
 
 def _one_source(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full: tuple[int, ...]) -> Val | None:
-    """Slices of one tile, as `jnp.roll` and im2col make them, side by side or stacked: one gather of that tile."""
+    """A concatenation of slices of one tile, as `jnp.roll` and im2col make them, by one gather of that tile."""
     windows = [_window(x, axis) for _, x in parts]
     first, axes = windows[0]
     if first is None or first.x not in em.env or math.prod(first.x.shape) <= 1:
@@ -285,7 +285,7 @@ def _one_source(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full:
 
 
 def _window(x: ir.Value, axis: int) -> tuple[ir.Slice | None, list[int]]:
-    """The slice that a part of a concatenation is, and which axes of the part its own are."""
+    """The slice that a part of a concatenation is, and the axes of the part that the slice's axes are."""
     op, axes = x.op, list(range(len(x.shape)))
     if isinstance(op, ir.Reshape) and x.shape[axis] == 1 and op.x.shape == (*x.shape[:axis], *x.shape[axis + 1 :]):
         op = op.x.op

@@ -17,7 +17,7 @@ from .emitter import Emitter, emits, padded
 from .math_expr import X
 from .ttir import Val, bits
 
-UNROLLED = 64  # longest axis whose network is written step by step: its exchanges stay in registers
+UNROLLED = 64  # longest axis whose network is unrolled: its exchanges stay in registers
 
 
 @emits(ir.Sort)
@@ -38,7 +38,7 @@ def _sort(em: Emitter, op: ir.Sort) -> list[Val]:
 
 
 def _sort_numbers(em: Emitter, op: ir.Sort, rows: _Rows) -> Val:
-    """Equal integers are the same integer: the keys themselves are the result."""
+    """Sort numbers by their keys alone: equal integers cannot be told apart, so the sorted keys give the result."""
     (x,) = op.xs
     key = rows.flat(keys.order_key(em, em.val(x), x.dtype, descending=op.descending))
     last = (1 << (bits(key.elem) - 1)) - 1
@@ -55,7 +55,7 @@ class _Rows:
         self.perm = [*(k for k in range(rank) if k != axis), axis]
         code, n = em.code, math.prod(full)
         lane = code.arange(n)
-        self.place = moves.low_bits(code, lane, self.length)  # of each lane in its row
+        self.place = moves.low_bits(code, lane, self.length)  # the place of each lane in its row
         self.base = code.sub(lane, self.place)
         self.inside = None
         if shape[axis] != self.length:
@@ -90,7 +90,7 @@ def _sorted_by(em: Emitter, rows: _Rows, key: Val, order: Val | None, *, short: 
         packed = (k << 16) | place
     else:
         packed = (k.to_int("i64") << 32) | place.to_int("i64", signed=False)
-    if rows.inside is not None:  # places keep these behind elements of the largest key
+    if rows.inside is not None:  # their places keep lanes beyond the tile behind elements of the largest key
         width = 16 if packed.elem == "i32" else 32
         largest = ((1 << (width - 1)) - 1) << width
         packed = packed.new(rows.inside).where(packed, packed.const(largest) | place.to_int(packed.elem, signed=False))
@@ -116,7 +116,7 @@ def network(em: Emitter, x: Val, length: int) -> Val:
 
 
 def _looped(em: Emitter, x: Val, length: int) -> Val:
-    """One step an iteration: `size` is the length of the runs that are merged, `stride` the distance of partners."""
+    """The network as a loop of steps: `size` is the length of the runs that are merged, `stride` partners' distance."""
     code, steps = em.code, length.bit_length() * (length.bit_length() - 1) // 2
     lane = X(code, code.arange(x.size))
     place = lane & (length - 1)
@@ -145,7 +145,8 @@ def _looped(em: Emitter, x: Val, length: int) -> Val:
 
 
 def _unrolled(em: Emitter, x: Val, length: int) -> Val:
-    """The bits of a lane's number that a step is about are axes of their own; a partner comes by a sum modulo two."""
+    """The network step by step: bits of a lane's number that a step is about are axes, and a sum modulo two gives each
+    lane its partner."""
     n, size = x.size, 2
     while size <= length:
         stride = size // 2
@@ -159,7 +160,7 @@ def _unrolled(em: Emitter, x: Val, length: int) -> Val:
 
 
 def _step(em: Emitter, x: Val, axis: int, turned: int | None) -> Val:
-    """Partners along an axis of two sides take the smaller and the larger; the other way round where `turned` is 1."""
+    """A step: partners along an axis of length 2 take the smaller and the larger; reversed where axis `turned` is 1."""
     code = em.code
     (both,) = combine.reduce(em, [x], axis, combine.binary(em, "arith.xori"))
     v = X(code, x)

@@ -30,7 +30,7 @@ _ELEMS = {
     "float32": "f32", "float64": "f64", "float4_e2m1fn": "i8",
     **{d: "i8" for d in ir.DTYPES if d.startswith("float8_")},
 }  # fmt: skip
-PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # share bytes in memory, the first in the low bits
+PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # elements share bytes in memory, the first in low bits
 emits = into(EMITTERS)  # emitters are functions `(em, op) -> its results`
 
 
@@ -54,9 +54,9 @@ class Buffer:
     """Memory of a Ref: a base pointer, and row-major strides in elements.
 
     Attributes:
-      pointer: a scalar pointer to `memory_elem(dtype)` (of packed dtypes: to bytes).
+      pointer: a scalar pointer to `memory_elem(dtype)` (for packed dtypes to bytes).
       shape: sides; i32 or i64 scalars where they are known when the kernel runs.
-      strides: likewise.
+      strides: distances along each axis, in elements; scalars like those of `shape` where they are not known before.
       param: position among the kernel's arrays (operands, then results), or None for scratch.
       scope: who else may update it meanwhile, as atomics say it: `"sys"` for memory that other devices reach.
     """
@@ -83,25 +83,25 @@ class Emitter:
         marks: Marks | None = None,
     ):
         self.kernel, self.features, self.record, self.marks = kernel, features, record, marks
-        self.num_stages = num_stages  # of every loop, where the user said so
+        self.num_stages = num_stages  # stages of every loop, where the user gave their number
         self.code = self.new_code(isolate)
         self.env: dict[ir.Value, Val] = {}
         self.refs: dict[ir.Value, Buffer] = {}
         self.program: dict[int, Val] = {}
-        self.symbols: dict[str, Val] = {}  # of dynamic sizes, as i32
+        self.symbols: dict[str, Val] = {}  # values of the symbols of dynamic sizes, as i32
         self.sites: list[dict] = []
-        self.params: list[tuple[Val, str]] = []  # of the function: a scalar, and the attributes behind its type
+        self.params: list[tuple[Val, str]] = []  # parameters: a scalar, and attributes behind its type
         self.workspace: Val | None = None  # memory of all blocks for private Refs
-        self.memo: dict[str, Any] = {}  # what emitters of one family keep from op to op
+        self.memo: dict[str, Any] = {}  # values that emitters of one family keep from op to op
         self.counters: Val | None = None  # where programs arrive, see `emit_arrivals.py`
-        self.log: Val | None = None  # of print and assert, see `emit_debug.py`
+        self.log: Val | None = None  # the log of print and assert, see `emit_debug.py`
 
     def new_code(self, isolate: bool) -> Code:
-        """Where the text of the function is written."""
+        """The `Code` that the text of the function is written to."""
         return Code(isolate=isolate)
 
     def barrier(self) -> None:
-        """All threads of the block see what each of them has done to memory before."""
+        """Emit a barrier, behind which all threads of the block see what each of them has done to memory before."""
         self.code.do("gpu.barrier")
 
     # -- parameters of the function -----------------------------------------------------------------------------------

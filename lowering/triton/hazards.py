@@ -31,7 +31,7 @@ def meet(em: Emitter, op: Access) -> None:
         return
     block = watched.block[op]
     if watched.at is not block:
-        # Another block may have run in between, and this one may be a loop's body that ends in accesses.
+        # Another region may have run in between, and this one may be a loop's body that ends in accesses.
         if watched.at is not None or block is not em.kernel.body:
             em.barrier()
         watched.at, watched.since = block, []
@@ -62,11 +62,11 @@ class Watched:
     """Where a kernel's accesses stand, and which were emitted since the last barrier.
 
     Attributes:
-      root: of a Ref that shares its memory: the Ref that stands for both.
+      root: a Ref that shares its memory -> the Ref that stands for both.
       roots: the Refs with accesses that must be kept in order.
-      changed: those of them that are both read and written.
-      block: of each access.
-      at: the block of the last one; since: those after the last barrier.
+      changed: the Refs of `roots` that are both read and written.
+      block: the block of each access.
+      at: the block of the last access; since: the accesses after the last barrier.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _reach(d: ir.Dim) -> tuple[int, int] | None:
 
 
 def may_repeat(index: ir.Index) -> bool:
-    """Whether two lanes of an access may name one element."""
+    """Whether two lanes of an access with this index may name one element."""
     takes = [d.indices for d in index if isinstance(d, ir.Take)]
     spread = set().union(*(_spread(v) for v in takes)) if takes else set()
     return any(n > 1 and axis not in spread for axis, n in enumerate(takes[0].shape)) if takes else False
@@ -173,7 +173,7 @@ def _spread(v: ir.Value) -> set[int]:
 
 
 def _varies(v: ir.Value) -> set[int] | None:
-    """The axes along which a tile of sums of index numbers and scalars differs, pairwise; None: not known."""
+    """The axes along which elements of a tile differ pairwise, for sums of index numbers and scalars; None: unknown."""
     op = v.op
     if v.type.rank == 0 or isinstance(op, ir.Full):
         return set()

@@ -15,12 +15,12 @@ from .emitter import padded
 from .features import Features
 
 ACCUMULATORS = 128 * 128  # elements of products alive at once that 128 threads no longer hold in registers
-GATHERED = 512  # lanes of a gather that one warp alone would make by shuffles: minutes of compiling
+GATHERED = 512  # lanes of a gather that one warp alone would make by shuffles, which takes minutes to compile
 _GATHER = re.compile(r"tt\.gather .* : \(tensor<(\d+)x")
 HELD = (
     1 << 16
 )  # elements of a tile that the registers of 16 warps hold; of more, 32 spill half as much and compile faster
-ELEMENTS = 16  # of a tile, for each thread: several loads of 16 bytes are in flight
+ELEMENTS = 16  # elements of a tile for each thread: several loads of 16 bytes are in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Choice:
     """Options of the compiler.
 
     Attributes:
-      fixed: names of those that the user gave, which are not lowered on lack of memory.
-      registers: of a thread at most, so that two blocks share a multiprocessor; 0: no limit.
+      fixed: names of the options that the user gave, which are not lowered on lack of memory.
+      registers: registers of a thread, at most, so that two blocks share a multiprocessor; 0: no limit.
       evict: (position of a parameter, "first" or "last") of tensor maps; see `ptx.py`.
     """
 
@@ -71,13 +71,14 @@ def _warps(kernel: ir.Kernel, f: Features) -> int:
 
 
 def _registers(kernel: ir.Kernel, f: Features, warps: int) -> int:
-    """Products in a chain leave the matrix units idle between them, unless a second block fills the gaps. One register
-    too many keeps it out: the compiler is held to half of them where products and their operands leave a fourth; with
-    less it spills (attention of 128 queries, 64 keys, 128 channels: 112 of 128 held)."""
+    """The limit on the registers of a thread; 0: none. Products in a chain leave the matrix units idle between them,
+    unless a second block fills the gaps, and one register too many keeps that out. The compiler is held to half of the
+    registers where products and their operands leave a fourth of these; with less left it spills (attention of 128
+    queries, 64 keys, 128 channels: 112 of 128 held)."""
     if not f.warpgroup_products or warps != 8:
         return 0
     half = f.registers // (2 * warps * f.lanes)
-    chains = [dots for dots in _products(kernel) if len(dots) == 2]  # more of them spill
+    chains = [dots for dots in _products(kernel) if len(dots) == 2]  # blocks with more products spill
     held = max((sum(map(_words, dots)) for dots in chains), default=0) // (warps * f.lanes)
     return half if half // 2 < held <= half * 3 // 4 else 0
 
@@ -98,7 +99,7 @@ def _products(kernel: ir.Kernel) -> Iterator[list[ir.Op]]:
 def check_gathers(kernel: ir.Kernel, text: str, choice: Choice) -> None:
     """KernelValueError where one warp alone would gather from many elements.
 
-    It never does by default: tiles of so many elements get more warps.
+    This never happens by default: tiles of so many elements get more warps.
     """
     most = max((int(n) for n in _GATHER.findall(text)), default=0)
     if choice.num_warps == 1 and most > GATHERED:

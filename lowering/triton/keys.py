@@ -8,7 +8,7 @@ from .emitter import Emitter, elem_of
 from .math_expr import X
 from .ttir import Val, bits
 
-# Largest magnitude of a float, as bits without the sign, that is no NaN.
+# The largest magnitude of each float dtype that is no NaN, as bits without the sign.
 _INFINITE = {
     "float64": 0x7FF0_0000_0000_0000, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80,
     "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7E, "float8_e4m3": 0x78, "float8_e3m4": 0x70,
@@ -17,7 +17,7 @@ _INFINITE = {
 
 
 def is_short(dtype: str) -> bool:
-    """Do the keys of a dtype lie in the range of an i16?"""
+    """Whether the keys of a dtype lie in the range of an i16."""
     return ir.DTYPES[dtype].bits <= 16
 
 

@@ -36,8 +36,8 @@ def _bases(body: str, dim: str) -> list[list[int]]:
 
 
 def in_order(bases: Sequence[Sequence[int]], gone: Sequence[int] = ()) -> bool:
-    """Whether each bit moves along one axis at most, and those of one axis stand together; the axes of slices, the last
-    one taken first, do not count."""
+    """Whether each bit moves along one axis at most, and the bits of one axis stand together. The axes `gone`, which
+    slices take away (the last one taken first), do not count."""
     seen: list[int] = []
     for base in bases:
         for dim in reversed(gone):

@@ -23,7 +23,7 @@ VENDOR = {
     )
 } | {"erf_inv": "erfinv", "rem": "fmod", "round": "rint"}  # fmt: skip
 
-# (float32, float64): above what tests/lowering/triton/gpu_math.py measured on an H200. lgamma and digamma: away from
+# (float32, float64), above what tests/lowering/triton/gpu_math.py measured on an H200; for lgamma and digamma away from
 # their zeros; near these the error is absolute, 2e-6 and 2e-14.
 ULP_BOUNDS: dict[str, tuple[float, float]] = {
     "exp": (2, 2),
@@ -91,7 +91,7 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
 
 
 def names() -> set[str]:
-    """What `transcendental` takes."""
+    """The names of the functions that `transcendental` takes."""
     return set(VENDOR) | set(_FORMULAS) | {"logistic"}
 
 
@@ -112,8 +112,8 @@ def each(f: Features, x: X, formula: Formula) -> X:
 
 
 def exp2(f: Features, x: X) -> X:
-    """One instruction in f32 on NVIDIA: the form of `ex2` that gives zero for subnormal results. The other form takes
-    three more, and the softmax of attention is made of these."""
+    """2^x: in f32 on NVIDIA one instruction, the form of `ex2` that gives zero for subnormal results. The other form
+    takes three more instructions, and the softmax of attention consists of such powers."""
     if x.elem == "f64":
         return vendor(f, "exp2", x)
     if f.npu:
@@ -133,34 +133,34 @@ def _instruction(x: X, name: str) -> X:
 
 
 def tanh_beside_one(f: Features, x: X) -> X:
-    """tanh(x) = 1 - 2 / (exp(2 x) + 1) in f32, within 2^-22, not of small numbers relative to them: the function of the
-    libraries takes three times as many instructions."""
+    """tanh(x) = 1 - 2 / (exp(2 x) + 1) in f32, to an absolute error of 2^-22, which is large relative to small results.
+    The function of the libraries takes three times as many instructions."""
     return 1.0 - reciprocal(f, exp2(f, x * (2.0 * LOG2_E)) + 1.0) * 2.0
 
 
 def rsqrt(f: Features, x: X) -> X:
-    """The instruction that libdevice's function is of f32: that one asks for each element what happens to subnormal
-    numbers, eight branches and blocks more that LLVM takes along up to its code generator."""
+    """1 / sqrt(x); in f32 by the instruction that libdevice's function uses. The function itself tests for each element
+    what happens to subnormal numbers: eight branches and blocks more that LLVM takes along up to its code generator."""
     return _instruction(x, "rsqrt.approx.f32") if f.ptx and x.elem == "f32" else vendor(f, "rsqrt", x)
 
 
 def sqrt(_: Features, x: X) -> X:
-    """Rounded to nearest."""
+    """The square root, rounded to nearest."""
     return x.unary("tt.precise_sqrt" if x.elem == "f32" else "math.sqrt")
 
 
 def divide(x: X, y: X) -> X:
-    """Rounded to nearest."""
+    """The quotient, rounded to nearest."""
     return x.binary("tt.precise_divf", y) if x.elem == "f32" else x / y
 
 
 def _logistic(f: Features, x: X) -> X:
-    """1 / (1 + exp(-x)), of exp(-|x|), which cannot overflow: exp(x) / (1 + exp(x)) of negative numbers."""
+    """1 / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow: for negative x as exp(x) / (1 + exp(x))."""
     e = transcendental(f, "exp", [-x.abs()], narrow=False)
     return x.lt(0.0).where(e, 1.0) / (e + 1.0)
 
 
-_LONG: dict[str, Formula] = {"erf": math_special.erf, "erfc": math_special.erfc}  # of f32
+_LONG: dict[str, Formula] = {"erf": math_special.erf, "erfc": math_special.erfc}  # for f32
 _FORMULAS: dict[str, Formula] = {
     "exp2": exp2,
     "rsqrt": rsqrt,

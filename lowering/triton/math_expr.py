@@ -59,7 +59,7 @@ class X:
         return self.const(b) * self
 
     def __truediv__(self, b: X | Number) -> X:
-        """Of floats: exact in f64, within 2 ulp in f32."""
+        """The quotient of floats: correctly rounded in f64, within 2 ulp in f32."""
         return self._op("divf", "divsi", b)
 
     def __rtruediv__(self, b: Number) -> X:
@@ -81,7 +81,7 @@ class X:
         return self._op("", "shrsi", b)
 
     def lshr(self, b: X | Number) -> X:
-        """Shift to the right that lets zeros in."""
+        """A shift to the right that lets zeros in."""
         return self._op("", "shrui", b)
 
     def binary(self, name: str, b: X | Number) -> X:
@@ -95,7 +95,7 @@ class X:
         return self.new(self.code.op("math.fma", self.v, self._other(a).v, self._other(b).v))
 
     def __neg__(self) -> X:
-        # Not `arith.negf`, which triton 3.6 has no lowering for; LLVM sees the negation in the flipped sign.
+        # `arith.negf` has no lowering in triton 3.6, so the sign is flipped, in which LLVM sees the negation.
         return (self.bits() ^ self.sign_mask()).as_float(self.elem) if self.v.is_float else 0 - self
 
     def abs(self) -> X:
@@ -128,21 +128,21 @@ class X:
         return self.cmp("uno", self)
 
     def where(self, a: X | Number, b: X | Number, elem: str | None = None) -> X:
-        """This condition decides between `a` and `b`; `elem` gives the type where both are numbers."""
+        """`a` where this condition holds, else `b`; `elem` gives the type where both are numbers."""
         like = a if isinstance(a, X) else b if isinstance(b, X) else self.const(0, elem)
         return self.new(self.code.select(self.v, like._other(a).v, like._other(b).v))
 
     # -- types --------------------------------------------------------------------------------------------------------
 
     def cast(self, name: str, elem: str) -> X:
-        """`arith.<name>` to another element type; nothing where it has that already."""
+        """The value converted by `arith.<name>` to another element type; unchanged where it has that type already."""
         return self if self.elem == elem else self.new(self.code.cast(f"arith.{name}", self.v, elem))
 
     def to_int(self, elem: str, *, signed: bool = True) -> X:
         return self.new(self.code.to_int(self.v, elem, signed=signed))
 
     def to_float(self, elem: str) -> X:
-        """Another float type: exact, or rounded to nearest even."""
+        """The value as another float type: exact, or rounded to nearest even."""
         return self.cast("extf" if FLOATS[elem] > self.width else "truncf", elem)
 
     def bits(self) -> X:

@@ -17,7 +17,7 @@ _OPS = {
     "asin": "asin", "acos": "acos", "atan": "atan", "rsqrt": "rsqrt",
 }  # fmt: skip
 LARGE = 2.0**23  # from here on a float32 is a whole number
-MISSING = ("lgamma", "erf_inv")  # functions of the language that are neither
+MISSING = ("lgamma", "erf_inv")  # functions of the language that are neither such ops nor have a formula here
 
 
 def function(name: str, *args: X) -> X:
@@ -36,9 +36,9 @@ def exp(x: X) -> X:
 
 
 def exp2(x: X, *, narrow: bool = False) -> X:
-    """2^x: that of the nearest whole number in the exponent's bits (in two halves, for it may leave the range of one),
-    times exp of the rest. Of a compiler that makes exp(x log 2) of math.exp2 the error grows with x; `narrow`: 2^-16 is
-    exact enough, and the numbers that are kept are not far from 1."""
+    """2^x: the power of the nearest whole number, put into the exponent's bits (in two halves, for it may leave the
+    range of one), times exp of the rest. Some compilers make exp(x log 2) of math.exp2, whose error grows with x.
+    `narrow`: 2^-16 is exact enough, and the numbers that are kept are not far from 1."""
     if narrow:
         return _op("exp2", x)
     a = x.binary("arith.maxnumf", -160.0).binary("arith.minnumf", 130.0)
@@ -74,7 +74,7 @@ def tanh(x: X) -> X:
 
 
 def sinh(x: X) -> X:
-    """Of large arguments exp(|x| / 2)^2 / 2: exp(|x|) would be infinite too early."""
+    """sinh(x), for large arguments as exp(|x| / 2)^2 / 2: exp(|x|) would be infinite too early."""
     a = x.abs()
     t, half = expm1(a), _op("exp", a * 0.5)
     y = a.gt(80.0).where(half * 0.5 * half, (t + t / (t + 1.0)) * 0.5)
@@ -95,7 +95,7 @@ def asinh(x: X) -> X:
 
 
 def acosh(x: X) -> X:
-    """NaN below 1, where the root is NaN."""
+    """acosh(x); NaN below 1, where the root in its formula is NaN."""
     t = x - 1.0
     small = log1p(t + _op("sqrt", t * 2.0 + t * t))
     return x.gt(2.0**20).where(_op("log", x) + math.log(2.0), small)
@@ -107,7 +107,7 @@ def atanh(x: X) -> X:
 
 
 def cbrt(x: X) -> X:
-    """exp2(log2(|x|) / 3), and a step of Newton's method."""
+    """The cube root: exp2(log2(|x|) / 3), and a step of Newton's method."""
     a = x.abs()
     y = exp2(_op("log2", a) * (1.0 / 3.0))
     y = y - (y - a / (y * y)) * (1.0 / 3.0)
@@ -115,7 +115,7 @@ def cbrt(x: X) -> X:
 
 
 def rint(x: X) -> X:
-    """To the nearest whole number, ties to the even one: the sum with a number whose last place is 1 rounds."""
+    """x rounded to the nearest whole number, ties to even, by the sum with a number whose last place is 1."""
     a = x.abs()
     y = (a + LARGE) - LARGE
     return a.lt(LARGE).where(y.copysign(x), x)
@@ -130,7 +130,7 @@ def power(x: X, y: X) -> X:
 
 
 def atan2(y: X, x: X) -> X:
-    """By the quotient that is at most 1 in magnitude, and the quadrant."""
+    """atan2(y, x) from the quotient that is at most 1 in magnitude, and the quadrant."""
     a, b = y.abs(), x.abs()
     steep = a.gt(b)
     low, high = steep.where(b, a), steep.where(a, b)

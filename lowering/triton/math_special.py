@@ -25,7 +25,7 @@ ERFC = (
 # erfc(x) exp(x^2) in u = 1 / (1 + SHORT x), without a constant term, for 0 <= x <= 9.4: relative error 7e-6.
 SHORT = 0.425
 ERFC_SHORT = (0.24059223709, 0.22765237010, 0.28938180777, -0.03445696517, 0.43201760821, -0.15518011395)
-LOG2_E, LOG2_E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # a float32, and what it leaves of the number
+LOG2_E, LOG2_E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # log2(e) as a float32, and the rest
 
 
 def _near(x: X) -> X:
@@ -33,16 +33,16 @@ def _near(x: X) -> X:
 
 
 def erf(x: X, exp2: Formula) -> X:
-    """In f32, 1.7 ulp, without branches: a kernel that takes it of a hundred elements a thread would compile for ten
-    seconds with those."""
+    """erf in f32, to 1.7 ulp, without branches: with branches, a kernel that computes it for a hundred elements a
+    thread would compile for ten seconds."""
     a, near = x.abs(), _near(x)
     far = 1.0 - exp2(horner(a.binary("arith.minimumf", FAR), ERF_FAR))
     return a.lt(NEAR).where(near, far.copysign(x))
 
 
 def erfc(x: X, exp2: Formula) -> X:
-    """In f32, 7 ulp, without branches. exp(-x^2) from x^2 in two parts, both times log2(e) in two; results that are
-    subnormal come from larger ones."""
+    """erfc in f32, to 7 ulp, without branches. exp(-x^2) comes from x^2 in two parts, both times log2(e) in two parts;
+    subnormal results are made of larger ones."""
     a = x.abs().binary("arith.minimumf", 10.1)
     square = a * a
     high = square * -LOG2_E
@@ -56,8 +56,8 @@ def erfc(x: X, exp2: Formula) -> X:
 
 
 def short_erfc(x: X, exp2: Formula, reciprocal: Formula) -> X:
-    """In f32 to 2^-16: what is rounded to 16 bits afterwards. The code of a product's epilogue has it for every element
-    of a thread, and instructions that a loop does not repeat come from memory."""
+    """erfc in f32 to 2^-16, for results that are rounded to 16 bits afterwards. The code of a product's epilogue has it
+    for every element of a thread, and instructions that a loop does not repeat come from memory."""
     a = x.abs()
     u = reciprocal(a.fma(SHORT, 1.0))
     y = exp2(a * -LOG2_E * a) * (horner(u, ERFC_SHORT) * u)
@@ -65,8 +65,8 @@ def short_erfc(x: X, exp2: Formula, reciprocal: Formula) -> X:
 
 
 def digamma(x: X, vendor: Formula) -> X:
-    """In f64 for both widths; `vendor(name, ...)` gives functions of the device library. Poles give NaN, but zero an
-    infinity of the sign that is not its own."""
+    """digamma, computed in f64 for both widths; `vendor(name, ...)` gives functions of the device library. Poles give
+    NaN, but a zero gives an infinity of the opposite sign."""
     if x.elem == "f32":
         return digamma(x.to_float("f64"), vendor).to_float("f32")
     reflect = x.lt(0.5)

@@ -44,7 +44,7 @@ def position(code: Code, at: Sequence[Val], strides: Sequence[int]) -> Val:
 
 
 def row_major(sides: Sequence[int]) -> list[int]:
-    """Strides of a dense array."""
+    """The strides of a dense row-major array with these sides."""
     out, acc = [], 1
     for n in reversed(sides):
         out.append(acc)
@@ -96,7 +96,7 @@ def gather(code: Code, v: Val, lanes: Val, axis: int = 0) -> Val:
 
 
 def _pick_halves(em: Emitter, v: Val, lanes: Val) -> Val:
-    """Half of the bits at a time: a gather holds all of its source in shared memory."""
+    """Lanes picked in two gathers of half of the bits each: a gather holds all of its source in shared memory."""
     code, width = em.code, bits(v.elem)
     whole, half = f"i{width}", f"i{width // 2}"
     raw = code.bitcast(v, whole)

@@ -60,7 +60,7 @@ def store_packed(em: Emitter, buf: Buffer, found: list[Line], op: ir.Store, extr
 
 
 def _read(em: Emitter, buf: Buffer, at: Val, mask: Val | None) -> Val:
-    """The bytes at these positions."""
+    """The bytes of an array at the positions `at`."""
     code = em.code
     base = code.splat(buf.pointer, at.shape)
     where = code.let(f"tt.addptr {base.name}, {at.name} : {base.type}, {at.type}", at.shape, base.elem)
@@ -85,7 +85,7 @@ def _extended(em: Emitter, v: Val, dtype: str) -> Val:
 
 
 def _power(dtype: str, bits: int) -> int:
-    """Elements of a word of so many bits, as a power of two."""
+    """The binary logarithm of the number of elements in a word of so many bits."""
     return (bits // ir.DTYPES[dtype].bits).bit_length() - 1
 
 
@@ -104,7 +104,7 @@ def _split(em: Emitter, raw: Val, dtype: str, full: tuple[int, ...]) -> Val:
 
 @dataclasses.dataclass(frozen=True)
 class _Half:
-    """The last dimension of an access counted in bytes: their number, and what becomes of its start."""
+    """The last dimension of an access, counted in bytes: their number, and how a start in elements is converted."""
 
     size: int
     scale: int
@@ -141,7 +141,7 @@ def _is_even(v: ir.Value, depth: int = 8) -> bool:
 
 
 def _bytes(buf: Buffer) -> Buffer:
-    """The array as one of bytes."""
+    """A packed array as an array of bytes."""
     strides = tuple(s // 2 for s in buf.strides[:-1])  # type: ignore[operator]
     return dataclasses.replace(buf, shape=(*buf.shape[:-1], buf.shape[-1] // 2), strides=(*strides, 1), dtype="uint8")  # type: ignore[operator]
 

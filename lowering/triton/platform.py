@@ -1,4 +1,4 @@
-"""What the records of platforms share whose code `lowering/triton` makes."""
+"""The parts that are common to the records of all platforms whose code `lowering/triton` makes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
-    """What one vendor's GPUs differ in.
+    """The properties by which GPUs of one vendor differ from others.
 
     Attributes:
-      name: of the platform, here and in XLA.
+      name: name of the platform, here and in XLA.
       example: an architecture, for messages.
       owns: whether a device of JAX is one of them; arch_of: the architecture of such a device.
-      features: of each architecture.
-      target: that of an architecture; device_target: that of an architecture with the numbers of a device of JAX.
+      features: the features of each architecture.
+      target: gives the target of an architecture; device_target: the target with the numbers of a device of JAX.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Gpus:
     device_target: Callable[[str, Any], Target]
 
     def platform(self, *, block_level: bool = False, peers: bool = False, status: str = "") -> Platform:
-        """The record of the platform; see there."""
+        """The record of the platform; see `jtile.lowering.platforms.Platform` for the arguments."""
         return Platform(
             name=self.name,
             hosts=(self.name,),
@@ -74,7 +74,7 @@ class Gpus:
         except RuntimeError:
             return None
 
-    @functools.cached_property  # a process keeps its devices
+    @functools.cached_property  # the devices of a process do not change
     def _own(self) -> Target | None:
         """The target of the device at hand; None where there is none, or one that jtile has no code for."""
         device = self._device()
@@ -99,7 +99,7 @@ class Gpus:
 
     def _here(self) -> Target:
         asked = platforms.asked_of(self._claims)
-        if asked is not None:  # as on every machine: whatever GPU this one has, and without asking JAX for it
+        if asked is not None:  # the same on every machine, whatever GPU this one has, and without asking JAX
             return self.target(self._plain(asked))
         if self._own is not None:
             return self._own
@@ -154,5 +154,5 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
 
 
 def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """As the handlers in ffi/csrc/gpu_handlers.h declare them."""
+    """The attributes of the custom calls, as the handlers in ffi/csrc/gpu_handlers.h declare them."""
     return {"image": artifact.image, "record": artifact.launch["record"]}

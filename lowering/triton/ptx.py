@@ -1,4 +1,4 @@
-"""Defects to go around in the PTX that triton makes, and of ptxas."""
+"""Works around defects of ptxas, and of the PTX that triton makes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _SAME = re.compile(r"^\s*(?:cvta\.param\.u64|cvt\.u64\.u32)\s+(%rd\d+), (%rd?\d+
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.[\w:.]+) (\[%r\d+\], \[(%rd\d+), [^;]*);")
 _START = re.compile(r"^\{\n", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
-WAITS = "griddepcontrol.wait"  # for the kernels in front
+WAITS = "griddepcontrol.wait"  # the instruction that waits for the kernels in front
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 
 def mended(text: str) -> str:
-    """PTX of a kernel, mended."""
+    """PTX of a kernel in which the defects below are worked around."""
     return _defined(_sums_of_halves(text))
 
 
 def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
     """PTX whose copies by some tensor maps say when the second-level cache forgets what they read; triton has no words
     for it. `evict`: (position of the map among the parameters, "first" or "last")."""
-    policies: dict[str, str] = {}  # register with the address of a map -> when
+    policies: dict[str, str] = {}  # register with the address of a map -> when the cache forgets what copies by it read
     for position, when in evict:
         policies |= dict.fromkeys(re.findall(_MAP.format(position), text), when)
     for to, of in _SAME.findall(text) if policies else ():
@@ -53,7 +53,7 @@ def letting(text: str) -> str:
 def _defined(text: str) -> str:
     """PTX of a kernel with roles where what some lanes load (a sum over several warps, say) is zero in the others.
 
-    Left undefined, it would be what another role had in that register: roles are branches of a loop, so that ptxas
+    Left undefined, it would be the value of another role in that register: roles are branches of a loop, so that ptxas
     keeps such a value over all of them, in local memory.
     """
     if "setmaxnreg" not in text:

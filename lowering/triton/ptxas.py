@@ -15,7 +15,7 @@ MENDED = (12, 9)
 
 
 class _Wanted(threading.local):
-    """What this thread's kernel is assembled by: None for triton's own choice."""
+    """The ptxas that assembles this thread's kernel; None for triton's own choice."""
 
     tool: Any = None
 

@@ -62,7 +62,7 @@ def _cuda(image: bytes) -> tuple[int, int, int]:
 
 
 def _tool(name: str, options: list[str], image: bytes) -> str:
-    """What one of the tools that come with triton says about a cubin."""
+    """The output of one of the tools that come with triton for a cubin, or a comment line that says why it failed."""
     import triton.backends.nvidia as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / name

@@ -24,7 +24,7 @@ def rounded(kernel: ir.Kernel) -> set[ir.Value]:
             for v in inner.yields:
                 users[v].append(None)  # a value that leaves its block has unknown users
     known: dict[ir.Value, bool] = {}
-    for op in reversed(list(kernel.body.walk())):  # users stand behind what they use, but in loops
+    for op in reversed(list(kernel.body.walk())):  # users, which stand behind, are seen first, but in loops
         for r in op.results:
             if isinstance(r.type, ir.TileType) and r.dtype == "float32":
                 known[r] = bool(users[r]) and all(_rounds(u, known) for u in users[r])
@@ -40,8 +40,8 @@ def _rounds(op: ir.Op | None, known: dict[ir.Value, bool]) -> bool:
 
 
 def beside_one(kernel: ir.Kernel) -> set[ir.Value]:
-    """The hyperbolic tangents in float32 of a kernel whose results are of 16 bits or less, that are added to a number
-    of one at least, or are squared and so are: of these the absolute error counts, none of small ones."""
+    """The hyperbolic tangents in float32 that are added, as they are or squared, to a number of one at least, in a
+    kernel whose results have 16 bits or less: only their absolute error counts, even for small results."""
     stored = [op.value for op in kernel.body.walk() if isinstance(op, ir.Store | ir.Atomic | ir.StoreShared)]
     if not stored or any(v.type.info.kind != "f" or v.type.info.bits > 16 for v in stored):
         return set()

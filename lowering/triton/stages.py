@@ -23,7 +23,7 @@ from .heuristics import Choice
 # To disassemble a small kernel takes longer than to compile it.
 Texts = bool | tuple[str, ...]
 
-_LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # what a loop gets; where it says nothing, what the option says
+_LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # stages of a loop; without this, the option's number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Built:
     Attributes:
       image: cubin or hsaco.
       texts: level -> text; empty unless asked for.
-      threads: of a block, with those of worker warps.
+      threads: threads of a block, with those of worker warps.
       shared: bytes of dynamic shared memory.
       choice: the options that it was built with.
       descriptors: what the compiler decided on each tensor map parameter, in order.
       resources: numbers for people: registers, spills, and the like.
-      waits: it waits by itself for the kernels in front of it, where that is needed.
+      waits: whether the function itself waits for the kernels in front of it, where that is needed.
     """
 
     image: bytes
@@ -82,7 +82,7 @@ def build(
                 f"{f.shared}; use smaller tiles{fewer}",
                 (where.loc.file, where.loc.line) if where.loc.file else None,
             )
-        # each stage but one takes as much, so that this skips none that fits: every attempt is a whole compilation
+        # Each stage but one takes as much memory, so that no number that fits is skipped; each attempt compiles anew.
         asked = max(1, min(most - 1, 1 + (most - 1) * f.shared // built))
         text = _LOOP_STAGES.sub(lambda n, most=asked: f"tt.num_stages = {min(int(n[1]), most)} :", text)
         choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
@@ -108,10 +108,11 @@ def _build(text: str, f: Features, choice: Choice, texts: Texts, level: str) -> 
 def _staged(
     backend: Any, module: Any, path: str, f: Features, choice: Choice, levels: dict[str, str], texts: Texts, level: str
 ) -> Built | int:
-    """The same of a parsed module. `path`: of the file that it was in; `levels`: texts that there are already."""
+    """The compiled function of a parsed module, or bytes as `_build` gives them. `path`: the file that the text was in;
+    `levels`: texts that there are already."""
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
-    if level == "ttgir":  # the stage that is left out would have said so
+    if level == "ttgir":  # the stage that is left out would have set this
         metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
     value: Any = module
     waits = False
@@ -150,7 +151,7 @@ _silence = _Silence()
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """On a failure of ptxas triton prints all of the PTX, beside the error that it raises: not in this thread.
+    """Keep triton from printing, in this thread, all of the PTX when ptxas fails, beside the error that it raises.
 
     `redirect_stdout` would take the output of other threads with it, and kernels are compiled by several.
     """
@@ -175,8 +176,8 @@ def _options(f: Features, choice: Choice) -> dict[str, Any]:
 
 
 def _without_lines() -> dict[str, Any]:
-    """The assembler's options of the user, and that an image holds no lines of a text that nobody has: with them and
-    the PTX, which it copies beside them, an image is three or four times as large."""
+    """The assembler's options of the user, and one that leaves line numbers out of images, since nobody has the text
+    that they count: with them and the PTX, which the assembler copies too, an image is three or four times as large."""
     from triton import knobs
 
     if knobs.compilation.disable_line_info or knobs.nvidia.disable_ptxas_opt:
@@ -213,7 +214,7 @@ def _parse(text: str, f: Features) -> tuple[Any, Any, Any, str]:
 
 
 def _stages(backend: Any, options: Any, level: str) -> dict[str, Any]:
-    """The stages that text of a level goes through: TTIR through all of them, others through those behind theirs."""
+    """The stages that text of a level goes through: TTIR goes through all, other levels through those behind them."""
     from triton.backends.compiler import Language
 
     stages: dict[str, Any] = {}

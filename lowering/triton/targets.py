@@ -49,9 +49,9 @@ def target_of(
     """The target of an architecture, with the numbers of a card.
 
     Args:
-      shapes: of the widest matrix instruction of each dtype.
+      shapes: the shape of the widest matrix instruction of each dtype.
       warpgroups: four warps are a unit of the machine.
-      more: features of its cards besides those that follow from the architecture's.
+      more: features of the target besides those that follow from the architecture's.
     """
     memories = (Memory("registers", f.registers * 4), Memory("shared", f.shared), Memory("l2", card.l2),
                 Memory("dram", card.dram, card.bandwidth))  # fmt: skip
@@ -99,6 +99,6 @@ def device_number(device: Any, name: str) -> int | None:
     """A number that JAX tells of a device, such as `core_count`; None where it does not."""
     try:
         value = getattr(device, name, None)
-    except Exception:  # a plug-in of another age
+    except Exception:  # a plug-in of another version may not know the number
         return None
     return value if isinstance(value, int) and value > 0 else None

@@ -24,9 +24,9 @@ FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
 # Boxes stand one behind the other in shared memory, where the copy wants multiples of 128 bytes (swizzled: 1024); small
 # ones gain nothing besides.
 SMALLEST = 2048
-BOX, RANK = 256, 5  # what a tensor map can say: elements along an axis of its box, axes
+BOX, RANK = 256, 5  # the limits of a tensor map: elements along an axis of its box, and axes
 MAPS = 32  # tensor maps of a kernel, at most: kMaxMaps of the launcher
-_PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # between a load and the product that it feeds
+_PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # ops that may stand between a load and the product it feeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _fed(body: ir.Block, users: dict[ir.Value, list[ir.Op]]) -> Iterator[ir.Load
 
 
 def _plain(em: Emitter, buf: Buffer, op: ir.Load) -> bool:
-    """Memory that nobody writes, of a dtype that maps know, an unmasked box of it, and a pad that they can give."""
+    """Whether a load reads an unmasked box of memory that nobody writes, with a dtype and a pad that maps know."""
     if changes(em, op.ref) or buf.param is None or buf.dtype not in DTYPES or op.mask is not None:
         return False
     if not all(isinstance(n, int) for n in buf.shape) or any(isinstance(d, ir.Take) for d in op.index):
@@ -99,7 +99,7 @@ def _plain(em: Emitter, buf: Buffer, op: ir.Load) -> bool:
 
 
 def axes_of(found: list[Line], checked: bool) -> list[Axis] | None:
-    """The axes of a map, None where it has none.
+    """The axes of a tensor map for an access; None where no map can have them.
 
     A single element of a dimension is a side of 1 of the box, or, where nothing can hang over, it is counted along the
     next axis, so that the map has no more axes than the tile.
@@ -116,7 +116,7 @@ def axes_of(found: list[Line], checked: bool) -> list[Axis] | None:
         size = math.prod(int(w.side) for w in waiting) * side  # type: ignore[arg-type]
         out.append(Axis(size, stride, padded((line.size or 1,))[0], (*waiting, line)))
         waiting = []
-    # Triton drops leading sides of 1 from a box, others not; the axes of a map may stand in any order.
+    # Triton drops sides of 1 from a box only where they lead; the axes of a map may stand in any order.
     out.sort(key=lambda a: a.lines[-1].size is not None)
     return None if waiting or not out else out
 
@@ -136,7 +136,7 @@ def obstacle(axes: list[Axis], width: int, *, box: int = BOX) -> str:
 
 
 def fits(axes: list[Axis], checked: bool) -> bool:
-    """Whether all coordinates fit 32 bits."""
+    """Whether all coordinates of an access fit 32 bits."""
     every = [line for a in axes for line in a.lines]
     if not checked:
         return True
@@ -162,8 +162,8 @@ def descriptor(
     em: Emitter, buf: Buffer, axes: list[Axis], elem: str, *, nan: bool, layout: Any = "", evict: str | None = None
 ) -> Val | None:
     """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all accesses that agree. None
-    where the kernel has as many as it may. At the block level, `layout`: of the boxes in shared memory; `evict`: see
-    `ir.AsyncLoad`."""
+    where the kernel has as many as it may. At the block level, `layout`: that of the boxes in shared memory;
+    `evict`: see `ir.AsyncLoad`."""
     maps = em.memo.setdefault("maps", {})
     key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan, layout, evict)
     if key not in maps and len(maps) == MAPS:

@@ -1,6 +1,7 @@
 """TTIR as text: typed values, and a writer with one method for each construct that emitters use often.
 
-Text and not builder calls: its spelling is the same from triton 3.6 to 3.9, but for what `versions.py` switches.
+Emitters write text instead of calling triton's builder, since the spelling is the same from triton 3.6 to 3.9, but for
+what `versions.py` switches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Val:
       name: its spelling, `%12`.
       elem: element type, `f32`, `i1`, `!tt.ptr<f32>`.
       fill: what the lanes beyond the logical shape of a tile hold, where that is known; None: anything.
-      number: what every lane holds, of a constant.
+      number: the number that every lane of a constant holds.
       layout: how the lanes of a tensor lie over threads, at the block level; "" where the compiler chooses it.
     """
 
@@ -96,13 +97,13 @@ def _float_bits(value: float, elem: str) -> int:
 class Code:
     """The body of one `tt.func`, written in order. `head` comes before it: constants, which dominate everything."""
 
-    lifts_scalars = False  # a scalar float becomes an integer as a tensor of one element
+    lifts_scalars = False  # whether scalar floats are converted to integers as tensors of one element
 
     def __init__(self, *, isolate: bool = False) -> None:
         self._isolate = isolate
         self.head: list[str] = []
         self.lines: list[str] = []
-        self.mark = ""  # behind each line: see `emitting.Marks`
+        self.mark = ""  # a comment behind each line: see `emitting.Marks`
         self._depth = 2
         self._count = 0
         self._constants: dict[tuple[str, str], Val] = {}
@@ -113,7 +114,7 @@ class Code:
         return f"%{self._count}"
 
     def do(self, text: str) -> None:
-        """A line without a result."""
+        """Write a line without a result."""
         self.lines.append("  " * self._depth + text + self.mark)
 
     def let(self, right: str, shape: Sequence[int], elem: str, fill: Number | None = None) -> Val:
@@ -127,26 +128,26 @@ class Code:
         return Val(self.name(), tuple(shape), elem, fill, None, self.layout(shape))
 
     def layout(self, shape: Sequence[int]) -> Any:
-        """How a tensor that the current op makes lies over threads; at the level of TTIR nobody says so."""
+        """The layout of a tensor that the current op makes; "" at the level of TTIR, where the compiler chooses it."""
         return ""
 
     def vector(self, axis: int, full: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Vectors that are made inside will be laid along `axis` of a tensor."""
+        """A context in which vectors are made that will be laid along `axis` of a tensor."""
         return contextlib.nullcontext()
 
     def gather_attribute(self) -> str:
-        """What is written behind the axis of a `tt.gather`."""
+        """The text of further attributes of a `tt.gather`, behind its axis."""
         return versions.gather_layout()
 
     def spell(self, shape: Sequence[int], elem: str) -> str:
-        """The type of such a tensor."""
+        """The text of the type of a tensor, or of a scalar, that the current op makes."""
         return spell(shape, elem, self.layout(shape))
 
     def let_many(
         self, right: str, types: Sequence[tuple[Sequence[int], str]], layouts: Sequence[Any] | None = None
     ) -> list[Val]:
-        """`%n:2 = right`: the results of an op that has `types` of them, which lie as others that the op makes where
-        `layouts` does not say it."""
+        """`%n:2 = right`: the results of an op, of the given types. They have the layouts that `layouts` gives, or else
+        those of other tensors that the op makes."""
         name = self.name()
         self.do(f"{name}:{len(types)} = {right}" if len(types) != 1 else f"{name} = {right}")
         names = [f"{name}#{k}" if len(types) != 1 else name for k in range(len(types))]
@@ -213,7 +214,7 @@ class Code:
         return self.let(f"{name} {a.name} : {a.type} {arrow} {self.spell(a.shape, elem)}", a.shape, elem)
 
     def bitcast(self, a: Val, elem: str) -> Val:
-        """The same bits as another element type of the same width; of a bitcast the value that it came from."""
+        """The bits of `a` as another element type of the same width; a bitcast back gives the original value."""
         before = self._bitcasts.get(a.name, a)
         if elem in (a.elem, before.elem):
             return a if a.elem == elem else before
@@ -236,7 +237,7 @@ class Code:
         return self.let(f"tt.expand_dims {a.name} {kind}", shape, a.elem)
 
     def broadcast(self, a: Val, shape: Sequence[int]) -> Val:
-        """Axes of length 1 repeated; the rank stays."""
+        """A tensor whose axes of length 1 are repeated; the rank stays."""
         if tuple(shape) == a.shape:
             return a
         return self.let(f"tt.broadcast {a.name} : {a.type} -> {self.spell(shape, a.elem)}", shape, a.elem)
@@ -258,7 +259,7 @@ class Code:
         return a
 
     def reshape(self, a: Val, shape: Sequence[int]) -> Val:
-        """The same lanes in row-major order."""
+        """A tensor of another shape with the same lanes in row-major order."""
         if tuple(shape) == a.shape:
             return a
         if not a.shape:
@@ -279,7 +280,7 @@ class Code:
         return self.let(f"tt.unsplat {flat.name} : {flat.type}", (), a.elem)
 
     def transpose(self, a: Val, perm: Sequence[int]) -> Val:
-        """Result axis k is axis `perm[k]` of `a`."""
+        """A tensor whose axis k is axis `perm[k]` of `a`."""
         if list(perm) == list(range(len(perm))):
             return a
         shape = tuple(a.shape[p] for p in perm)
@@ -288,8 +289,8 @@ class Code:
         return self.let(right, shape, a.elem)
 
     def isolated(self, a: Val) -> Val:
-        """The same tensor in a layout of the compiler's default kind, where that was asked for: a scan of one element,
-        which costs nothing, takes no other. See `layouts.py`."""
+        """The tensor in a layout of the compiler's default kind, where that was asked for: a scan of one element, which
+        costs nothing, takes no other. See `layouts.py`."""
         if not self._isolate or not a.shape:
             return a
         if a.elem == "i1":
@@ -327,7 +328,7 @@ class Code:
         return b if a is None else a if b is None else self.op("arith.andi", a, b)
 
     def to_int(self, a: Val, elem: str, *, signed: bool = True) -> Val:
-        """Another integer width: wraps, or extends by the sign."""
+        """An integer in another width: it wraps, or is extended by the sign (by zeros unless `signed`)."""
         if a.elem == elem:
             return a
         narrow = bits(elem) < bits(a.elem)

@@ -1,4 +1,4 @@
-"""What can be found out about a combiner that a kernel gives, by running it on samples."""
+"""Finds out properties of a combiner that a kernel gives, by running it on samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jtile.ir.elementwise import convert
 from jtile.ir.shapes import full_array
 
 SAMPLES = 2048
-CLOSE = 1e-3  # of two floats: combiners that differ by rounding only
+CLOSE = 1e-3  # how close results of combiners that differ by rounding only are, for floats of 32 bits and more
 
 
 def commutes(body: ir.Block) -> bool:
-    """Does `body(a, b)` give what `body(b, a)` gives, on samples with ties, zeros, infinities and NaN?"""
+    """Whether `body(a, b)` gives what `body(b, a)` gives, on samples with ties, zeros, infinities and NaN."""
     k = len(body.yields)
     outer = _Outer(_constants(body))
     draws = _samples([p.dtype for p in body.params], 1, outer.numbers)
@@ -25,7 +25,7 @@ def commutes(body: ir.Block) -> bool:
 
 
 def neutral(op: ir.UserReduce) -> bool:
-    """Do the initial values change nothing, on either side? False where they are not constants."""
+    """Whether the initial values change nothing, on either side; False where they are not constants."""
     if not all(isinstance(i.op, ir.Full) for i in op.inits):
         return False
     starts = [i.op.value for i in op.inits]  # type: ignore[union-attr]
@@ -43,7 +43,7 @@ def _constants(body: ir.Block) -> list[float]:
 
 
 class _Outer(dict):
-    """Scalars from outside of a block, whose values nobody knows here: anything, the same in every run."""
+    """Scalars from outside of a block, whose values are not known here: each is drawn, and the same in every run."""
 
     def __init__(self, numbers: Sequence[float]):
         super().__init__()
@@ -65,13 +65,15 @@ def _run(body: ir.Block, args: Sequence[np.ndarray], outer: _Outer) -> list[np.n
 
 
 def _samples(dtypes: Sequence[str], seed: int, numbers: Sequence[float]) -> list[np.ndarray]:
-    """Few values often, so that ties are common, and many others; `numbers` and their neighbours among the few."""
+    """Samples with a few values often, so that ties are common, and many others. `numbers` and their neighbours are
+    among the few."""
     rng = np.random.default_rng(seed)
     return [np.where(rng.random(SAMPLES) < 0.7, rng.choice(_few(d, numbers), SAMPLES), _many(d, rng)) for d in dtypes]
 
 
 def _few(dtype: str, numbers: Sequence[float]) -> np.ndarray:
-    """Small numbers, the ends of the range, what is special, and what the function compares with or starts from."""
+    """Small numbers, the ends of the range, special values, and the numbers that the function compares with or starts
+    from."""
     info = ir.DTYPES[dtype]
     if info.kind == "b":
         return np.array([False, True])
@@ -95,7 +97,7 @@ def _many(dtype: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """NaN equals NaN, and -0 equals 0."""
+    """Whether samples agree: NaN equals NaN, and -0 equals 0."""
     if ir.DTYPES[a.dtype.name].kind != "f":
         return bool((a == b).all())
     return bool(np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True))

@@ -17,10 +17,10 @@ OLDEST = (3, 6)
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """Of the installed triton.
+    """The major and minor version of the installed triton.
 
     Raises:
-      UnsupportedError: it is missing, cannot be imported, or is older than 3.6.
+      UnsupportedError: triton is missing, cannot be imported, or is older than 3.6.
     """
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
@@ -58,7 +58,7 @@ def eviction(policy: str) -> str:
 
 
 def store_wait(pending: int) -> str:
-    """Waiting until asynchronous stores have read their buffers."""
+    """The op that waits until all but `pending` asynchronous stores have read their buffers."""
     return f"ttng.async_tma_store_wait {{pendings = {pending} : i32{', read_only' if version() >= (3, 9) else ''}}}"
 
 

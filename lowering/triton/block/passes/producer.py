@@ -33,8 +33,8 @@ from .rings import Held, Place, Role, Site
 
 
 def producer(kernel: Kernel, place: dict[Load, Place], consumers: int, evict: Mapping[Value, str]) -> Block:
-    """The body of the producer for a kernel whose operand loads have a `place`; `evict`: see `AsyncLoad`,
-    for each Ref."""
+    """The body of the producer for a kernel whose operand loads have a `place`; `evict`: for each Ref
+    how soon the cache forgets what copies read of it, see `AsyncLoad`."""
     made = _Producer(place, wanted(kernel, place), consumers, evict, hanging(kernel, consumers))
     return made.run(kernel.body)
 
