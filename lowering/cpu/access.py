@@ -152,7 +152,7 @@ def store_lanes(code: Code, isa: Isa, ty: str, raw: Val, ptr: Val, lanes: Lanes)
 
 
 def hidden(code: Code, mask: Val) -> Val:
-    """The same mask, unknown to LLVM.
+    """A copy of a mask whose value LLVM cannot know.
 
     LLVM 22 turns a masked store of truncated lanes under a mask that it knows to have one lane into a scalar store of
     the wide lane (on AVX-512), which overwrites the neighbours.

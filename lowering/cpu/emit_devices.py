@@ -74,7 +74,7 @@ class Devices:
         self.em.env[v] = Buffer(ptr, param.shape, dense_strides(param.shape), param.dtype, None, owned=False)
 
     def number(self, op: ir.Signal | ir.WaitSignal) -> Val:
-        """Which of the signals of a device an op means; -1: there is no such signal."""
+        """The number of the signal that an op means, among those of a device; -1: there is no such signal."""
         code, param = self.em.code, ir.root(op.ref)
         out: Any = self.first[param]
         outside: list[Val] = []

@@ -177,7 +177,7 @@ def _of_threads(parent: Mapping[str, Any], shape: Sequence[int], summed: int) ->
 
 
 def _warps_of(parent: Mapping[str, Any], shape: Sequence[int]) -> list[list[int]] | None:
-    """By how many tiles of one warp each bit of a warp's number moves along each axis."""
+    """For each bit of a warp's number, by how many tiles of one warp it moves along each axis."""
     if parent["kind"] == "amd_wmma":
         layout = parent.get("ctaLayout") or {}
         return None if layout.get("register") else layout.get("warp")
@@ -278,7 +278,7 @@ def _swizzled(f: Mapping[str, Any], shape: Sequence[int]) -> Memory:
 
 
 def _phase(row: int, f: Mapping[str, Any], shape: Sequence[int], inner: int, outer: int) -> int:
-    """By how much the place of an element in a row is changed, as an XOR."""
+    """The number that the place of an element in a row is combined with by XOR."""
     turn = row // f["perPhase"]
     phase = turn % f["maxPhase"]
     if f["kind"] == "amd_rotating_shared":

@@ -273,7 +273,7 @@ def _encode_power(x: X) -> X:
 
 
 def reinterpret(code: Code, v: Val, src: str, dst: str) -> Val:
-    """The same bits as another dtype of the same width: what `Bitcast` means."""
+    """The bits of a value as another dtype of the same width: what `Bitcast` means."""
     x = X(code, v)
     if src == "bool" or dst == "bool":
         return v if src == dst else (x.ne(0) if dst == "bool" else x.to_int("i8", signed=False)).v

@@ -93,7 +93,7 @@ def _dense(shape: Sequence[int]) -> bool:
 
 
 def _regroup(em: Emitter, lane: Val, a: Sequence[int], b: Sequence[int]) -> Val:
-    """From lanes of the tensor of a tile of shape `b` to those of the tile of shape `a` with the same elements."""
+    """The lanes of a tile of shape `a` that hold the elements of the given lanes of a tile of shape `b`."""
     code, element = em.code, lane
     if not _dense(b):
         full, at = padded(b), []

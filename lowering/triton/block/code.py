@@ -91,7 +91,7 @@ class LaidCode(Code):
     # -- layouts ------------------------------------------------------------------------------------------------------
 
     def convert(self, a: Val, layout: Layout) -> Val:
-        """The same tensor in another layout."""
+        """The tensor `a` converted to another layout."""
         if a.layout == layout or not a.shape:
             return a
         out = dataclasses.replace(a, name=self.name(), layout=layout)
