@@ -1,1 +1,1 @@
-"""Kernel in, kernel out: differentiation, batching and partition of kernels. Empty until the transforms release."""
+"""Kernel in, kernel out: differentiation, batching and partition of kernels."""
