@@ -86,7 +86,10 @@ Round::~Round() {
 }
 
 bool Round::meet(size_t device, const Part& part) {
+  std::lock_guard lock(mutex_);
   parts_[device] = part;
+  if (given_up_)
+    fail(Code::kFailedPrecondition, "GPU ", part.ordinal, " came to an exchange that other devices have given up");
   return came_.fetch_add(1, std::memory_order_acq_rel) + 1 == parts_.size();
 }
 
@@ -105,9 +108,11 @@ void Round::wait(std::chrono::milliseconds timeout) {
   while (!done() && std::chrono::steady_clock::now() - start < kSpin) {
   }
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, timeout, done))
+  if (!changed_.wait_for(lock, timeout, done)) {
+    given_up_ = !all_here();
     fail(Code::kFailedPrecondition, "an exchange between GPUs waited ", static_cast<double>(timeout.count()) / 1000,
          " s: ", came_.load(), " of ", parts_.size(), " devices have begun the call");
+  }
   if (!error_.empty()) fail(Code::kFailedPrecondition, "an exchange between GPUs failed on ", error_);
 }
 
@@ -219,8 +224,9 @@ void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, 
                          kept().event(driver, ordinal),
                          kept().event(driver, ordinal)};
   driver.record(ordinal, part.ready, stream);
+  const bool last = round->meet(me, part);
   begun().add(ordinal, into.data, {round, this, me, from.data, run});
-  if (round->meet(me, part))
+  if (last)
     for (size_t k = 0; k < devices_; ++k) send(*round, (me + k) % devices_);
   if (pieces_.own) copy(stream, me, me, *round);  // of all parts it reads its own, which no other thread writes
 }

@@ -58,7 +58,8 @@ class Round {
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;
 
-  // Adds a device. Gives whether it was the last one.
+  // Adds a device. Gives whether it was the last one. Throws Error where others have given up waiting for it: what they
+  // have sent, and where they receive, may be of others by now.
   bool meet(size_t device, const Part& part);
   bool all_here() const { return came_.load(std::memory_order_acquire) == parts_.size(); }
   // Whether the caller is the first to ask, and so to make the copies of a device. All devices are here.
@@ -76,6 +77,7 @@ class Round {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::string error_;
+  bool given_up_ = false;  // a device has failed before all had come
 };
 
 // The call site of the first of the two calls.
