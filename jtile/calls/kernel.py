@@ -14,6 +14,7 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile import _mesh
 from jtile._compat import is_symbolic
+from jtile._config import current
 from jtile._errors import KernelTypeError
 from jtile._frames import leave_out, shows_users_frames
 from jtile._memo import Recent
@@ -23,7 +24,7 @@ from jtile.calls.boundary import is_split, runner
 from jtile.calls.layout import Layout, Spec, count_leaves, lay_out, shared_refs
 from jtile.calls.lowered import Lowered
 from jtile.calls.marks import declared, strip
-from jtile.calls.options import CHOICES, checked_options
+from jtile.calls.options import CHOICES, checked_options, in_force
 from jtile.calls.signature import Structure, autos, place_of, read_signature, source_lines
 from jtile.primitive.options import Options
 from jtile.primitive.sharding import Hand, check_ranks, parse
@@ -460,7 +461,7 @@ class Kernel:
         types = tree_flatten(layout.inputs)[0]
         vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout, types, meta, key)
         program = make_program(
-            jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp,
+            jaxpr, around, meta=tuple(sorted(meta.items())), options=in_force(self._options), vjp=vjp,
             hand=self._hand(layout, tree, meta),
         )  # fmt: skip
         return _Bound(program, layout, layout.out_tree, runner(program, layout))
@@ -488,4 +489,4 @@ def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:
     """All that a call's `Program` depends on, JAX's options that change how a body is traced among them."""
     config = jax.config
     state = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
-    return tree, tuple([(x.shape, x.dtype) for x in leaves]), key_of(meta), state
+    return tree, tuple([(x.shape, x.dtype) for x in leaves]), key_of(meta), state, current().overlap

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jtile._config import current
 from jtile._errors import KernelValueError
 from jtile.calls.signature import nearest
 from jtile.primitive.options import Options
@@ -37,3 +38,8 @@ def checked_options(old: Options, given: Mapping[str, Any], where: Any) -> Optio
                 where,
             )
     return dataclasses.replace(old, **given)
+
+
+def in_force(options: Options) -> Options:
+    """The options of a kernel that is called here, with what is promised here of kernels that overlap."""
+    return dataclasses.replace(options, overlap=True) if current().overlap else options

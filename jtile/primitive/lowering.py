@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from jtile import ir
 from jtile._compat import is_exported, is_symbolic, platforms_of
-from jtile._config import current
+from jtile._config import config, current
 from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
@@ -308,8 +308,10 @@ def _compile(program: Program, piece: int, whole: Complete, target: Target, *, t
     own = f"{program.fingerprint} piece={piece}" if len(pieces.kernels) > 1 else program.fingerprint
     own += f" {pieces.why[piece]}" if pieces.why else ""
     key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
-    options = compiler_options(program, piece, target)
-    return registry.compile(whole.kernel, target, key=key, texts=texts, options=options)
+    options, overlap = compiler_options(program, piece, target), program.options.overlap and "warps" in target.features
+    key += " overlap" if overlap else ""
+    with config(overlap=overlap or None):
+        return registry.compile(whole.kernel, target, key=key, texts=texts, options=options)
 
 
 def compiler_options(program: Program, piece: int, target: Target) -> dict[str, Any]:

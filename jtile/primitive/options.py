@@ -20,6 +20,8 @@ class Options:
       consumers: warpgroups that share the rows of a program's products, where a kernel runs at the block level (sm_90).
       persistent: whether blocks take several programs there, one after the other.
       specialize: False: no plan of roles is made for this kernel; True: also for float32 products as tf32.
+      overlap: True where `Config.overlap` was where the kernel was called, since it is compiled later; no user gives
+        it, and only launches on GPUs go by it.
     """
 
     interpret: bool | None = None
@@ -30,6 +32,7 @@ class Options:
     consumers: int | None = None
     persistent: bool | None = None
     specialize: bool | None = None
+    overlap: bool | None = None
 
     @property
     def compiler(self) -> dict[str, int | None]:
@@ -37,8 +40,8 @@ class Options:
         return {n: getattr(self, n) for n in COMPILER}
 
     def __str__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = {name: getattr(self, name) for name in OPTIONS}
         return ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
 
 
-OPTIONS = {f.name for f in dataclasses.fields(Options)}
+OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name != "overlap")

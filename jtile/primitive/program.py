@@ -131,7 +131,7 @@ class Program:
       meta: the meta-parameters, sorted by name.
       options: see `Options`.
       fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it, by
-        `vjp` and by `rules`.
+        `vjp`, by `rules` and by `options.overlap`.
       hand: the sharding rule that the user gave, or None: derived. Of a kernel at block level: one that cuts no
         dimension of its own.
       choice: how meta-parameters were chosen that are `jt.auto`, or None: the call gave them all.
@@ -158,7 +158,7 @@ class Program:
 
     @functools.cached_property
     def _identity(self) -> tuple[Any, ...]:
-        return self.fingerprint, self.vjp, self.rules, self.spec.derived
+        return self.fingerprint, self.vjp, self.rules, self.spec.derived, self.options.overlap
 
     def __repr__(self) -> str:
         return f"{self.name}{self.kernel.grid}#{self.fingerprint[:8]}"

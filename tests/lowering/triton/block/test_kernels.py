@@ -442,3 +442,27 @@ def test_as_many_roles_as_triton_has_barriers_for():
     assert compile_block_kernel(many_roles(13), card("sm_90")).image
     with pytest.raises(UnsupportedError, match="at most 13 roles, got 14: give one the work of several"):
         compile_block_kernel(many_roles(14), card("sm_90"))
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+def doubled(x, o):
+    i = jt.program_id(0)
+    o[i, :] = 2 * x[i, :]
+
+
+@pytest.mark.parametrize("promised", [(False, True), (True, False)])
+def test_a_promise_where_a_kernel_is_called_holds_where_it_is_compiled(promised, tmp_path):
+    """Models promise for a part of a program, which is compiled when all of it has been traced; the same kernel
+    without the promise is another one to the caches."""
+
+    def run(x):
+        for overlap in promised:
+            with jt.config(overlap=overlap):
+                x = doubled(x)
+        return x
+
+    with jt.config(arch="sm_90", cache_dir=str(tmp_path)):
+        traced = jax.jit(run).trace(jax.ShapeDtypeStruct((8, 1024), jnp.float32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    records = [part.split(" : ")[0] for part in text.split("custom_call @jtile_cuda")[1:]]
+    assert ["node" in part for part in records] == list(promised)
