@@ -38,6 +38,18 @@ def need_devices(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def is_eager_shard_map() -> bool:
+    """Whether operations run at once, each as a program of its own, in a `jax.shard_map` without `jax.jit`."""
+    from jax._src import core
+    from jax._src.interpreters import partial_eval
+    from jax._src.shard_map import ShardMapTrace
+
+    trace: Any = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, ShardMapTrace | partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return isinstance(trace, ShardMapTrace)
+
+
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.make_jaxpr` of what runs in a kernel: also in `jax.ensure_compile_time_eval()` nothing of it runs at once,
     the primitives without operands, such as the number of a program, included."""

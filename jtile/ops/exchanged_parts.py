@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,20 +68,20 @@ _sum = _op("sum of parts", _added, sum_parts, _few(1))
 _sum_all = _op("sum of parts, gathered", _added_everywhere, sum_all_in_two, _few(1, 3))
 
 
-def _linear(forward: Op, transpose: Op) -> Any:
-    """A linear collective `f(x, axis)`, whose cotangents go through another."""
+def _linear(forward: Op, transpose: Callable[[], Any]) -> Any:
+    """A linear collective `f(x, axis)`, whose cotangents go through another one, which has a derivative, too."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def run(x, axis):
         return forward(x, axis=axis)
 
-    run.defvjp(lambda x, axis: (forward(x, axis=axis), None), lambda axis, _, ct: (transpose(ct, axis=axis),))
+    run.defvjp(lambda x, axis: (run(x, axis), None), lambda axis, _, ct: (transpose()(ct, axis),))
     return run
 
 
-gather = _linear(_gather, _sum)  # x [size] of all devices: [devices, size]
-add = _linear(_sum, _gather)  # x [devices, size], a part for each device: [size], the sum of the parts for this one
-swap = _linear(_exchange, _exchange)  # x [devices, size], a part for each device: [devices, size], those for this one
+gather = _linear(_gather, lambda: add)  # x [size] of all devices: [devices, size]
+add = _linear(_sum, lambda: gather)  # x [devices, size], a part for each device: [size], their sum for this one
+swap = _linear(_exchange, lambda: swap)  # x [devices, size], a part for each device: [devices, size], those for this
 
 
 def add_everywhere(x, axis: str):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from jtile._compat import need_devices
+from jtile._compat import is_eager_shard_map, need_devices
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.language.devices import axis_size_of
 from jtile.primitive.batching import to_front
@@ -69,9 +69,11 @@ def exchange(
         into, sent = into.into, into.sent
     if x is None:
         _check(into is not None and rows is not None, "its own part of `into` needs `into` and `rows`")
+        fits = into.ndim >= 2 and into.shape[0] == n and 0 <= start <= start + rows <= into.shape[1]
+        _check(fits, f"rows {start} to {start + rows} of a device are not in {tuple(into.shape)}")
         (into,) = _joint([into], axis)
         begin = dict(axis=axis, n=n, mode="own", own=False, start=start, rows=rows, lanes=0)
-        return Travelling(exchange_p.bind(into, **begin), sent, axis)
+        return Travelling(_begin(into, **begin), sent, axis)
     x = jnp.asarray(x)
     if x.dtype.name in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn"):
         raise KernelTypeError(f"jt.exchange: elements of whole bytes travel, got {x.dtype}; cast them")
@@ -79,16 +81,19 @@ def exchange(
     _check(x.ndim >= 1 + (to == "each"), f"got x of shape {tuple(x.shape)}")
     _check(to != "each" or x.shape[0] == n, f"x has a part for each of {n} devices, got {tuple(x.shape)}")
     _check(to != "next" or into is None, "what goes to the next device comes in a new array; leave `into` out")
+    _check(into is not None or start == 0, f"a new array has no rows in front of the parts, got start={start}")
     part = x.shape[to == "each" :]
     if into is not None:
         into = jnp.asarray(into)
         if into.dtype != x.dtype:
             raise KernelTypeError(f"jt.exchange: x and into have one dtype, got {x.dtype} and {into.dtype}; cast one")
         fits = into.ndim == len(part) + 1 and into.shape[0] == n and into.shape[2:] == part[1:]
-        _check(fits and start + part[0] <= into.shape[1], f"parts {tuple(part)} do not fit into {tuple(into.shape)}")
+        fits = fits and 0 <= start <= into.shape[1] - part[0]
+        _check(fits, f"parts {tuple(part)} do not fit into {tuple(into.shape)} from row {start} on")
     operands = _joint([x] if into is None else [x, into], axis)
-    begin = dict(axis=axis, n=n, mode=to, own=own and to != "next", start=start, rows=part[0], lanes=0)
-    return Travelling(exchange_p.bind(*operands, **begin), (*sent, operands[0]), axis)
+    own = n == 1 if to == "next" else own  # the only device is behind itself
+    begin = dict(axis=axis, n=n, mode=to, own=own, start=start, rows=part[0], lanes=0)
+    return Travelling(_begin(*operands, **begin), (*sent, operands[0]), axis)
 
 
 def exchanged(travelling: Any, after: Any = ()) -> Any:
@@ -105,11 +110,17 @@ def exchanged(travelling: Any, after: Any = ()) -> Any:
     leaves, tree = jax.tree.flatten(after)
     arrays, leaves = jax.lax.optimization_barrier(([t.into for t in several], leaves))
     pairs = zip(several, arrays, strict=True)
-    out = [exchanged_p.bind(*joint_varying([into, *t.sent], _Along(t.axis))) for t, into in pairs]
+    wait = (lambda into, *_: into) if is_eager_shard_map() else exchanged_p.bind
+    out = [wait(*joint_varying([into, *t.sent], _Along(t.axis))) for t, into in pairs]
     # One barrier for all: a wait of which only the array is not used, or only one of several, must not be left out.
     out, leaves = jax.lax.optimization_barrier((out, leaves))
     got = out[0] if isinstance(travelling, Travelling) else out
     return (got, jax.tree.unflatten(tree, leaves)) if leaves else got
+
+
+def _begin(*operands: jax.Array, **how: Any) -> jax.Array:
+    """Begin, or where each operation is a program of its own, whose arrays nobody keeps for the next one, do it all."""
+    return _by_collectives(*operands, **how) if is_eager_shard_map() else exchange_p.bind(*operands, **how)
 
 
 def _joint(operands: Sequence[jax.Array], axis: str) -> Sequence[jax.Array]:
@@ -141,6 +152,7 @@ MODES = ("all", "each", "next")
 exchange_p = jexc.Primitive("jtile_exchange")
 exchanged_p = jexc.Primitive("jtile_exchanged")
 need_devices(exchange_p)
+need_devices(exchanged_p)
 
 
 @exchange_p.def_abstract_eval
@@ -213,17 +225,25 @@ def pieces(x: Any, into: Any, *, n: int, mode: str, own: bool, start: int, rows:
         target = (start * size, n * part, part)
         source = {"all": (0, piece, 0), "each": (0, n * piece, 0), "own": target}[mode]
     to = piece if mode == "each" else 0
-    receivers = 1 if mode == "next" else n - 1
+    receivers = min(n - 1, 1) if mode == "next" else n - 1
     return np.asarray([piece, count, *source, to, *target, receivers, own], np.int64)
+
+
+def _groups(ctx: mlir.LoweringRuleContext, axes: Sequence[str]) -> np.ndarray | None:
+    """`device_groups`, or None where XLA moves the parts, in both calls: for devices of other processes and in exports,
+    since XLA knows how to reach any, and of arrays without elements, which have no addresses of their own."""
+    (out,) = ctx.avals_out
+    try:
+        return device_groups(axes, ctx, "an exchange between devices", None) if out.size else None
+    except UnsupportedError:
+        return None
 
 
 def _lower_by_copies(ctx: mlir.LoweringRuleContext, *operands: Any, axis: str, **options: Any) -> Sequence[Any]:
     from jtile.lowering.platforms import milliseconds
 
-    (out,) = ctx.avals_out
-    try:
-        groups = device_groups([axis], ctx, "an exchange between devices", None)
-    except UnsupportedError:  # devices of other processes, or an export: XLA knows how to reach any
+    (out,), groups = ctx.avals_out, _groups(ctx, [axis])
+    if groups is None:
         return _elsewhere(ctx, *operands, axis=axis, **options)
     aliases = {len(operands) - 1: 0} if len(operands) == 2 or options["mode"] == "own" else {}
     rule = jax.ffi.ffi_lowering("jtile_cuda_exchange", operand_output_aliases=aliases, has_side_effect=True)
@@ -234,6 +254,8 @@ def _lower_by_copies(ctx: mlir.LoweringRuleContext, *operands: Any, axis: str, *
 def _lower_wait(ctx: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
     from jtile.lowering.platforms import milliseconds
 
+    if _groups(ctx, []) is None:
+        return operands[:1]
     rule = jax.ffi.ffi_lowering("jtile_cuda_exchanged", operand_output_aliases={0: 0}, has_side_effect=True)
     return rule(ctx, *operands, timeout=milliseconds())
 

@@ -4,6 +4,7 @@ collectives move the parts; run by test_exchanges.py."""
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -225,6 +226,56 @@ def check_no_wait_is_left_out():
             assert text.count("@jtile_cuda_exchange(") == text.count("@jtile_cuda_exchanged(") == count
 
 
+def check_where_xla_moves_the_parts():
+    """Both calls, or neither: an export has no devices, and arrays without elements have no addresses of their own."""
+    run = lambda x: jt.exchanged(jt.exchange(x, "x"))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    exported = jax.export.export(f, platforms=["cuda"])(jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    assert "all_gather" in exported.mlir_module()
+    assert "jtile_cuda" not in exported.mlir_module() and "jtile_cuda" not in lowered(lambda x: run(x[:0]))
+
+
+def check_one_device():
+    x = floats(4, 3)
+    for to in primitive.MODES:
+        give = lambda x, to=to: jt.exchanged(jt.exchange(x[None] if to == "each" else x, "x", to=to))
+        np.testing.assert_array_equal(np.asarray(on(1, give, x)).reshape(x.shape), x)
+    how = dict(n=1, mode="next", own=True, start=0, rows=4, lanes=0)
+    *_, receivers, own = primitive.pieces(x, x, **how)
+    assert (receivers, own) == (0, 1)
+
+
+def check_without_jit():
+    """Each operation is a program of its own there: nothing may travel from one to the next."""
+
+    def run(x):
+        travelling = jt.exchange(x, "x", to="next")
+        lanes = jax.vmap(lambda y: jt.exchanged(jt.exchange(y, "x", to="next")))(x)
+        return jt.exchanged(travelling) + lanes
+
+    x = floats(8, 3)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    with pytest.MonkeyPatch.context() as patch:
+        for one in (primitive.exchange_p, primitive.exchanged_p):
+            patch.setattr(one, "bind", lambda *_, **__: pytest.fail("an exchange was bound"))
+        got = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+    np.testing.assert_array_equal(got, 2 * np.roll(x, 2, 0))
+
+
+def check_gradients_of_gradients():
+    """The transposes of collectives have derivatives, too, whoever computes them."""
+    small, large = (4 * 8, 3), (4 * 4096, 1024)
+    for f in (lambda x: ops.all_gather(x, "x"), lambda x: ops.reduce_scatter(x, "x"), lambda x: ops.all_to_all(x, "x")):
+        mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+        run = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        loss = lambda x, run=run: (run(x) ** 3).sum()
+        twice = jax.grad(lambda x, loss=loss: (jax.grad(loss)(x) ** 2).sum())
+        for shape in (small, large):
+            with jt.config(arch="sm_90"):
+                assert jax.eval_shape(twice, jax.ShapeDtypeStruct(shape, jnp.float32)).shape == shape
+
+
 def check_what_is_refused():
     x = floats(8, 3)
     cases = [
@@ -233,6 +284,9 @@ def check_what_is_refused():
         (KernelValueError, "has no axis 'z'", lambda x: jt.exchange(x, "z")),
         (KernelValueError, "leave `into` out", lambda x: jt.exchange(x, "x", to="next", into=x)),
         (KernelValueError, "do not fit into", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 1, 3)))),
+        (KernelValueError, "from row -1 on", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 2, 3)), start=-1)),
+        (KernelValueError, "no rows in front", lambda x: jt.exchange(x, "x", start=1)),
+        (KernelValueError, "rows 1 to 3", lambda x: jt.exchange(None, "x", into=jnp.zeros((4, 2, 3)), start=1, rows=2)),
         (KernelValueError, "needs `into` and `rows`", lambda x: jt.exchange(None, "x")),
         (KernelTypeError, "have one dtype", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 2, 3), jnp.int32))),
         (KernelTypeError, "elements of whole bytes", lambda x: jt.exchange(x.astype(jnp.int4), "x")),
