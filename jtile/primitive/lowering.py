@@ -3,6 +3,7 @@ interpreter behind a host callback."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -310,7 +311,7 @@ def _compile(program: Program, piece: int, whole: Complete, target: Target, *, t
     key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
     options, overlap = compiler_options(program, piece, target), program.options.overlap and "warps" in target.features
     key += " overlap" if overlap else ""
-    with config(overlap=overlap or None):
+    with config(overlap=overlap or None) if overlap or current().overlap else contextlib.nullcontext():
         return registry.compile(whole.kernel, target, key=key, texts=texts, options=options)
 
 
