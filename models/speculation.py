@@ -216,7 +216,7 @@ def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, nu
 
     def step(carry, i):
         tokens, cache, penalties = carry
-        with overlapping():
+        with overlapping(len(tokens)):
             logits, cache = model.step(jnp.minimum(tokens, model.config.vocab_size - 1), cache)
         logits = jnp.pad(logits[:, :vocab], ((0, 0), (0, max(vocab - logits.shape[1], 0))), constant_values=-jnp.inf)
         tokens = sampling.choose(logits, rows.made + i, steps, numbers, penalties)
