@@ -180,7 +180,7 @@ def _add_devices(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--paper", action="store_true", help="measure nothing: 8, 72 and 1024 cards by rates of targets")
 
 
-# What a file or number cannot be is said before the benchmarks run, which takes minutes.
+# Wrong files and numbers are refused before the benchmarks run, which takes minutes.
 
 
 def _count(text: str) -> int:
@@ -200,7 +200,7 @@ def _seconds(text: str) -> float:
 
 
 def _records(text: str) -> Path:
-    """A file that is not there yet, or holds records to put others into."""
+    """A file of records, into which others can be put, or one that does not exist yet."""
     path = Path(text)
     try:
         if path.exists() and not isinstance(json.loads(path.read_text()), list):

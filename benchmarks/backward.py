@@ -86,7 +86,7 @@ def _attention(dtype: str, unit: str) -> Iterator[Case]:
 
 
 def attention(q, k, v, causal: bool):
-    """The softmax form, in float32, as people write it."""
+    """Attention by softmax, in float32, as people write it."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[3] ** -0.5
     if causal:

@@ -1,7 +1,8 @@
 """How long the programs of `benchmarks.fuse` take to trace and compile by `jt.fuse`, beside XLA alone.
 
-Both in one process, in turns, with nothing in caches, at two sizes; a third size before them pays for what is imported
-at first. CPU seconds of all threads, which tell more than a clock where others use the machine, too. Nothing runs.
+Both compile in one process, in turns, with empty caches, at two sizes; a third size before them pays for what is
+imported at first. The numbers are CPU seconds of all threads, which tell more than a clock where others use the
+machine, too. No program runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 import jtile as jt
 from benchmarks import fuse
 
-SIZES = (4, 2, 1)  # by which sides are divided
+SIZES = (4, 2, 1)  # divisors of the sides
 
 
 def main(options: argparse.Namespace) -> None:

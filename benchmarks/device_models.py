@@ -33,8 +33,8 @@ _SCALE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(Checkpoint):
-    """A checkpoint of random weights, of which each part is drawn on the device that is to have it. Parts of one tensor
-    are parts of no common whole: only their time counts."""
+    """A checkpoint of random weights, of which each part is drawn on the device that has it. The parts of one tensor
+    do not make a whole that is the same for any cut: only times are measured."""
 
     head: bool = True
 
@@ -44,11 +44,11 @@ class Drawn(Checkpoint):
         return not self.head
 
     def sample(self) -> jax.Array:
-        """Nothing is stored."""
+        """An array with the dtype of the weights; no tensor is stored."""
         return jnp.zeros((1, 1), DENSE)
 
     def unit(self) -> int:
-        """No groups."""
+        """One column, since there are no groups."""
         return 1
 
     def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -56,7 +56,7 @@ class Drawn(Checkpoint):
         return self._drawn(name, shape, 0)
 
     def part(self, name: str, shape: tuple[int, ...], cuts: Mapping[int, np.ndarray]) -> jax.Array:
-        """Numbers of the shape of a part; what is not cut is the same on all devices."""
+        """Random numbers in the shape of the part; a tensor that is not cut is the same on all devices."""
         if len(shape) == 1:
             found = cut(self.weight(name, shape), dict(cuts), name)
             assert isinstance(found, jax.Array)
@@ -92,7 +92,7 @@ def step_us(lm: LanguageModel, rows: int, steps: int) -> float:
 
 
 def measure(count: int, tiny: bool) -> list[dict[str, Any]]:
-    """A record of each line."""
+    """A record for each line of the table."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
     works, shapes, steps = (TINY_WORKS, TINY, 4) if tiny else (WORKS, SHAPES, STEPS)
     records: list[dict[str, Any]] = []

@@ -24,18 +24,18 @@ from benchmarks import device_models
 from jtile import ops
 from jtile.ops import collectives
 
-CALLS = 8  # of a round of a loop inside jit, each after the other: the loop counts in a kernel of its own
-LONG, HOST = 0.1, 1e-3  # seconds: of the rounds of one program, at least; and what it takes to begin one
-MOST = 2000  # rounds
+CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in a kernel of its own
+LONG, HOST = 0.1, 1e-3  # seconds: the least of the rounds of one program; the start of one
+MOST = 2000  # the most rounds
 # what a record calls the time of a peer -> the peer
 PEERS = {"xla_us": "XLA", "one_us": "one device, its time divided", "one_step_us": "one device"}
-HOSTS = 50e9  # bytes a second of one card to other hosts: a network adapter of 400 Gb/s for each
+HOSTS = 50e9  # bytes a second of one card to other hosts: each card has a network adapter of 400 Gb/s
 COUNTS = (8, 72, 1024)
-MODELS = "models"  # of device_models.py, for `--only`
+MODELS = "models"  # the name of device_models.py for `--only`
 
 
 class Work(NamedTuple):
-    """One line: `name` of `jtile.ops.collectives`, and its arrays on each of n devices."""
+    """One line of the table: the function `name` of `jtile.ops.collectives`, and its arrays on each of n devices."""
 
     name: str
     label: str
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What records call it."""
+        """The name of this line in records."""
         return f"{self.name}, backward" if self.backward else self.name
 
 
@@ -68,12 +68,12 @@ WORKS = (
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions that a CPU gets through; those that devices share out stay so."""
+    """Dimensions small enough for a CPU, which devices can still share equally."""
     return tuple(size if size <= 128 else max(8, size // 64) for size in shape)
 
 
 def call(work: Work, suffix: str, arrays: list[jax.Array]) -> Any:
-    """One call on a device."""
+    """The result of one call on a device."""
     run: Callable = getattr(collectives, work.name + suffix)
     if work.name == "all_reduce_rms_norm":
         y, total = run(*arrays[:2], "x", residual=arrays[2])
@@ -94,8 +94,8 @@ def attend(run: Callable, work: Work, arrays: list[jax.Array]) -> Any:
 def repeated(
     run: Callable[[list[jax.Array]], Any], arrays: list[jax.Array], rounds: int, calls: int
 ) -> list[jax.Array]:
-    """`rounds` times `calls` calls, each of what the one before it gave: its results are the next operands, or one
-    number of them is where shapes differ, which costs a tiny kernel."""
+    """`rounds` times `calls` calls, each of the result of the call before: it is the next operand, or, where shapes
+    differ, one number of it is added to the operand, which costs a tiny kernel."""
 
     def step(_, arrays):
         for _ in range(calls):
@@ -110,7 +110,7 @@ def repeated(
 
 
 def drawn(work: Work, n: int, tiny: bool) -> list[jax.Array]:
-    """The arrays of one device; what is summed again and again is zero, and stays so."""
+    """The arrays of one device; arrays that are summed again and again are zero, and stay so."""
     shapes = [small(shape) if tiny else shape for shape in work.shapes(n)]
     scale = 0.0 if work.name == "all_reduce" else 0.1
     return [
@@ -125,7 +125,7 @@ def timed(make: Callable[[int, int], Callable[[], Any]], tiny: bool, repeats: in
     began = time.perf_counter()
     first()
     each = max(time.perf_counter() - began - HOST, 3e-6) / calls
-    calls = 1 if each > LONG / CALLS else calls  # long ones need no rounds of several
+    calls = 1 if each > LONG / CALLS else calls  # long calls need no rounds of several
     rounds = 2 if tiny else max(1, min(MOST, int(LONG / each / calls)))
     program = make(rounds, calls)
     found = []
@@ -137,7 +137,7 @@ def timed(make: Callable[[int, int], Callable[[], Any]], tiny: bool, repeats: in
 
 
 def on_mesh(work: Work, suffix: str, mesh: Mesh, tiny: bool) -> Callable[[int, int], Callable[[], Any]]:
-    """Of a collective on all devices."""
+    """What `timed` takes, for a collective on all devices."""
     arrays = jax.jit(jax.shard_map(
         lambda: [x[None] for x in drawn(work, mesh.size, tiny)], mesh=mesh, in_specs=(), out_specs=P("x"),
         check_vma=False,
@@ -154,7 +154,7 @@ def on_mesh(work: Work, suffix: str, mesh: Mesh, tiny: bool) -> Callable[[int, i
 
 
 def on_one(work: Work, n: int, tiny: bool) -> Callable[[int, int], Callable[[], Any]]:
-    """Of attention to the tokens of all devices, on one."""
+    """What `timed` takes, for attention to the tokens of all devices on one device."""
     arrays = [jnp.concatenate([x] * n, 1) for x in drawn(work, n, tiny)]
     run = lambda a: attend(lambda q, k, v: ops.attention(q, k, v, causal=True), work, a)
     return lambda rounds, calls: _ready(jax.jit(lambda a: repeated(run, a, rounds, calls)), arrays)
@@ -168,7 +168,7 @@ def _ready(program: Callable, arrays: list[jax.Array]) -> Callable[[], Any]:
 
 
 def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int) -> list[dict[str, Any]]:
-    """A record of each line: medians in microseconds, and why jtile's kernel did not run where it did not. The peer of
+    """A record for each line: medians in microseconds, or the reason why jtile's kernel did not run. The peer of
     attention is one device with all of the tokens, divided by the number of devices: XLA's own keeps all scores."""
     records = []
     for work in works:
@@ -192,7 +192,7 @@ def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int) -> li
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Of the records, in Markdown."""
+    """The table of the records, in Markdown."""
     rows = ["| work | size | peer | its us | jtile us | ratio |", "|---|---|---|---|---|---|"]
     for r in records:
         peer = next((name for name in PEERS if name in r), "xla_us")
@@ -232,7 +232,7 @@ PAPER = (
 
 
 def share_outside(n: int, domain: int) -> float:
-    """Of what a card sends to each peer alike, the part for those behind its domain."""
+    """The share of its bytes that a card sends outside of its domain, if it sends equally much to each peer."""
     return max(n - domain, 0) / (n - 1)
 
 

@@ -15,11 +15,11 @@ from jtile.models.load import default_model, load
 from jtile.testing import Timing
 
 PREFILL, DECODE = 512, 128
-CONFIGS = ("prefill 512", "decode 128 after 16", "decode 128 after 512")  # all of one measurement
+CONFIGS = ("prefill 512", "decode 128 after 16", "decode 128 after 512")  # one measurement gives all three
 
 
 def results(roofline: Any, repeats: int) -> Iterator[Result]:
-    """Microseconds a token: of a 512-token prompt, and of 128 tokens after a short and after that long prompt."""
+    """Microseconds a token: for a 512-token prompt, and for 128 tokens after a short and after that long prompt."""
     try:
         path = default_model()
     except ModelError as missing:

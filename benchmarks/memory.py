@@ -19,7 +19,7 @@ _PEER_UP_TO = 4096  # the scores of 8 heads take 2 GiB an array at 8192
 
 
 def results(roofline: Any, repeats: int) -> Iterator[Result]:
-    """KiB that a call adds to the process at its peak: results, temporary arrays and the kernels' workspaces."""
+    """The KiB that a call adds to the process at its peak: results, temporary arrays and the kernels' workspaces."""
     del repeats
     for length in LENGTHS:
         names = ("ours", "xla") if length <= _PEER_UP_TO else ("ours",)
@@ -30,7 +30,7 @@ def results(roofline: Any, repeats: int) -> Iterator[Result]:
 
 
 def peak(name: str, length: int) -> int:
-    """Bytes by which the resident memory of a fresh process grows during one call, at most."""
+    """The most bytes by which the resident memory of a fresh process grows during one call."""
     command = [sys.executable, "-m", "benchmarks.memory", name, str(length)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}  # memory goes back when freed
     environment["JAX_PLATFORMS"] = "cpu"
@@ -55,7 +55,7 @@ def _measure(name: str, length: int) -> int:
     args = [normal(s, 1, length, 8, 64) for s in range(4)]
     compiled = jax.jit(pulled(f[name], 3)).lower(*args).compile()
     jax.block_until_ready(args)
-    ctypes.CDLL(None).malloc_trim(0)  # what the compiler has freed would be taken again, and not seen
+    ctypes.CDLL(None).malloc_trim(0)  # else memory that the compiler has freed is taken again, unseen
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the compiler
     jax.block_until_ready(compiled(*args))

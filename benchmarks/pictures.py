@@ -55,7 +55,7 @@ def speeds(records: list[dict], device: str) -> str:
 
 
 def _x(ratio: float) -> float:
-    """Where a ratio stands: what is outside of the axis stands at its end."""
+    """The place of a ratio on the axis; a ratio beyond an end stands at that end."""
     low, high = math.log(TICKS[0]), math.log(TICKS[-1])
     share = (min(max(math.log(ratio), low), high) - low) / (high - low)
     return round(LEFT + share * WIDTH, 1)

@@ -104,8 +104,8 @@ def few(records: list[dict]) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """Markdown: work, ours, peers, ratio of the best peer's time to ours, relative error; of several devices, a table
-    for each under its name."""
+    """Markdown: work, ours, peers, ratio of the best peer's time to ours, relative error; with several devices, a
+    table for each under its name."""
     devices = list(dict.fromkeys(r["device"] for r in records))
     if len(devices) <= 1:
         return _table(records)

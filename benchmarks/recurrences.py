@@ -38,7 +38,7 @@ def cases() -> Iterator[Case]:
 
 
 def make(seed, kind: str, batch: int, t: int, heads: int, d: int, dtype: str) -> tuple[Any, ...]:
-    """q, k, v [batch, t, heads, d], and what the kind has of log_decay and beta; keys have length 1."""
+    """Arguments: q, k, v [batch, t, heads, d], and log_decay and beta if the kind has them; keys have length 1."""
     gate, rule = KINDS[kind]
     q, k, v = (normal(8 * seed + s, batch, t, heads, d, dtype=dtype) for s in range(3))
     wide = k.astype(f32)
@@ -58,7 +58,7 @@ def ours(kind: str):
 
 
 def plain(kind: str):
-    """All chunks at once but for the states in front of them, which a scan makes."""
+    """The chunked form in jnp: all chunks at once, but for the states in front of them, which a scan computes."""
     return lambda q, k, v, *more: chunked(q, k, v, **_named(kind, more))
 
 
@@ -123,7 +123,7 @@ def mamba_operands(seed, batch: int, t: int, heads: int, d: int, dtype: str) -> 
 
 
 def mamba_chunked(x, dt, a, b, c, length: int = 64):
-    """A scan over chunks, inside of which `associative_scan` makes all states."""
+    """Mamba as a scan over chunks, inside of which `associative_scan` computes all states."""
     cut = lambda v: v.astype(f32).reshape(v.shape[0], -1, min(length, v.shape[1]), v.shape[2]).swapaxes(0, 1)
 
     def step(h, now):

@@ -19,7 +19,7 @@ from benchmarks.harness import Record, Result
 
 
 def table(results: Sequence[Result]) -> None:
-    """Print one line a result; ratios below 1 are red."""
+    """Prints a line for each result; ratios below 1 are red."""
     out = Table(title="Median microseconds; ratio: the best peer over ours (in brackets: of the smallest times)")
     for name in ("workload", "config", "dtype"):
         out.add_column(name, no_wrap=True)
@@ -45,13 +45,13 @@ def write_json(results: Sequence[Result], path: Path) -> None:
 
 
 def merge(results: Sequence[Result], path: Path, *, without: Collection[tuple[str, str, str]] = ()) -> None:
-    """Put records into a file that may hold others: each replaces the one of its workload, config and dtype, new ones
-    come last; those whose key is in `without` go."""
+    """Puts records into a file that may hold others: each replaces the one of its workload, config and dtype, new ones
+    come last; records whose key is in `without` are removed."""
     merge_rows([dataclasses.asdict(item.record) for item in results], path, without=without)
 
 
 def merge_rows(new: Sequence[dict], path: Path, *, without: Collection[tuple[str, str, str]] = ()) -> None:
-    """`merge` of records as JSON has them."""
+    """Does what `merge` does, with records as JSON has them."""
     old = json.loads(path.read_text()) if path.exists() else []
     rows = {_key(row): row for row in old} | {_key(row): row for row in new}
     _write([row for key, row in rows.items() if key not in without], path)
@@ -67,7 +67,7 @@ def _write(rows: Sequence[dict], path: Path) -> None:
 
 
 def plot_file(records: Path, path: Path) -> None:
-    """`plot` of a file of records; where there is no matplotlib, a line that says so."""
+    """Plots a file of records; without matplotlib it prints a line that says so."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no plot: matplotlib is not installed; later: python -m benchmarks.report {records}", file=sys.stderr)
         return
@@ -75,7 +75,7 @@ def plot_file(records: Path, path: Path) -> None:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """A bar of the ratio for every record that has a peer; the line at 1 is the peer."""
+    """Plots a bar of the ratio for every record that has a peer; the line at 1 is the peer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -98,7 +98,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def number(us: float) -> str:
-    """Three or four digits, whatever the size."""
+    """A time in three or four digits, whatever its size."""
     return f"{us:,.0f}" if us >= 100 else f"{us:.3g}"
 
 
@@ -119,7 +119,7 @@ def _error(record) -> str:
 
 
 def main(files: Sequence[str]) -> None:
-    """Merge files of records into the folders of their devices."""
+    """Merges files of records into the folders of their devices."""
     for file in files:
         rows = json.loads(Path(file).read_text())
         for device in dict.fromkeys(row["device"] for row in rows):

@@ -53,7 +53,7 @@ class Adapter:
     """Low-rank updates of weights of a model.
 
     Attributes:
-      source: where it was read.
+      source: the folder that it was read from.
       updates: {(block, one of `lora.TARGETS`): (a [rank, in], b [out, rank])}, float32. The weight W [out, in] becomes
         W + b a; the adapter's scale is part of b.
     """
@@ -67,13 +67,13 @@ def read_adapter(path: str | os.PathLike, model: Decoder, share: Share | None = 
 
     Args:
       path: the folder.
-      model: whose weights the adapter changes.
-      share: of a model that is cut over devices, what the device has of it; `model` is then the part of that device.
+      model: the model whose weights the adapter changes.
+      share: what one device has of a model that is cut over devices; `model` is then the part of that device.
     Returns:
       An `Adapter`.
     Raises:
-      ModelError: a file is missing or damaged; the adapter is none of LoRA, or changes more than low-rank updates do
-        (DoRA, biases, whole modules); or it is of another model: of other blocks, shapes or weights.
+      ModelError: a file is missing or damaged; the adapter is not a LoRA, or changes more than low-rank updates do
+        (DoRA, biases, whole modules); or it belongs to a model with other blocks, shapes or weights.
     """
     path = Path(path)
     if not (path / CONFIG).exists():
@@ -111,7 +111,7 @@ def _halves(path: Path) -> dict[tuple[int, str], dict[str, Stored]]:
 
 
 def _pair(config: dict, path: Path, module: str, halves: Mapping[str, Stored]) -> Pair:
-    """The update of one module, `module` its name from `layers` on."""
+    """The update of one module; `module` is its name from `layers` on."""
     if halves.keys() != {"A", "B"}:
         raise ModelError(f"{path / WEIGHTS} has one half of the update of {module}; it is damaged, save it again")
     for half in halves.values():
@@ -126,7 +126,7 @@ def _pair(config: dict, path: Path, module: str, halves: Mapping[str, Stored]) -
 
 
 def _alpha(config: dict, module: str, rank: int, file: Path) -> float:
-    """That of a module: of the pattern that is the end of its name, or else the one of all."""
+    """The alpha of a module: that of the pattern with which its name ends, or else the one for all modules."""
     alpha = config.get("lora_alpha", rank)
     for pattern, value in table(config, "alpha_pattern").items():
         if not re.fullmatch(r"[\w.]+", pattern):
@@ -138,7 +138,7 @@ def _alpha(config: dict, module: str, rank: int, file: Path) -> float:
 
 
 def _joined(model: Decoder, share: Share | None, path: Path, place: tuple[int, str], found: Mapping[str, Pair]) -> Pair:
-    """The update of one of the model's weights by those of the modules that it holds."""
+    """The update of one of the model's weights, put together from the updates of the modules that it holds."""
     block, target = place
     if block >= len(model.blocks):
         raise ModelError(f"{path} changes block {block} of a model; this one has {len(model.blocks)} blocks")
@@ -149,14 +149,14 @@ def _joined(model: Decoder, share: Share | None, path: Path, place: tuple[int, s
         a, b = _part(share, path, block, module, pair, (len(range(out)[rows[module]]), inner))
         placed.append((a, _among(b, out, rows[module])))
     first = placed[0][0]
-    if all(np.array_equal(a, first) for a, _ in placed):  # as `save_adapter` writes them
+    if all(np.array_equal(a, first) for a, _ in placed):  # `save_adapter` writes the modules so
         return first, sum(b for _, b in placed)
     return np.concatenate([a for a, _ in placed]), np.concatenate([b for _, b in placed], axis=1)
 
 
 def _part(share: Share | None, path: Path, block: int, module: str, pair: Pair, expected: tuple[int, int]) -> Pair:
-    """The part of the update of a module that is a device's, whose matrix is `expected` there; all of it without a
-    share."""
+    """The part of a module's update that a device has, where the module's matrix has the shape `expected`; the whole
+    update if there is no share."""
     (a, b), of = pair, MODULES[module][0]
     given = whole = b.shape[0], a.shape[1]
     if share is None:
@@ -175,7 +175,7 @@ def _part(share: Share | None, path: Path, block: int, module: str, pair: Pair, 
 
 
 def _rows(model: Decoder, block: int, target: str, out: int) -> dict[str, slice]:
-    """The modules that a weight of so many rows holds, and which rows are theirs."""
+    """The modules that a weight of `out` rows holds, and which of its rows belong to each."""
     modules, attention = [module for module, (_, of) in MODULES.items() if of == target], model.blocks[block].attention
     if target in ("qkv", "output") and (getattr(attention, "recurrent", False) or attention.rope.order() is not None):
         raise ModelError(
@@ -191,7 +191,7 @@ def _rows(model: Decoder, block: int, target: str, out: int) -> dict[str, slice]
 
 
 def _among(b: np.ndarray, out: int, rows: slice) -> np.ndarray:
-    """b [rows, rank] among zeros [out, rank]."""
+    """An array [out, rank] with b [rows, rank] in the given rows and zeros in the others."""
     whole = np.zeros((out, b.shape[1]), np.float32)
     whole[rows] = b
     return whole
@@ -249,7 +249,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike) -> Path:
 
 
 def _updates(model: Decoder) -> Iterator[tuple[int, str, LoRA]]:
-    """Each update of a model, its block and its target."""
+    """Yields each update of a model, after its block and its target."""
     for block, module in enumerate(model.blocks):
         for target in TARGETS:
             for holder in (module.attention, module.mlp):
@@ -281,8 +281,8 @@ def stacked(adapters: Sequence[Adapter], dtype: str) -> dict[str, Stack]:
 
 
 def route(model: Decoder, stacks: Mapping[str, Stack], of: jax.Array) -> Decoder:
-    """Lets the rows of a step be those of adapters: of, int32 [rows], are their numbers, 0 for the model itself.
-    Changes the model in place, and returns it."""
+    """Gives each row of a step the update of its adapter: `of`, int32 [rows], holds the number of each row's adapter, 0
+    for the model itself. Changes the model in place, and returns it."""
     for place, stack in stacks.items():
         block, target = place.split(".")
         holder = place_of(model, int(block), target)

@@ -42,13 +42,15 @@ def run_batch(
 ) -> int:
     """Answers the requests of a file, one a line; returns the exit code: 0, 1 after an error, 130 after Ctrl-C.
 
-    Each line is a JSON object: one of `prompt` (a text that goes on), `messages` (a chat) and `prompt_ids`; `id`, a
+    Each line is a JSON object: one of `prompt` (a text to be continued), `messages` (a chat) and `prompt_ids`; `id`, a
     text or an int, by default the number of the line; `max_tokens`, `stop`, `ignore_eos`, `logprobs`, `json_schema`,
     and the options of `sampling.Sampling`. Each line of the answers, in the same order, has the `id`, and text, ids,
-    finish_reason and numbers of tokens, or an `error` {"type", "message"} where a request failed; the others go on.
+    finish_reason and numbers of tokens, or an `error` {"type", "message"} where a request failed, which does not stop
+    the others.
 
     Args:
-      path: the file, "-" for standard input. model, dtype, cache_dtype, adapter: of `load`. rows: requests at a time.
+      path: the file, "-" for standard input. model, dtype, cache_dtype, adapter: as in `load`. rows: requests at a
+        time.
       devices: how many share the model, see `mesh.devices_at_hand`.
       out: the file of the answers, standard output by default. It appears when all of them are there; until then they
         are in a file beside it, with which the same command goes on after an interruption.
@@ -78,11 +80,11 @@ def run_batch(
     except JtileError as error:
         print(f"jtile: {error}", file=sys.stderr)
         return FAILURE
-    except BrokenPipeError:  # of a reader of standard output
+    except BrokenPipeError:  # the reader of standard output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except OSError as error:  # a full disk
-        if out is None:  # what is left of them would be tried once more at the end of Python
+        if out is None:  # Python would try at its end to write what is left in the buffer
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"jtile: cannot write the answers: {error.strerror or error}", file=sys.stderr)
         return FAILURE
@@ -96,7 +98,7 @@ def run_batch(
 
 
 def _lines(path: str) -> list[bytes]:
-    """The lines that are not empty."""
+    """The lines of the file that are not empty."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -105,7 +107,7 @@ def _lines(path: str) -> list[bytes]:
 
 
 def _digest(lines: list[bytes], options: list) -> str:
-    """Of all that the answers depend on: runs that differ in it do not go on with each other's answers."""
+    """A digest of all that the answers depend on: runs that differ in it do not go on with each other's answers."""
     digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
     for line in lines:
         digest.update(line + b"\n")
@@ -114,7 +116,7 @@ def _digest(lines: list[bytes], options: list) -> str:
 
 @contextlib.contextmanager
 def _results(out: str | None, digest: str) -> Iterator[tuple[IO[str], int]]:
-    """(a file to add answers to, how many are in it). It becomes `out` when all went well."""
+    """Gives (a file to add answers to, how many answers are in it). The file becomes `out` when all went well."""
     if out is None:
         yield sys.stdout, 0
         return
@@ -135,8 +137,8 @@ def _results(out: str | None, digest: str) -> Iterator[tuple[IO[str], int]]:
 
 
 def _whole_lines(file: IO[str]) -> int:
-    """How many answers there are from the beginning; what an interruption left of another one, or a disk that lost its
-    power of several, is cut off."""
+    """How many whole answers the file begins with. What follows them is cut off: part of an answer after an
+    interruption, or parts of several after a loss of power."""
     file.seek(0)
     done = whole = 0
     for line in file.buffer.read().splitlines(keepends=True):  # type: ignore[attr-defined]
@@ -156,7 +158,7 @@ def _whole_lines(file: IO[str]) -> int:
 
 
 def _answers(engine: Engine, lines: list[bytes], defaults: dict[str, Any]) -> Iterator[tuple[int, dict]]:
-    """(number from 1, answer) of each line, in their order; as many as may wait are under way."""
+    """Yields (number from 1, answer) of each line, in order; as many requests are under way as the engine lets wait."""
     pending: collections.deque[tuple[int, dict, Stream | JtileError]] = collections.deque()
     room = engine.settings.rows + engine.settings.waiting
     try:
@@ -194,7 +196,7 @@ def _answer(number: int, head: dict, stream: Stream | JtileError) -> tuple[int, 
 def _object(line: bytes) -> dict[str, Any]:
     try:
         asked = json.loads(line)
-    except ValueError as error:  # of UTF-8, too
+    except ValueError as error:  # also where a line is not UTF-8
         raise PromptError(f"the line is not JSON: {error}") from error
     except RecursionError as error:
         raise PromptError("the line is not JSON: brackets lie too deep in each other") from error

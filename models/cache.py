@@ -38,11 +38,11 @@ class HeadNorms(NamedTuple):
 class Entry:
     """What one layer keeps of the tokens.
 
-    arrays: keys and values [batch, slots, kv_heads, head_dim] (apart: no step copies a layer), or the latent vectors
-    [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. scales: those of keys and of values of 8 bits,
-    float32 [batch or pages, kv_heads, slots], or of latent vectors [batch or pages, slots], see `kernels.quantized`;
-    else (). ring: the token at position p is in
-    slot p modulo slots, and older ones are gone; otherwise slot = position, or that slot of the row's pages.
+    arrays: keys and values [batch, slots, kv_heads, head_dim] (two arrays, so that no step copies a layer), or the
+    latent vectors [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. scales: for keys and values of 8
+    bits their scales, float32 [batch or pages, kv_heads, slots], or those of latent vectors [batch or pages, slots],
+    see `kernels.quantized`; otherwise (). ring: the token at position p is in slot p modulo slots, and older ones are
+    gone; without a ring the slot is the position, in the row or in its pages.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -66,11 +66,11 @@ class KVCache:
     """What every layer keeps of the tokens; row b holds `lengths[b]` of them.
 
     lengths: int32 [batch]. table: int32 [batch, n], the pages of each row in order, the same numbers in the pool of
-    every layer; None where rows lie in one piece, as those of rings do in any case. splits: into how many parts the
+    every layer; None where rows lie in one piece, as rows of rings always do. splits: into how many parts the
     keys of a row are split; by default their number depends on the other rows, and with it the order of sums. tiles:
-    (n, t): behind the first n rows each t are tokens of one sequence that follow each other, so that attention takes
-    them together; of the first ones of a tile some may be padding, of length -1. context: the axis of a mesh whose
-    devices hold the tokens of a row in turns, but for those of rings, which are whole on each.
+    (n, t): behind the first n rows, every t rows (a tile) are consecutive tokens of one sequence, which attention takes
+    together; a tile may begin with padding, whose length is -1. context: the axis of a mesh whose
+    devices hold the tokens of a row in turns, but for rings, which are whole on each device.
     """
 
     entries: tuple[Entry | State, ...]
@@ -81,13 +81,13 @@ class KVCache:
     context: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def layer(self, entry: Entry | State) -> Slots:
-        """One of the entries, to be appended to."""
+        """The slots of one entry, to which tokens can be appended."""
         alone = isinstance(entry, State) or entry.ring
         table, context = (None, None) if alone else (self.table, self.context)
         return Slots(entry, self.lengths, table, self.splits, self.tiles, context)
 
     def longer(self, entries: Sequence[Entry | State], by: int = 1) -> KVCache:
-        """With the entries behind a step of `by` tokens a row."""
+        """The cache behind a step of `by` tokens a row, which has made these entries."""
         return dataclasses.replace(self, entries=tuple(entries), lengths=self.lengths + by)
 
     @property
@@ -108,15 +108,15 @@ class Slots:
     context: str | None = None
 
     def of_chunks(self, size: int) -> Slots:
-        """As attention in chunks of so many positions sees them: a ring of that size holds the newest chunk from its
-        first slot on. Other entries have no more slots than that."""
+        """The slots as attention in chunks of `size` positions sees them: a ring of that size holds the newest chunk
+        from its first slot on. Other entries have at most `size` slots."""
         return dataclasses.replace(self, lengths=self.lengths % size) if self.entry.ring else self
 
     def _with(self, arrays, scales=()) -> Slots:
         return dataclasses.replace(self, entry=Entry(tuple(arrays), tuple(scales), self.entry.ring))
 
     def _tokens(self, x):
-        """x [batch * t, ...] as [batch, t, ...]; of one token a row as it is."""
+        """x [batch * t, ...] as [batch, t, ...]; where each row has one token, x as it is."""
         batch = self.lengths.shape[0]
         return x if x.shape[0] == batch else x.reshape(batch, -1, *x.shape[1:])
 
@@ -133,8 +133,8 @@ class Slots:
         return q, self._with(held[:2], held[2:])
 
     def _free(self):
-        """The slot of the next token. Of a cache that devices share all of them write it, and those whose turn it is
-        not write it again with their next one."""
+        """The slot of the next token. Where devices share the cache, all of them write the token there; a device whose
+        turn it is not overwrites it with its own next token."""
         return self.lengths if self.context is None else held(self.lengths, self.context)
 
     def append_and_attend(
@@ -184,8 +184,8 @@ class Slots:
         return self._attended(lambda q, lengths, table: decode(q, latent, lengths, pages=table, **options), query)
 
     def _over_context(self, alone, name: str):
-        """`alone`, an attention of a cache, or the one of that name over the parts that devices hold. Its window, if it
-        has one, is wider than the slots."""
+        """`alone`, a function for attention to a whole cache, or the function `name` for a cache of which each device
+        holds a part. A window, if there is one, is wider than the slots."""
         axis = self.context
         if axis is None:
             return alone
@@ -193,8 +193,8 @@ class Slots:
         return lambda q, *cache, **options: over(q, *cache[:-1], held(cache[-1], axis), axis, **options)
 
     def _attended(self, run, q):
-        """What the new tokens q [batch * t, heads, d] get, [batch * t, heads, ...], by run(q, lengths, table) of q
-        [batch, heads, d] or [batch, t, heads, d]."""
+        """The attention of the new tokens, [batch * t, heads, ...] for q [batch * t, heads, d]. It is computed by
+        run(q, lengths, table), which takes q as [batch, heads, d] or [batch, t, heads, d]."""
         lengths, table = self._longer(q), self.table
         if self.tiles is None or table is None:
             y = run(self._tokens(q), lengths, table)
@@ -204,12 +204,12 @@ class Slots:
         one = run(q[:n], lengths[:n], table[:n])
         many = run(q[n:].reshape(-1, t, *q.shape[1:]), lengths[last], table[last])
         many = many.reshape(-1, *many.shape[2:])
-        # two copies: XLA's one kernel for a concatenation of these took 14 times the time of its bytes on an H200
+        # two copies: as one concatenation XLA made a kernel that took 14 times the time of its bytes on an H200
         whole = jnp.pad(one, ((0, many.shape[0]), (0, 0), (0, 0)))
         return jax.lax.dynamic_update_slice_in_dim(whole, many, n, 0)
 
     def _longer(self, tokens):
-        """The lengths behind this step."""
+        """The lengths behind a step with these tokens."""
         return self.lengths + tokens.shape[0] // self.lengths.shape[0]
 
 
@@ -217,10 +217,10 @@ class Slots:
 class Layout:
     """How a cache is laid out.
 
-    slots: of each row. dtype: of its arrays, None for that of what goes into it; those of 8 bits have scales. windows:
-    of each layer, whose newest tokens a ring keeps if they are fewer than the slots; None and `()`: no rings. page:
-    slots of a page, None for rows in one piece. context: see `KVCache`; one more slot on each device is that of tokens
-    of others.
+    slots: the slots of each row. dtype: the dtype of the arrays, None for that of what goes into them; dtypes of 8 bits
+    have scales. windows: the window of each layer, whose newest tokens a ring keeps if they are fewer than the slots;
+    None and `()`: no rings. page: slots of a page, None for rows in one piece. context: see `KVCache`; each device has
+    one slot more, into which it writes the tokens that others hold.
     """
 
     slots: int

@@ -33,8 +33,9 @@ OPTIONS = tuple(name for name in SamplingOptions.__annotations__ if name not in 
 
 
 class Chat:
-    """A conversation with the model of an engine. options: of `Engine.stream`; `seed` of the first answer, the next
-    ones have the next seeds; by default a random one each. read(prompt): a line from the user, as `input`."""
+    """A conversation with the model of an engine. options: those of `Engine.stream`; `seed` is that of the
+    first answer, and the next answers have the next seeds; by default each has a random one. read(prompt): a function
+    that gives a line from the user, as `input` does."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Chat:
     # -- what the user writes ------------------------------------------------------------------------------------------
 
     def _message(self) -> str:
-        """A line, or several of them: see `HELP`.
+        """The next message of the user, of one line or, as `HELP` says, of several.
 
         Raises:
           EOFError: the input has ended.
@@ -112,7 +113,7 @@ class Chat:
         self.messages = before[: users[-1]]
         try:
             self._say(text)
-        except JtileError:  # the conversation is as it was
+        except JtileError:  # the conversation stays as it was before the command
             self.messages = before
             raise
 
@@ -195,11 +196,11 @@ def run_chat(
     """A conversation in the terminal, until the input ends; returns the exit code, 0, or 1 after an error.
 
     Args:
-      model, dtype, cache_dtype, adapter: of `load`. system: the system prompt. stats: speeds behind each answer.
+      model, dtype, cache_dtype, adapter: as in `load`. system: the system prompt. stats: speeds behind each answer.
       devices: how many share the model, see `mesh.devices_at_hand`.
       max_length: tokens of the whole conversation, at most; by default the context of the model.
       cache_dir: where XLA keeps compiled programs, and what the user wrote is kept for the arrow keys; "" for nowhere.
-      options: of `Engine.stream`: max_tokens, seed, temperature, ...; None for what is usual.
+      options: those of `Engine.stream` (max_tokens, seed, temperature, ...); None for its default.
     """
     keep_programs(cache_dir)
     try:
@@ -223,10 +224,10 @@ def run_chat(
 
 @contextlib.contextmanager
 def _history(cache_dir: str) -> Iterator[None]:
-    """Lines that the user wrote earlier, by the arrow keys, where there is a terminal and the module readline."""
+    """A block in which the arrow keys bring back earlier lines, if there is a terminal and the module readline."""
     try:
         import readline
-    except ImportError:  # Python was built without
+    except ImportError:  # Python was built without readline
         readline = None
     if readline is None or not sys.stdin.isatty():
         yield

@@ -19,7 +19,7 @@ from .tokenizer import Tokenizer
 
 @runtime_checkable
 class Cuttable(Protocol):
-    """What reads a tensor, or a part of it alone."""
+    """Reads a tensor, or only a part of it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -51,8 +51,8 @@ class Checkpoint:
         return self.tensors[found[0]]()
 
     def unit(self) -> int:
-        """How many columns of a matrix stay together where it is cut: those of a group with one scale, or fewer, into
-        which `cuts.cut` divides such groups."""
+        """How many columns of a matrix stay together where it is cut: those of a group with one scale, or fewer where
+        `cuts.cut` can divide the group."""
         ends = ("self_attn.o_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj")
         first = {end: next((name for name in self.tensors if name.endswith(end)), None) for end in ends}
         found = [self.tensors[name]() for name in first.values() if name is not None]
@@ -76,8 +76,8 @@ class Checkpoint:
         return tensor
 
     def part(self, name: str, shape: tuple[int, ...], cuts: Mapping[int, np.ndarray]) -> jax.Array | QuantizedTensor:
-        """The part of the tensor `name` of a shape at an index along each of some dimensions of it: see `cuts.cut`.
-        Of floats in a safetensors file no more is read.
+        """The part of the tensor `name`, of the given shape, at an index along some of its dimensions: see `cuts.cut`.
+        If the tensor holds floats in a safetensors file, only this part is read.
 
         Raises:
           ModelError: as `weight`, or a quantised tensor cannot be cut so.

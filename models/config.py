@@ -17,7 +17,7 @@ from .entries import number
 from .rope import Rope, read_rope
 
 LONGEST = 2**30  # no sequence has more tokens: positions and sums of two of them are int32
-# Loads a weight by name and shape; the weight of an expert that another device has is None.
+# Loads a weight by name and shape; it gives None for an expert that is on another device.
 WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 
@@ -39,7 +39,8 @@ class DecoderConfig(abc.ABC):
     tied: ClassVar[bool] = False
 
     def stored(self, weight: WeightSource) -> WeightSource:
-        """The source of tensors as the modules take them, from that of tensors as the checkpoint stores them."""
+        """The source of tensors in the form that the modules take, given the source of those that the checkpoint
+        stores."""
         return weight
 
     @abc.abstractmethod
@@ -49,13 +50,13 @@ class DecoderConfig(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all, which
-    stands for more than `LONGEST`, too); `norm_eps`: of the RMS norms of each head's queries and keys before they are
-    rotated (None: no such norms); `scale`: of the scores (None: 1 / sqrt(head_dim)), which become
-    softcap * tanh(score / softcap), if given; `biased`: the projections of queries, keys and values have biases, and
-    `output_biased` that of the output; `sinks`: each head has a score that takes part in its softmax as that of a key
+    """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all keys; a
+    window above `LONGEST` becomes None); `norm_eps`: the epsilon of the RMS norms of each head's queries and keys
+    before they are rotated (None: no such norms); `scale`: the factor of the scores (None: 1 / sqrt(head_dim)), which
+    become softcap * tanh(score / softcap), if given; `biased`: the projections of queries, keys and values have biases,
+    and `output_biased` that of the output; `sinks`: each head has one more score in its softmax, like that of a key
     without a value; `chunk`: a token sees the keys of its own chunk of so many positions only, up to itself; `gated`:
-    what a head gives is multiplied by the sigmoid of gates, whose weights stand behind those of its queries."""
+    the output of a head is multiplied by the sigmoid of gates, whose weights stand behind those of its queries."""
 
     heads: int
     kv_heads: int
@@ -79,7 +80,8 @@ class AttentionConfig:
 
 
 def read_decoder(config: Mapping, activation: str = "silu") -> dict:
-    """The fields of `DecoderConfig` from a `config.json`; `activation`: what its MLP must use, if the file says it.
+    """The fields of `DecoderConfig` from a `config.json`; `activation`: the one that the MLP must have, if the file
+    names one.
 
     Raises:
       ModelError: a required key is missing or no number, or biases or another activation are asked for.
@@ -115,7 +117,7 @@ def read_attention(config: Mapping, **more) -> AttentionConfig:
 def read_layer_types(
     config: Mapping, num_layers: int, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer by `layer_types`; where the file has none, layer i has one if `slides(i)`.
+    """The window of each layer by `layer_types`; where the file has no such entry, layer i has a window if `slides(i)`.
 
     Raises:
       ModelError: an unknown type of layer, another number of them than layers, or windows of unknown size.

@@ -93,7 +93,7 @@ def run_generate(
 
 
 def keep_programs(cache_dir: str) -> None:
-    """Lets XLA keep compiled programs in a folder there, unless it keeps them elsewhere already; "" for no folder."""
+    """Lets XLA keep compiled programs below `cache_dir`, unless it keeps them elsewhere already; "" for no folder."""
     if cache_dir and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", os.path.join(cache_dir, "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -118,9 +118,9 @@ def run_serve(
     """Answers OpenAI's HTTP requests until SIGTERM or Ctrl-C; returns the exit code, 0, or 1 after an error.
 
     Args:
-      model, dtype, cache_dtype, page_size: of `load`. name: what requests call it; by default that of its file.
-      host, port: where to listen. api_keys, origins, requests_per_minute: of
-        `serving.http.make_app`. adapters: "name=folder" of each low-rank adapter that requests may name as their model.
+      model, dtype, cache_dtype, page_size: as in `load`. name: what requests call the model; by default the name of its
+        file. host, port: where to listen. api_keys, origins, requests_per_minute: as in `serving.http.make_app`.
+        adapters: "name=folder" of each low-rank adapter that requests may name as their model.
       devices: how many share the model, see `mesh.devices_at_hand`.
       cache_dir: as for `run_generate`. engine: options of `Engine`.
     """
@@ -172,7 +172,7 @@ def _parse_biases(text: str) -> dict[int, float]:
 
 
 def _emit(lm: LanguageModel, generation: Generation, prompt_ids: list[int], json: bool, stats: bool) -> int:
-    """Streams the tokens; keeps what there is when Ctrl-C comes."""
+    """Streams the tokens; when Ctrl-C comes, what has been made so far is kept."""
     text = lm.tokenizer.stream() if lm.tokenizer else None
     ids, pieces, code = [], [], SUCCESS
     try:

@@ -1,4 +1,4 @@
-"""Parts of weights, by indices of rows and columns: `NONE` is one of zeros."""
+"""Parts of weights, by indices of rows and columns; the index `NONE` stands for zeros."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cut(weight: jax.Array | QuantizedTensor, cuts: dict[int, np.ndarray], name: 
 
 
 def take(xp, x, index: np.ndarray, dim: int):
-    """x at an index along a dimension, by the functions of `xp`, NumPy's or JAX's."""
+    """x at an index along a dimension; `xp` is NumPy or `jax.numpy`, whose functions are called."""
     start, size = int(index[0]), index.size
     if start >= 0 and np.array_equal(index, np.arange(start, start + size)):
         return x[(slice(None),) * dim + (slice(start, start + size),)]
@@ -53,20 +53,21 @@ def _rows(weight: QuantizedTensor, index: np.ndarray, dim: int) -> QuantizedTens
 
 
 def _bits(leaf, f):
-    """f of an array, as bytes where it has small floats: those of powers of two have no zero."""
+    """f(leaf); an array of float8_e8m0fnu goes through f as bytes, since this dtype of powers of two has no zero."""
     if leaf.dtype != jnp.float8_e8m0fnu:
         return f(leaf)
     return jax.lax.bitcast_convert_type(f(jax.lax.bitcast_convert_type(leaf, jnp.uint8)), leaf.dtype)
 
 
 def border(weight: QuantizedTensor) -> int:
-    """How many columns stay together at least."""
+    """The smallest number of columns that stay together where a quantised matrix is cut."""
     alone = weight.kind in ("int8", "fp8") and weight.scale.shape[-1] == 1
     return SUPER if weight.is_super else 1 if alone else BLOCK
 
 
 def _columns(weight: QuantizedTensor, index: np.ndarray, name: str) -> QuantizedTensor:
-    """In whole groups; those of other kinds than K-quants are made smaller where that is needed."""
+    """The columns of a quantised matrix at an index, in whole groups; groups of other kinds than K-quants are made
+    smaller where that is needed."""
     inner, smallest = weight.shape[-1], border(weight)
     of_rows = not weight.is_super and weight.scale.shape[-1] == 1
     size = smallest if weight.is_super or of_rows else weight.group
@@ -85,7 +86,7 @@ def _columns(weight: QuantizedTensor, index: np.ndarray, name: str) -> Quantized
 
     def part(leaf):
         if leaf.shape[-1] == 1 and of_rows:
-            return leaf  # the scales of whole rows
+            return leaf  # it has one scale for a whole row
         units = leaf.reshape(*leaf.shape[:-1], inner // size, -1)
         return take(jnp, units, blocks, leaf.ndim - 1).reshape(*leaf.shape[:-1], -1)
 
@@ -95,7 +96,7 @@ def _columns(weight: QuantizedTensor, index: np.ndarray, name: str) -> Quantized
 
 
 def _in_runs(index: np.ndarray, size: int) -> bool:
-    """Whether an index is made of whole, aligned runs of so many."""
+    """Whether an index is made of whole, aligned runs of `size` numbers."""
     if index.size % size:
         return False
     runs = index.reshape(-1, size)

@@ -1,6 +1,6 @@
 """The decoder that every model of this package is: an embedding, blocks of attention and MLP, a norm, an output head.
 
-A model's file says which attention and which MLP its blocks have; `Attention` and `GatedMLP` are those of most.
+A model's file says which attention and which MLP its blocks have; most have `Attention` and `GatedMLP`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ IGNORED = -100  # the label of a token that is not to be predicted
 class Attention(nnx.Module):
     """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves.
 
-    It is used in two steps: what `enter` gives goes to `prefill` or `step`. On several devices each has some of the
-    heads, and its output is a `Term`."""
+    It is used in two steps: `enter` makes the projection, which `prefill` or `step` takes. On several devices each has
+    some of the heads, and its output is a `Term`."""
 
     over: Axes = ALONE
 
@@ -55,7 +55,7 @@ class Attention(nnx.Module):
 
     @property
     def window(self) -> int | None:
-        """How many keys a token sees at most, the newest or those of its chunk; None: all."""
+        """How many keys a token sees at most, the newest ones or those of its chunk; None: all."""
         return self.config.window if self.config.chunk is None else self.config.chunk
 
     def _norms(self) -> kv.HeadNorms | None:
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         return jnp.split(projected, [projected.shape[-1] - self.config.heads * self.config.head_dim], axis=-1)
 
     def _tempered(self, qkv, cos):
-        """See `layers.tempered`; (qkv, cos) as they are of other ropes."""
+        """(qkv, cos) by `layers.tempered` if the rope is tempered; otherwise both unchanged."""
         c = self.config
         return (qkv, cos) if c.rope.tempered is None else layers.tempered(qkv, cos, c.heads * c.head_dim)
 
@@ -87,7 +87,8 @@ class Attention(nnx.Module):
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin):
-        """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""
+        """Attention within prompts, from their projection [batch, length, ...]; returns (output [batch, length,
+        hidden], (k, v))."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
@@ -99,8 +100,8 @@ class Attention(nnx.Module):
         return self._leave(mixed.reshape(*qkv.shape[:2], -1), gates), (k, v)
 
     def step(self, qkv, cos, sin, slots: kv.Slots):
-        """The projection [batch * t, ...] of the next t tokens of each row, against this layer's part of the cache;
-        returns (output [batch * t, hidden], the longer part)."""
+        """Attention of the next t tokens of each row, from their projection [batch * t, ...], to this layer's part of
+        the cache; returns (output [batch * t, hidden], the part of the cache with these tokens)."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
@@ -110,7 +111,8 @@ class Attention(nnx.Module):
 
 
 def _with_gates(weight, heads: int) -> list:
-    """The matrix of queries and that of gates, whose rows of each head stand behind each other."""
+    """Two matrices, of the queries and of the gates, from one in which the gate rows of a head follow its query
+    rows."""
     of_head = np.arange(weight.shape[0]).reshape(heads, 2, -1)
     return [layers.rows(weight, of_head[:, i].reshape(-1)) for i in range(2)]
 
@@ -143,7 +145,7 @@ class GatedMLP(nnx.Module):
         return layers.gated_mlp(x, *self._weights(), self.activation)
 
     def behind_norm(self, x, delta, norm, eps: float):
-        """(x + delta, this MLP of its norm)."""
+        """(x + delta, the output of this MLP for the norm of that sum)."""
         x, y = layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation)
         return x, self.over.term(y)
 
@@ -152,12 +154,12 @@ class GatedMLP(nnx.Module):
 
 
 def enter(attention, x, delta, norm, eps: float):
-    """(x + delta, what the attention takes): its norm, or what the attention makes of that in one kernel."""
+    """(x + delta, the operand of `attention`): the norm of the sum, or what the attention makes of it in one kernel."""
     return getattr(attention, "enter", layers.add_norm)(x, delta, norm.get_value(), eps)
 
 
 def mlp_behind_norm(mlp, x, delta, norm, eps: float):
-    """(x + delta, the MLP of its norm)."""
+    """(x + delta, the output of `mlp` for the norm of that sum)."""
     if isinstance(mlp, GatedMLP):
         return mlp.behind_norm(x, delta, norm.get_value(), eps)
     x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
@@ -169,7 +171,7 @@ class Block(nnx.Module):
 
     attention: a module with `rope`, `window`, `prefill` and `step` as `Attention` has, which take what
     `enter` gives; what it keeps of each token, a tuple of arrays [batch, length, ...], is this layer's entry of the
-    cache. mlp: called as `GatedMLP`.
+    cache. mlp: a module that is called as `GatedMLP` is.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
     array may be None, or a `Term`: its sum over devices is in the same kernel, too.
@@ -183,14 +185,15 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
 
     def _run(self, x, delta, attend):
-        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(entered)`."""
+        """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
+        the attention."""
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
         attended, entry = attend(entered)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 
     def prefill(self, x, delta, cos, sin, lengths=None):
-        """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens: of
-        the first `lengths` [batch] only, where that is a state)."""
+        """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens).
+        Where that is a state, only the first `lengths` [batch] tokens of each row count."""
         more = {"lengths": lengths} if self.recurrent else {}
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more))
 
@@ -207,8 +210,8 @@ class Decoder(nnx.Module):
 
     On several devices each has an equal part of the rows of the tables of the vocabulary.
 
-    Activations are of the dtype `dtype`. What needs more is computed in float32 and rounded behind it: sums of products
-    and scores, statistics of norms, rotations, routers. Logits are float32 to the end.
+    Activations have the dtype `dtype`. Sums of products, scores, statistics of norms, rotations and routers, which need
+    more precision, are computed in float32 and then rounded. Logits stay float32.
     """
 
     over: Axes = ALONE
@@ -219,14 +222,14 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.config, self.dtype, plain = config, dtype, rounding(config.stored(weight), dtype)
         weight = packing(plain)
-        # a table that nothing is multiplied with gives its rows sooner as they are
+        # a table that no product reads stays as it is stored: its rows are read sooner so
         self.embedding = nnx.Param((weight if tied else plain)("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
         self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
         self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
 
     def _enter(self, ids, positions):
-        """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
+        """(the embeddings of ids, the cos and sin of the positions for each rope that blocks have)."""
         x = self.over.embedding(self.embedding.get_value(), ids, self.dtype) * self.config.embedding_scale
         ropes = dict.fromkeys(block.rope for block in self.blocks)
         angles = lambda rope: layers.rope_angles(
@@ -318,7 +321,7 @@ class Decoder(nnx.Module):
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers keep a state instead of tokens, of which none can be taken back."""
+        """Whether some layers keep a state instead of tokens: no token can be taken back out of a state."""
         return any(getattr(block, "recurrent", False) for block in self.blocks)
 
     @property
@@ -329,16 +332,16 @@ class Decoder(nnx.Module):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer's attention."""
+        """The attention window of each layer; None where it sees all keys."""
         return tuple(block.attention.window for block in self.blocks)
 
     def step(self, tokens, cache: kv.KVCache, of=None):
         """The logits behind the next tokens of each row, which the cache takes in.
 
         Args:
-          tokens: int32 [batch] or [batch, t]. Several are more than a ring takes: see `cache.Layout`.
-          cache: of the tokens before.
-          of: int32 [n], numbers of some of the batch * t tokens; logits behind these only are computed.
+          tokens: int32 [batch] or [batch, t]. A cache with rings (see `cache.Layout`) takes only one.
+          cache: the cache of the tokens before.
+          of: int32 [n], numbers of some of the batch * t tokens; only their logits are computed.
         Returns:
           Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
         """
@@ -370,7 +373,8 @@ def as_float32(x):
 
 def fuse(parts: Sequence) -> layers.Weight:
     """One matrix out of several that share their input, where their storage is alike; otherwise a tuple, in which
-    neighbours of one storage are one: files of K-quants often spend more bits on values than on queries and keys."""
+    neighbours of equal storage are one matrix: files of K-quants often spend more bits on values than on queries and
+    keys."""
     stored = lambda p: p.storage if isinstance(p, QuantizedTensor) else p.dtype.name
     fused = tuple(_stacked(list(alike)) for _, alike in itertools.groupby(parts, stored))
     return fused[0] if len(fused) == 1 else fused

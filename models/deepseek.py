@@ -22,9 +22,10 @@ from .rope import Rope, read_rope, yarn_scale
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """Sizes of a mixture. Experts stand in `groups` of equal size, of which the best `chosen_groups` take part; of the
-    experts in these a token goes through the best `chosen`, weighted by their scores times `scale`, which are divided
-    by their sum if `normalised`. `shared`: experts that every token goes through; `features`: of one expert."""
+    """Sizes of a mixture. Experts stand in `groups` of equal size, of which the best `chosen_groups` take part. A token
+    goes through the best `chosen` experts of these groups, weighted by `scale` times their scores, which are first
+    divided by their sum if `normalised`. `shared`: experts that every token goes through; `features`: those of one
+    expert."""
 
     experts: int
     chosen: int
@@ -49,7 +50,7 @@ class MixtureConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """The sizes of one DeepSeek-V3. `dense`: how many layers in front have a plain MLP, of `features`."""
+    """The sizes of one DeepSeek-V3. `dense`: how many layers at the beginning have a plain MLP, of `features`."""
 
     attention: LatentConfig
     mixture: MixtureConfig
@@ -58,7 +59,7 @@ class DeepseekConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> DeepseekConfig:
-        """From a `config.json` of transformers 5 or of the hub.
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub.
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.
@@ -124,7 +125,7 @@ def _mixture(config: Mapping) -> MixtureConfig:
 
 
 def _experts(config: MixtureConfig, hidden: int, weight: WeightSource, prefix: str) -> Mixture:
-    """The experts, and the shared ones as one gated MLP."""
+    """The experts of a layer, with the shared ones as one gated MLP."""
     experts = Experts(weight, f"{prefix}experts.", config.experts, config.features, hidden)
     shared = config.shared * config.features
     together = GatedMLP(hidden, shared, weight, f"{prefix}shared_experts.") if shared else None

@@ -16,7 +16,8 @@ CACHE_DTYPES = (*DTYPES, *SCALED)
 
 
 def dtype_of(value, name: str, dtypes: tuple[str, ...] = DTYPES) -> str:
-    """The name of a dtype of `dtypes` that is given as a name, a NumPy dtype or a scalar type; `name`: of the argument.
+    """The name of one of `dtypes`, which is given as a name, a NumPy dtype or a scalar type; `name`: the argument that
+    it is given by.
 
     Raises:
       ModelError: it is none of them, or the target at hand lacks it.
@@ -34,9 +35,9 @@ def dtype_of(value, name: str, dtypes: tuple[str, ...] = DTYPES) -> str:
 
 
 def default_dtype(stored) -> str:
-    """What a model computes with whose matrices are stored as `stored` is, an array or a `QuantizedTensor`: float32 on
-    CPUs, whose kernels are fastest with it; on other devices the dtype of 16-bit floats, and bfloat16 beside quantised
-    weights."""
+    """The dtype that a model computes with if its matrices are stored as `stored`, an array or a `QuantizedTensor`:
+    float32 on CPUs, whose kernels are fastest with it; on other devices the dtype of 16-bit floats, and bfloat16 beside
+    quantised weights."""
     if jt.platform() == "cpu":
         return "float32"
     return "bfloat16" if isinstance(stored, QuantizedTensor) else stored.dtype.name
@@ -62,8 +63,8 @@ def rounding(weight: WeightSource, dtype: str) -> WeightSource:
 def packing(weight: WeightSource) -> WeightSource:
     """The quantised tensors of `weight` in the form in which the device at hand multiplies them fastest.
 
-    Once for all calls: in a program it would be a pass over the weights in each of its runs. Those of experts stay as
-    they are: products of groups of rows take them so.
+    They are changed once, as they are read: inside a program this would be a pass over the weights in each run. Weights
+    of experts stay as they are, which is the form that products of groups of rows take.
     """
     if "warpgroup products" not in jt.target().features:
         return weight

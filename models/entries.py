@@ -15,7 +15,7 @@ def number(config: Mapping, key: str, default: float | None = None, kind: type =
     """The positive number `key` of a configuration; the default stands in for an absent or null entry.
 
     Raises:
-      ModelError: neither an entry nor a default, or no positive number of that kind.
+      ModelError: there is neither an entry nor a default, or it is no positive number of that kind.
     """
     value = default if config.get(key) is None else config[key]
     if value is None:
@@ -27,13 +27,14 @@ def number(config: Mapping, key: str, default: float | None = None, kind: type =
 
 
 def count(config: Mapping, key: str, default: int) -> int:
-    """As `number`, of an entry that may be 0."""
+    """The integer `key` of a configuration, as `number` reads it, which may be 0."""
     value = default if config.get(key) is None else config[key]
     return 0 if value == 0 else number({key: value}, key)
 
 
 def table(config: Mapping, *keys: str) -> Mapping:
-    """The first of these entries that is neither absent nor null nor empty, an object; else an empty one.
+    """The first of these entries that is neither absent nor null nor empty, which must be an object; an empty one if
+    there is none.
 
     Raises:
       ModelError: it is something else.

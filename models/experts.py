@@ -21,15 +21,16 @@ from .config import WeightSource
 from .parallel import ALONE, Axes
 
 Matrix = jax.Array | QuantizedTensor
-COMPARED = 512  # choices of experts up to which each is compared with each
+COMPARED = 512  # up to so many choices of experts, each is compared with each other one
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
 def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Callable = ops.swiglu):
     """sum_j weights[t, j] MLP_e(x[t]) with e = experts[t, j] and MLP_e(x) = down_e (silu(gate_e x) * (up_e x)).
 
-    Operands of the products have the dtype of the experts' weights, where these are float, and what stands between
-    them that of x; sums are float32. Differentiable in x, weights, and gate_up and down where they are float.
+    Operands of the products have the dtype of the experts' weights, where these are float; the values between the
+    products have the dtype of x; sums are float32. Differentiable in x, weights, and gate_up and down where they are
+    float.
 
     Args:
       x: float [tokens, hidden].
@@ -37,7 +38,7 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
       gate_up: [E, 2 f, hidden], the gate's rows before those of up; or both apart, a tuple. down: [E, hidden, f].
         Floats or `QuantizedTensor`s.
       biases: float32 [E, 2 f] and [E, hidden] of the two products, or None.
-      gated: what gate and up come together by, [rows, 2 f] -> [rows, f].
+      gated: the function that joins gate and up, [rows, 2 f] -> [rows, f].
     Returns:
       [tokens, hidden] of x's dtype.
     """
@@ -47,7 +48,7 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
     if ops.routes_unsorted(tokens * k, down):
         return _by_tokens(x, experts, weights, gate_up, down, biases, gated)
     chosen = experts.reshape(tokens * k)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # sorted row r belongs to token order[r] // k
     sizes = jnp.zeros((down.shape[0],), jnp.int32).at[chosen].add(1)
     y = sorted_mixture(x[order // k], sizes, gate_up, down, biases, gated)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
@@ -56,7 +57,8 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
 
 
 def sorted_mixture(x, sizes, gate_up, down, biases=(None, None), gated: Callable = ops.swiglu):
-    """MLP_e of each row of x [n, hidden], which are sorted by e: int32 [E] sizes, the rows of each. See `mixture`."""
+    """MLP_e of each row of x [n, hidden]; the rows are sorted by e, and `sizes`, int32 [E], counts those of each
+    expert. See `mixture`."""
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
 
@@ -73,7 +75,8 @@ def sorted_mixture(x, sizes, gate_up, down, biases=(None, None), gated: Callable
 
 
 def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
-    """`mixture` of the few tokens of a step, whose rows are not sorted: most experts that they go through have one."""
+    """`mixture` for the few tokens of a step. Their rows are not sorted, since most experts have one of them at
+    most."""
 
     def product(y, w, bias, **options):
         if isinstance(w, tuple):
@@ -91,8 +94,8 @@ def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
 
 
 def _places(keys):
-    """Where each of keys int32 [n] stands in their order, equal ones as they come, and which stands where: int32 [n]
-    each. Few are compared with each other, which is two kernels on a GPU, and a sort with a scatter is many."""
+    """(the place of each key in the sorted order, the key at each place), both int32 [n], of a stable sort of keys
+    int32 [n]. Few keys are compared with each other, which is two kernels on a GPU; a sort with a scatter is many."""
     n = keys.size
     numbers = jnp.arange(n, dtype=jnp.int32)
     if n > COMPARED:
@@ -105,10 +108,11 @@ def _places(keys):
 
 
 def _of_own(x, experts, weights, count: int, run: Callable):
-    """`mixture` of the first `count` experts only: float32 [tokens, hidden] of x [tokens, hidden] and experts int32
-    [tokens, k], in which other numbers add nothing.
+    """`mixture` of the first `count` experts only: float32 [tokens, hidden] for x [tokens, hidden] and experts int32
+    [tokens, k], in which numbers of other experts add nothing.
 
-    run: rows [n, hidden] sorted by expert, with others behind, and the sizes of the groups -> [n, hidden]."""
+    run: takes rows [n, hidden] sorted by expert, with those of other experts behind them, and the sizes of the groups;
+    gives [n, hidden]."""
     tokens, k = experts.shape
     here = (experts >= 0) & (experts < count)
     chosen = jnp.where(here, experts, count).reshape(-1)
@@ -130,10 +134,10 @@ class Experts(nnx.Module):
         self, weight: WeightSource, prefix: str, count: int, features: int, hidden: int,
         names: Mapping[str, str] = PROJECTIONS,
     ):  # fmt: skip
-        """Of the tensors `{prefix}{expert}.{name}.weight`, which `weight(name, shape)` reads; names: those of gate, up
-        and down.
+        """Takes the tensors `{prefix}{expert}.{name}.weight`, which `weight(name, shape)` reads, as the experts'
+        weights; `names` gives the {name} of gate, up and down.
 
-        Quantised ones stay so where those of all experts are stored alike. Where they are not, they become bfloat16.
+        Quantised weights stay quantised if all experts store them alike; otherwise they become bfloat16.
 
         Raises:
           ModelError: a tensor is missing.
@@ -154,12 +158,12 @@ class Experts(nnx.Module):
 
 
 def out_in(matrices: Matrix) -> Matrix:
-    """[experts, out, in] of the [experts, in, out] that a checkpoint has; quantised ones are that already."""
+    """The matrices of a checkpoint, [experts, in, out], as [experts, out, in]; quantised ones are stored so already."""
     return matrices if isinstance(matrices, QuantizedTensor) else matrices.swapaxes(1, 2)
 
 
 def _side_by_side(gate: list[Matrix], up: list[Matrix]):
-    """[experts, 2 f, hidden] of both, or, where each is quantised in its own way, a tuple of two."""
+    """Gate and up as one [experts, 2 f, hidden], or, where each is quantised in its own way, as a tuple of two."""
     pairs = stacked([matrix for both in zip(gate, up, strict=True) for matrix in both])
     if isinstance(pairs, QuantizedTensor):
         return jax.tree.map(lambda a: a.reshape(len(gate), -1, a.shape[-1]), pairs)
@@ -170,10 +174,10 @@ def _side_by_side(gate: list[Matrix], up: list[Matrix]):
 
 
 def stacked(matrices: list[Matrix]) -> Matrix:
-    """Matrices of one shape as one array with a leading axis: quantised where all are, in one way. Floats, of which
-    quantised ones become bfloat16, are float32 where their dtypes differ."""
+    """Matrices of one shape as one array with a leading axis: quantised if all are quantised in one way. Otherwise
+    quantised ones become bfloat16, and the array is float32 where dtypes differ."""
     kinds = {m.kind if isinstance(m, QuantizedTensor) else "" for m in matrices}
-    if kinds == {"q4_0", "q4_1"}:  # symmetric ones among others
+    if kinds == {"q4_0", "q4_1"}:  # some matrices are symmetric, others are not
         matrices = [m.with_minima() if isinstance(m, QuantizedTensor) else m for m in matrices]
     quantised = [m for m in matrices if isinstance(m, QuantizedTensor)]
     if len(quantised) == len(matrices) and len({m.storage for m in quantised}) == 1:
@@ -187,8 +191,8 @@ class Mixture(nnx.Module):
     """The weighted sum of the experts that a router chooses, and the output of `shared`, an MLP for every token.
 
     router: x float32 [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k]). On several
-    devices each has an equal part of the experts, or of the features of each. `weighted_rows`: weights multiply what
-    goes into experts, and not what comes out."""
+    devices each has an equal part of the experts, or of the features of each. `weighted_rows`: weights multiply the
+    inputs of experts, not their outputs."""
 
     over: Axes = ALONE
 
@@ -196,14 +200,14 @@ class Mixture(nnx.Module):
         self.router, self.experts, self.shared, self.weighted_rows = router, experts, shared, weighted_rows
 
     def _count(self) -> int:
-        """Of the experts of all devices."""
+        """The number of experts on all devices together."""
         return self.router.weight.get_value().shape[0]
 
     def __call__(self, x):
         """x [..., hidden] -> [..., hidden], or a `Term`.
 
-        Of few rows every device takes those of all, in which it sees to its own experts: two small collectives then,
-        which take less than to find out where each row goes and comes back from."""
+        If all devices together have few rows, every device takes all of them and computes what its own experts add.
+        These two small collectives take less time than to send each row to the devices of its experts and back."""
         rows = x.reshape(-1, x.shape[-1])
         gathers = self.over.gathers(rows)
         if gathers:

@@ -18,7 +18,7 @@ from .mixtral import MixtralConfig
 from .qwen3 import Qwen3Config
 from .qwen3_next import Qwen3NextConfig
 
-# `model_type` of a config.json -> (the class of transformers, what reads its configuration)
+# `model_type` of a config.json -> (the class of transformers, the function that reads its configuration)
 FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", DeepseekConfig.from_hf),
     "gemma2": ("Gemma2ForCausalLM", GemmaConfig.from_hf),
@@ -34,13 +34,14 @@ FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", Qwen3NextConfig.from_hf),
 }
 
-# `model_type` of models of text and images, of which the text is run -> that of the text, and its tensors' prefix
+# `model_type` of models of text and images, of which jtile runs the text part -> the `model_type` of that part, and
+# the prefix of its tensors
 TEXTS = {"llama4": ("llama4_text", "language_model.")}
 BEYOND = ("model_type", "architectures", "text_config", "vision_config")
 
 
 def text_of(config: Mapping) -> tuple[Mapping, str]:
-    """(the configuration of the text of a model, in front of whose tensors' names stands a prefix, the prefix).
+    """(the configuration of the text part of a model, the prefix of the names of its tensors).
 
     Raises:
       ModelError: a model of text and images without `text_config`.
@@ -65,7 +66,7 @@ def read_config(config: Mapping, source: str) -> DecoderConfig:
     kind, classes = config.get("model_type"), items(config, "architectures", str)
     by_class = {name: kind for kind, (name, _) in FAMILIES.items()}
     kind = kind or next((by_class[name] for name in classes if name in by_class), None)
-    if kind not in list(FAMILIES):  # of any type: it comes from a file
+    if kind not in list(FAMILIES):  # a list, since the entry comes from a file and may be unhashable
         raise ModelError(
             f"{source} holds a model of the type {kind!r} ({', '.join(classes) or 'no architectures'}); "
             f"jtile runs {', '.join(map(repr, FAMILIES))}"

@@ -1,8 +1,8 @@
-"""The mixture of experts of a few tokens on GPUs, as a decoding step has them: what chooses their experts, and products
-with the matrices of these, straight from the stacks and without a sort.
+"""The mixture of experts of a few tokens on GPUs, as a decoding step has them: the choice of their experts, and
+products with the matrices of these experts, straight from the stacks and without a sort.
 
 Such products are as fast as the matrices come from memory: a program has some rows of a matrix in registers at once.
-Elsewhere, and for more tokens, stand `layers.linear`, `ops.top_k` and `experts.mixture`.
+On other devices, and for more tokens, `layers.linear`, `ops.top_k` and `experts.mixture` do the same.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jtile.ops import QuantizedTensor
 
 from . import layers
 
-MOST = 128  # tokens whose scores programs of a few experts compute; for more, tiles of a product are as fast
-TOGETHER = 8  # tokens that go through the weights that a program holds at a time
+MOST = 128  # up to so many tokens, programs of a few experts compute the scores; for more, tiles are as fast
+TOGETHER = 8  # tokens for which a program uses the weights that it holds at a time
 ROWS = 4  # rows of a matrix in a program
 WIDEST = 4096  # columns of a matrix that a program holds at once
 
@@ -37,7 +37,8 @@ def _threads() -> bool:
     grid=lambda x, w, *, bt, bn, **_: (jt.cdiv(x.shape[0], bt), jt.cdiv(w.shape[0], bn)),
 )
 def router_scores(x, w, y, *, bt: int, bn: int):
-    """y [tokens, experts] of x [tokens, hidden] and w [experts, hidden]: `bn` experts and `bt` tokens in a program."""
+    """y [tokens, experts] = x [tokens, hidden] times the transposed w [experts, hidden]; a program computes `bn`
+    experts of `bt` tokens."""
     # y = x W^T
     i, j, hidden = jt.program_id(0), jt.program_id(1), x.shape[1]
     W = w.tiles(bn, hidden)[j, 0].astype(jnp.float32)
@@ -56,7 +57,7 @@ router_scores.defvjp(lambda x, w, **meta: (router_scores(x, w, **meta), (x, w)),
 
 
 def scores(x, w):
-    """float32 [tokens, experts]: of x float32 [tokens, hidden] the products with the router's rows w."""
+    """The products of x float32 [tokens, hidden] with the router's rows w: float32 [tokens, experts]."""
     tokens = x.shape[0]
     few = isinstance(tokens, int) and 0 < tokens <= MOST and x.shape[1] <= WIDEST
     if not few or not _threads() or isinstance(w, QuantizedTensor):
@@ -69,8 +70,8 @@ def scores(x, w):
     grid=lambda s, **_: s.shape[0],
 )
 def most_probable(s, experts, weights, *, k: int, normalised: bool):
-    """Of scores s [tokens, experts] the `k` largest of each token, and their shares in the softmax of all, or in that
-    of these where they are `normalised`."""
+    """The `k` experts of each token with the largest scores s [tokens, experts], and their probabilities in the softmax
+    of all experts, or of these k if `normalised`."""
     # p = e^(s - max s) / sum e^(s - max s)
     i, n = jt.program_id(0), s.shape[1]
     row, column = s[i, :], jt.arange(n)
@@ -110,7 +111,7 @@ most_probable.defvjp(_probable_forward, _probable_backward)
 
 def choose(s, k: int, normalised: bool):
     """The experts int32 [tokens, k] of the largest of the scores float32 [tokens, experts], and their weights float32:
-    probabilities, divided by their sum where they are `normalised`."""
+    probabilities, divided by their sum if `normalised`."""
     if _threads() and s.shape[0] and k <= 16:
         return most_probable(s, k=k, normalised=normalised)
     weights, experts = ops.top_k(ops.softmax(s), k)
@@ -125,7 +126,8 @@ def choose(s, k: int, normalised: bool):
     grid=lambda x, w, index, *, bn, **_: (w.shape[1] // 2 // bn, index.shape[0]),
 )
 def chosen_gated(x, w, index, y, *, bn: int, bk: int):
-    """y [m, f] of x [m / k, hidden], w [experts, 2 f, hidden] and the experts index int32 [m]: a token in k rows."""
+    """y [m, f] from x [m / k, hidden], w [experts, 2 f, hidden] and the numbers of experts, index int32 [m]; each token
+    has k rows of y."""
     # y_i = silu(G_e x_(i / k)) * (U_e x_(i / k))     e = index_i
     r, i = jt.program_id(0), jt.program_id(1)
     token, e, tiles = i // (index.shape[0] // x.shape[0]), index[i], y.shape[1] // bn
@@ -144,11 +146,11 @@ def chosen_gated(x, w, index, y, *, bn: int, bk: int):
     grid=lambda h, w, index, share, *, bn, **_: (jt.cdiv(w.shape[1], bn), index.shape[0]),
 )
 def chosen_sum(h, w, index, share, y, *, bn: int):
-    """y [tokens, hidden] of h [tokens, k, f], w [experts, hidden, f], index int32 and share float32 [tokens, k]."""
+    """y [tokens, hidden] from h [tokens, k, f], w [experts, hidden, f], index int32 and share float32 [tokens, k]."""
     # y_t = sum_j share_tj W_e h_tj     e = index_tj
     r, t, f = jt.program_id(0), jt.program_id(1), h.shape[2]
     W, H = w.tiles(None, bn, f), h.tiles(None, None, f)
-    parts = [W[index[t, j], r, 0] for j in range(h.shape[1])]  # all on their way at once
+    parts = [W[index[t, j], r, 0] for j in range(h.shape[1])]  # the loads of all k matrices are under way at once
     total = jnp.zeros((bn, f), jnp.float32)
     for j, part in enumerate(parts):
         total = total + part.astype(jnp.float32) * (H[t, j, 0].astype(jnp.float32) * share[t, j])[None, :]
@@ -178,8 +180,8 @@ chosen_sum.defvjp(lambda *arrays, **meta: (chosen_sum(*arrays, **meta), arrays),
 
 
 def takes(tokens, k: int, gate_up, down) -> bool:
-    """Whether `mixture` is for so many tokens, of `k` experts each: most of these have one token then. Experts are
-    16-bit floats."""
+    """Whether `mixture` of this file is made for so many tokens, of `k` experts each: so few that most experts have one
+    token. The weights of experts must be 16-bit floats."""
     if not _threads() or any(isinstance(w, QuantizedTensor | tuple) for w in (gate_up, down)):
         return False
     whole = down.shape[2] % ROWS == 0 and down.dtype == gate_up.dtype and down.dtype.itemsize == 2
@@ -189,10 +191,10 @@ def takes(tokens, k: int, gate_up, down) -> bool:
 
 @functools.partial(jax.jit, inline=True)
 def mixture(x, experts, weights, gate_up, down):
-    """See `experts.mixture`, which calls it where it `takes` the arguments."""
+    """The result of `experts.mixture`, which calls this function if `takes` is true of the arguments."""
     rows = x.astype(gate_up.dtype)
     bk = min(jt.next_power_of_2(x.shape[1]), WIDEST // 2)
     h = chosen_gated(rows, gate_up, experts.reshape(-1), bn=ROWS, bk=bk)
-    # of k matrices at once: fewer rows and threads, so that several programs share a multiprocessor
+    # a program reads k matrices at once: it has fewer rows and threads, so that several share a multiprocessor
     last = chosen_sum.with_options(num_warps=4) if jt.target().platform == "cuda" else chosen_sum
     return last(h.reshape(*experts.shape, -1), down, experts, weights, bn=ROWS // 2).astype(x.dtype)

@@ -19,11 +19,11 @@ from jtile.ops import QuantizedTensor
 
 from .mapped import Stored
 
-BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a tensor
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the name of a tensor
 
 
 def mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Callable[[], QuantizedTensor]]:
-    """The readers of the tensors that have blocks."""
+    """The functions that read those tensors which are stored as blocks, by name."""
     names = (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS))
     return {name: functools.partial(_read, tensors, name) for name in names}
 
@@ -44,7 +44,8 @@ def _read(tensors: Mapping[str, Stored], name: str) -> QuantizedTensor:
 
 @jax.jit
 def _ordered(blocks, scales) -> QuantizedTensor:
-    """With the bytes of a block in the order of `QuantizedTensor`: weights j and j + 16 beside each other."""
+    """The tensor of these blocks and scales, its bytes in the order of `QuantizedTensor`: weights j and j + 16 of a
+    block beside each other."""
     lead = scales.shape[:2]
     codes = jnp.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(*scales.shape, 2, 16)
     codes = codes[..., 0, :] | codes[..., 1, :] << np.uint8(4)

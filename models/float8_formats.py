@@ -1,4 +1,4 @@
-"""Weights of 8-bit floats in safetensors files: e4m3 with one scale, with one a row, or with one for every block.
+"""Weights of 8-bit floats in safetensors files: e4m3 with one scale for the matrix, for each row, or for each block.
 
 | published by | scale |
 |---|---|
@@ -23,8 +23,8 @@ from . import mapped
 from .entries import table
 from .mapped import Stored
 
-SCALES = ("_scale_inv", "_scale")  # behind the name of a matrix: the name of its scales
-SIDES = BLOCKS = (128, 128)  # of a block where the configuration does not say
+SCALES = ("_scale_inv", "_scale")  # behind the name of a matrix they give the name of its scales
+SIDES = BLOCKS = (128, 128)  # the sides of a block where the configuration names none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Float8:
 
 
 def float8_method(entries: Mapping, schemes: Sequence[Mapping], groups: Sequence[Mapping], source: str) -> Float8:
-    """After a `quantization_config`, and its schemes and groups where it has such.
+    """How a `quantization_config` stores 8-bit floats, by its schemes and groups if it has any.
 
     Raises:
-      ModelError: floats of another format, or blocks without sides.
+      ModelError: the floats have another format, or blocks have no sides.
     """
     sides = next((s["block_structure"] for s in schemes if s.get("block_structure")), None)
     sides = sides or entries.get("weight_block_size") or SIDES
@@ -57,7 +57,7 @@ def float8_method(entries: Mapping, schemes: Sequence[Mapping], groups: Sequence
 
 
 def float8(tensors: Mapping[str, Stored], how: Float8) -> dict[str, Callable[[], jax.Array | QuantizedTensor]]:
-    """The readers of the matrices that have scales."""
+    """The functions that read those matrices which have scales, by name."""
     found = {}
     for name in tensors:
         scales = next((name + end for end in SCALES if name + end in tensors), None)
@@ -78,7 +78,7 @@ def _scaled(weight: Stored, scales: Stored, how: Float8) -> jax.Array | Quantize
     mapped.expect(scales, weight.name, mapped.SCALES)
     of_rows = len(scales.shape) > 0 and scales.shape[0] == out and scales.shape != blocks
     sides = how.sides if scales.shape == blocks else (1, inner) if of_rows else (out, inner)
-    if sides[1] < inner and (sides[1] % 32 or inner % sides[1]):  # no groups that kernels have
+    if sides[1] < inner and (sides[1] % 32 or inner % sides[1]):  # kernels have no such groups
         return _multiplied(weight(), scales(), sides=sides)
     activations = ("blocks" if sides == BLOCKS else "rows" if sides[1] == inner else None) if how.dynamic else None
     return dataclasses.replace(_weight(weight(), scales(), sides=sides), activations=activations)
@@ -86,7 +86,8 @@ def _scaled(weight: Stored, scales: Stored, how: Float8) -> jax.Array | Quantize
 
 @functools.partial(jax.jit, static_argnames="sides")
 def _weight(weight, scales, *, sides: tuple[int, int]) -> QuantizedTensor:
-    """With a scale for each row of a block: those of matrices that are fused lie side by side."""
+    """The quantised matrix, the scale of a block repeated for each of its rows: so scales of fused matrices can lie
+    side by side."""
     wide = scales.astype(jnp.float32).reshape(tuple(map(cdiv, weight.shape, sides)))
     wide = jnp.repeat(wide, min(sides[0], weight.shape[0]), axis=0)[: weight.shape[0]]
     return QuantizedTensor.from_float8(weight, wide)

@@ -42,7 +42,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
 
 
 def _of_text(tensors: Mapping[str, Stored], prefix: str) -> Mapping[str, Stored]:
-    """Those with a prefix, under their names without it."""
+    """The tensors whose names begin with a prefix, by their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -28,7 +28,7 @@ WAY_OUT = "take one of these, or a checkpoint in bfloat16"
 
 
 def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Readers:
-    """What reads each weight of a folder, quantised or not, by the name that it has where nothing is quantised.
+    """The functions that read the weights of a folder, quantised or not, by the names that unquantised weights have.
 
     Raises:
       ModelError: the weights are quantised in a way that jtile does not read.
@@ -38,7 +38,7 @@ def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Read
     if not entries:
         return found
     method = entries.get("quant_method")
-    if method not in list(METHODS):  # of any type: it comes from a file
+    if method not in list(METHODS):  # a list, since the entry comes from a file and may be unhashable
         raise ModelError(
             f"the weights of {source} are quantised by {method!r}; jtile reads {', '.join(METHODS)}: {WAY_OUT}"
         )
@@ -47,7 +47,7 @@ def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Read
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """What reads a tensor of floats, or a part of it."""
+    """Reads a tensor of floats, or a part of it."""
 
     tensor: Stored
 
@@ -91,7 +91,8 @@ def _gptq(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Reade
 
 
 def _compressed(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
-    """compressed-tensors: each layer in the format that its tensors say, with the numbers of the group that has it."""
+    """The readers for compressed-tensors: the names of its tensors tell the format of a layer, and its group in the
+    configuration the numbers of that format."""
     groups = [g for g in table(entries, "config_groups").values() if isinstance(g, Mapping)]
     schemes = [table(g, "weights") for g in groups]
     integers = [s for s in schemes if s.get("type") == "int"]
@@ -126,7 +127,7 @@ def _symmetric(scheme: Mapping, source: str) -> bool:
 
 
 def _int8(tensors: Mapping[str, Stored], base: str, symmetric: bool) -> QuantizedTensor:
-    """int8 [out, in] with one scale a row or for all."""
+    """The int8 matrix [out, in] with one scale for each row or for all rows."""
     name = f"{base}.weight"
     stored, scale = tensors[name], tensors[f"{base}.weight_scale"]
     rows = stored.shape[0] if stored.shape else 0
@@ -156,7 +157,7 @@ METHODS: dict[str, Callable[[Mapping[str, Stored], Mapping, str], Readers]] = {
 
 
 def _group(entries: Mapping, key: str) -> int | None:
-    """A size of groups; None, 0 and -1 mean the whole row."""
+    """The size of groups that the entry `key` gives; None, 0 and -1 mean the whole row."""
     value = entries.get(key)
     return None if value in (None, -1) else count(entries, key, 0) or None
 

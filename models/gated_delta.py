@@ -1,8 +1,7 @@
 """Gated DeltaNet: linear attention whose state fades, and is corrected by the delta rule (Yang, Kautz and Hatamizadeh
 2025), behind a short convolution of queries, keys and values.
 
-What a layer keeps of the tokens is of one size however many there are: the state, and the last inputs of the
-convolution.
+A layer keeps the state and the last inputs of the convolution, whose size does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from .config import WeightSource
 from .decoder import as_float32, fuse
 from .rope import Rope
 
-NORM_EPS = 1e-6  # of the lengths of queries and keys
+NORM_EPS = 1e-6  # added to squared lengths as queries and keys are brought to length 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
     """Sizes of a gated DeltaNet: `heads` of queries and keys of `key` features, each of which serves value_heads /
-    heads heads of values of `value` features; `width`: of the convolution, in positions; `norm_eps`: of the norm of
-    what comes out."""
+    heads heads of values of `value` features; `width`: that of the convolution, in positions; `norm_eps`: the epsilon
+    of the norm of the output."""
 
     heads: int
     value_heads: int
@@ -40,12 +39,13 @@ class DeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
+        """The channels of the convolution: all features of queries, keys and values."""
         return 2 * self.heads * self.key + self.value_heads * self.value
 
     def part(self, mixed, gates: bool):
-        """Of the projection [channels + values, hidden] whose rows stand by heads, or come in two parts already, those
-        of the gates or all others: queries, keys and values, of all heads each."""
+        """The rows of gates (`gates`), or else those of queries, keys and values, each of all heads, out of the
+        projection [channels + values, hidden]. Its rows stand by heads, or the projection is a tuple of these two parts
+        already."""
         if isinstance(mixed, tuple):
             return mixed[gates]
         values = self.value_heads * self.value
@@ -55,13 +55,13 @@ class DeltaConfig:
 
 
 class GatedDeltaNet(nnx.Module):
-    """To be used as `decoder.Attention` is; its entry of the cache is a `cache.State`."""
+    """A layer that is used as `decoder.Attention` is; its entry of the cache is a `cache.State`."""
 
     window = None
     recurrent = True
 
     def __init__(self, config: DeltaConfig, rope: Rope, hidden: int, weight: WeightSource, prefix: str):
-        """`rope`: that of the model's attention; no position takes part here. Beside the tensors of a checkpoint,
+        """`rope`: that of the model's attention; this layer uses no positions. Beside the tensors of a checkpoint,
         `weight` gives `in_proj_qkv` and `in_proj_z`, see `DeltaConfig.part`."""
         self.config, self.rope = config, rope
         values, heads = config.value_heads * config.value, config.value_heads
@@ -82,8 +82,8 @@ class GatedDeltaNet(nnx.Module):
         return layers.add_norm_linear(x, delta, norm, eps, self.into.get_value())
 
     def prefill(self, projected, cos, sin, lengths=None):
-        """The projection [batch, length, ...]; returns (output [batch, length, hidden], the `State` behind the first
-        `lengths` tokens of each row, int [batch], or behind all)."""
+        """Runs prompts from their projection [batch, length, ...]; returns (output [batch, length, hidden], the `State`
+        behind the first `lengths` tokens of each row, int [batch], or behind all)."""
         batch, t, _ = projected.shape
         inputs = jnp.pad(projected[..., : self.config.channels], ((0, 0), (self.config.width - 1, 0), (0, 0)))
         real = None if lengths is None else jnp.arange(t, dtype=lengths.dtype)[None, :] < lengths[:, None]
@@ -94,8 +94,8 @@ class GatedDeltaNet(nnx.Module):
         return y, State(jnp.take_along_axis(inputs, places[:, :, None], axis=1), last)
 
     def step(self, projected, cos, sin, slots: Slots):
-        """The projection [batch * t, ...] of the next t tokens of each row; returns (output [batch * t, hidden], the
-        slots with the state behind them)."""
+        """Runs the next t tokens of each row from their projection [batch * t, ...]; returns (output [batch * t,
+        hidden], the slots with the state behind these tokens)."""
         held = slots.entry
         assert isinstance(held, State)
         tokens = projected.reshape(held.state.shape[0], -1, projected.shape[-1])
@@ -105,8 +105,8 @@ class GatedDeltaNet(nnx.Module):
         return y.reshape(projected.shape[0], -1), dataclasses.replace(slots, entry=state)
 
     def _mixed(self, projected, inputs, state, real=None):
-        """(output, state behind it) of the projection [batch, t, ...], and the inputs of the convolution [batch,
-        width - 1 + t, channels]; `real` bool [batch, t]: other tokens leave the state as it is."""
+        """(output, state behind the tokens) for the projection [batch, t, ...] and the inputs of the convolution
+        [batch, width - 1 + t, channels]; tokens that are not `real`, bool [batch, t], leave the state unchanged."""
         c, (batch, t, _) = self.config, projected.shape
         values = c.value_heads * c.value
         z, b, a = jnp.split(projected[..., c.channels :], [values, values + c.value_heads], axis=-1)
@@ -122,7 +122,8 @@ class GatedDeltaNet(nnx.Module):
         return layers.linear(gated.astype(projected.dtype).reshape(batch, t, -1), self.output.get_value()), last
 
     def _convolved(self, inputs, t: int):
-        """q, k [batch, t, heads, key] of length 1, v [batch, t, value_heads, value]."""
+        """The convolved inputs as q, k [batch, t, heads, key], vectors of length 1, and v [batch, t, value_heads,
+        value]."""
         c, taps = self.config, self.taps.get_value()
         wide = inputs.astype(jnp.float32)
         y = sum(wide[:, i : i + t] * taps[i][None, None] for i in range(c.width))
@@ -138,6 +139,7 @@ def _unit(x):
 
 
 def by_parts(rows: int, heads: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """The rows of each part of a matrix whose rows stand by heads, so many of each part."""
+    """The indices of each part's rows in a matrix of `rows` rows; they stand by heads, and each head has `sizes[i]`
+    rows of part i."""
     of_head = np.arange(rows).reshape(heads, -1)
     return [part.reshape(-1) for part in np.split(of_head, np.cumsum(sizes)[:-1], axis=1)]

@@ -26,8 +26,8 @@ from .rope import Rope, read_rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """The sizes of one Gemma; `windows`: of each layer's attention (None: it sees all keys); `window_rope`: the
-    rotation of layers with a window."""
+    """The sizes of one Gemma; `windows`: the window of each layer's attention (None: it sees all keys); `window_rope`:
+    the rotation of layers with a window."""
 
     intermediate_size: int
     attention: AttentionConfig
@@ -37,7 +37,8 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> GemmaConfig:
-        """From a `config.json` of transformers 5 or of the hub, of the types "gemma2" and "gemma3_text".
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub, of the types "gemma2" and
+        "gemma3_text".
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.
@@ -53,7 +54,7 @@ class GemmaConfig(DecoderConfig):
             scale=number(config, "query_pre_attn_scalar", 256, float) ** -0.5,
             softcap=_bound(config, "attn_logit_softcapping", None if third else 50.0),
         )
-        pattern = config.get("_sliding_window_pattern") or 6  # of each run of so many layers, the last sees all keys
+        pattern = config.get("_sliding_window_pattern") or 6  # the last of every so many layers sees all keys
         every = number(config, "sliding_window_pattern", pattern) if third else 2
         window = number(config, "sliding_window", 4096)
         return cls(
@@ -67,7 +68,8 @@ class GemmaConfig(DecoderConfig):
         )
 
     def stored(self, weight: WeightSource) -> WeightSource:
-        """Norms multiply by 1 + w, so that 1 is added to their weights as they are read."""
+        """The source of tensors as the modules take them. Norms multiply by 1 + w, so that 1 is added to their weights
+        as they are read."""
 
         def read(name: str, shape: tuple[int, ...]):
             return as_float32(weight(name, shape)) + 1 if name.endswith("norm.weight") else weight(name, shape)
@@ -84,7 +86,7 @@ class GemmaConfig(DecoderConfig):
 
 
 def _bound(config: Mapping, key: str, default: float | None) -> float | None:
-    """A soft bound; an entry that is null says that there is none."""
+    """The soft bound `key` of a configuration; null stands for no bound."""
     return None if config.get(key, default) is None else number(config, key, default, float)
 
 
@@ -109,7 +111,8 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp, self.mixed_norm = norm("pre_feedforward"), mlp, norm("post_feedforward")
 
     def _run(self, x, delta, attend):
-        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(entered)`."""
+        """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
+        the attention."""
         norm = lambda y, weight: layers.rms_norm(layers.whole(y), weight.get_value(), self.eps)
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
         attended, entry = attend(entered)

@@ -66,12 +66,12 @@ class LanguageModel:
       eos_ids: the tokens that end a text.
       source: where the weights came from.
       dtype: the dtype of activations.
-      cache_dtype, page_size: of the key-value cache, see `load`.
+      cache_dtype, page_size: those of the key-value cache, see `load`.
       windows: the attention window of each layer, None for all keys.
       recurrent: whether layers keep a state of all tokens.
       chunk: the positions of a chunk, where tokens of some layers see their own chunk only; else None.
-      devices: the mesh that the model is cut over, and how; None for one device. shares: what each of them has of the
-        weights, by places along the axes of tensor and expert.
+      devices: the mesh that the model is cut over, and how; None for one device. shares: the
+        part of the weights that each of them has, by places along the axes of tensor and expert.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class LanguageModel:
 
     @property
     def part(self) -> Decoder:
-        """What each device has of the model, as `model` of one device; over a mesh its weights are shapes and dtypes
-        only."""
+        """The module of what each device has of the model: on one device `model`; over a mesh its weights are only
+        shapes and dtypes."""
         if self.devices is None:
             return self.model
         count = len(self.shares)
@@ -123,9 +123,9 @@ class LanguageModel:
         """Reads every weight of a checkpoint.
 
         Args:
-          checkpoint: an open one.
+          checkpoint: an open checkpoint.
           dtype, cache_dtype, page_size, adapter: as in `load`.
-          devices: those that share the model.
+          devices: the devices that share the model.
         Returns:
           A `LanguageModel`.
         """
@@ -155,7 +155,7 @@ class LanguageModel:
           float32 [batch, length, vocab] (or [length, vocab]); zero at padding.
 
         Raises:
-          PromptError: empty, too long, or ids outside the vocabulary.
+          PromptError: the prompt is empty or too long, or has ids outside the vocabulary.
         """
         prompt, rows = self._prompt(ids, attention_mask)
         length = prompt.mask.shape[1]
@@ -177,7 +177,7 @@ class LanguageModel:
           float32 [batch, hidden] (or [hidden]).
 
         Raises:
-          PromptError: empty, too long, or ids outside the vocabulary.
+          PromptError: the prompt is empty or too long, or has ids outside the vocabulary.
         """
         prompt, rows = self._prompt(ids, attention_mask)
         size = kv.bucket(prompt.ids.shape[1], self.config.max_length)
@@ -201,20 +201,21 @@ class LanguageModel:
 
         Args:
           ids: int [batch, length], [length], or rows of different lengths; with padding, pass `attention_mask`.
-          max_new_tokens: at most so many; fewer when every row has ended or the context of the model is full.
+          max_new_tokens: the most tokens to make; there are fewer when every row has ended or the context of the model
+            is full.
           eos: tokens that end a row: "model" for the model's own, ids, or None to never stop.
           draft: what proposes `draft_tokens` tokens at a time, which one step of this model checks: a smaller model
-            with the same vocabulary, or an `NGram`. The tokens are the same as without, up to the roundings of other
-            shapes.
-          options: of `Sampling`, which is greedy without any: temperature, top_k, top_p, min_p,
+            with the same vocabulary, or an `NGram`. The tokens are the same as without a draft, up to the roundings
+            of other shapes.
+          options: those of `Sampling`, which is greedy without any of them: temperature, top_k, top_p, min_p,
             repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed.
 
         Returns:
           int32 [batch, n] (or [n]), new tokens only, the ending token included; a row that ended is filled with it.
 
         Raises:
-          PromptError: empty, too long, ids outside the vocabulary, a sampling option out of range, or a draft that does
-            not fit.
+          PromptError: the prompt is empty or too long or has ids outside the vocabulary, a sampling option is out of
+            range, or the draft does not fit.
           ModelError: the model's logits are no numbers.
         """
         options |= {"draft": draft, "draft_tokens": draft_tokens}
@@ -260,7 +261,8 @@ class LanguageModel:
         return Generation(self, prompt, rows, min(max_new_tokens, room), choice, plan)
 
     def _prompt(self, ids, attention_mask) -> tuple[Prompt, int]:
-        """(the prompt, how many of its rows the caller asked for: devices may share out some more)."""
+        """(the prompt, how many of its rows the caller asked for). On a mesh, rows are added so that devices share them
+        equally."""
         prompt = read_prompt(ids, attention_mask, self.config.vocab_size, self.config.max_length)
         rows = len(prompt.lengths)
         return (prompt if self.devices is None else self.devices.filled(prompt)), rows
@@ -278,8 +280,9 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How a generation goes on behind logits. steps, logprobs: what its programs are compiled with; numbers (of
-    `Sampling.traced`) and ends, int32 [n], tokens that end a row: their arguments, on the device."""
+    """How the next tokens of a generation are chosen from logits. steps, logprobs: what its programs are compiled for.
+    numbers (those of `Sampling.traced`) and ends (int32 [n], the tokens that end a row): arguments of these programs,
+    on the device."""
 
     steps: Steps
     numbers: dict[str, jax.Array]
@@ -291,7 +294,7 @@ class Choice:
         cls, sampling: Sampling, batch: int, vocab: int, tokens: Sequence[int], logprobs: bool,
         devices: Devices | None = None,
     ) -> Choice:  # fmt: skip
-        """`tokens`: those that end a row; `devices`: see `LanguageModel`.
+        """The choice of a sampling. `tokens`: those that end a row; `devices`: see `LanguageModel`.
 
         Raises:
           PromptError: an option of the sampling does not fit the batch or the vocabulary.

@@ -1,6 +1,6 @@
 """GGUF files (through the `gguf` package), checked for size before any weight is read.
 
-What their metadata and their names mean stands in gguf_names.py, how tensors are read in gguf_tensors.py.
+gguf_names.py says what their metadata and names mean, gguf_tensors.py reads their tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
     error).
 
     Raises:
-      ModelError: not a GGUF file, truncated, damaged, or of another architecture.
+      ModelError: the file is no GGUF file, truncated, damaged, or of another architecture.
     """
     path = Path(path)
     _check_header(path)

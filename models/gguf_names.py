@@ -15,7 +15,7 @@ from . import mixtral
 from .entries import count, number
 from .experts import PROJECTIONS
 
-# entries of a config.json -> metadata behind the name of the architecture
+# entry of a config.json -> the name of the metadata, which follows the name of the architecture and a dot
 SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -57,7 +57,7 @@ YARN = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 
-# tensors: of the model, of a block without "weight" or "bias", and of one expert of a block
+# The three tables name tensors of the model, those of a block (without "weight" or "bias"), and those of one expert.
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -110,7 +110,7 @@ DELTA_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-EXPERTS = "mlp.experts.{expert}."  # before the names of `PROJECTIONS`
+EXPERTS = "mlp.experts.{expert}."  # stands before the names of `PROJECTIONS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,16 +119,16 @@ class Architecture:
 
     Attributes:
       model_type: the family's name in a config.json.
-      entries: beside `SIZES`, entries of a config.json -> metadata.
-      names: beside `BLOCK_NAMES`, tensors of a block.
+      entries: what it has beside `SIZES`: entries of a config.json -> metadata.
+      names: the names of tensors of a block beside `BLOCK_NAMES`.
       biases: tensors of a block that have biases.
-      experts: what stands before the names of an expert's tensors, and these.
+      experts: (what stands before the names of an expert's tensors, these names).
       interleaved: rows of queries and keys stand with the two halves of each head interleaved.
-      norms_of_one: weights of norms are stored with the 1 that the model adds to them; not those whose names end with
-        `plain_norms`.
+      norms_of_one: the weights of norms are stored with the 1 that the model adds to them, except those of norms
+        whose names end with `plain_norms`.
       turns_parts: whether `rope.dimension_count` may be a part of a head.
       floats: parts of the (transformers) names of matrices that the model takes as floats only.
-      more: further entries, by the file's metadata without the architecture's name.
+      more: gives further entries, from the file's metadata without the architecture's name.
     """
 
     model_type: str
@@ -183,7 +183,7 @@ def _scaling(meta: Mapping[str, Any]) -> dict | None:
 
 
 def _llama(meta: Mapping[str, Any]) -> dict:
-    """Mistral is stored as a Llama."""
+    """Further entries for a Llama; with a window it is a Mistral, which files store as a Llama."""
     if meta.get("attention.temperature_scale"):
         raise ModelError(
             "this GGUF scales queries by their position (attention.temperature_scale), which jtile.models does not "
@@ -193,8 +193,8 @@ def _llama(meta: Mapping[str, Any]) -> dict:
 
 
 def _gemma(large: int) -> Callable[[Mapping[str, Any]], dict]:
-    """The scale of scores, which files seldom say: that of the head, and in the model of `large` blocks that of as many
-    heads as fit beside each other into the hidden state."""
+    """Further entries for a Gemma: the scale of scores, which files seldom name. It follows from the size of a head,
+    or, in the model of `large` blocks, from the hidden size divided by the number of heads."""
 
     def more(meta: Mapping[str, Any]) -> dict:
         size = number(meta, "attention.key_length", 256)
@@ -212,7 +212,8 @@ def _gemma(large: int) -> Callable[[Mapping[str, Any]], dict]:
 
 
 def _latent(meta: Mapping[str, Any]) -> dict:
-    """Sizes of heads: files whose key is the latent vector give those of the expanded heads apart."""
+    """Further entries for latent attention: the sizes of heads. Files whose key length is that of the latent vector
+    name the sizes of the expanded heads in other entries."""
     both, value = (
         number(meta, f"attention.{kind}_length_mla", meta.get(f"attention.{kind}_length")) for kind in ("key", "value")
     )
@@ -225,7 +226,8 @@ def _latent(meta: Mapping[str, Any]) -> dict:
 
 
 def _delta(meta: Mapping[str, Any]) -> dict:
-    """Blocks behind those of the model draft tokens, and are left out."""
+    """Further entries for gated DeltaNets. The last blocks of a file may be those that draft tokens; they are left
+    out."""
     heads, inner = number(meta, "ssm.time_step_rank"), number(meta, "ssm.inner_size")
     found: dict[str, Any] = {
         "linear_value_head_dim": inner // heads,
@@ -234,14 +236,14 @@ def _delta(meta: Mapping[str, Any]) -> dict:
         "num_hidden_layers": number(meta, "block_count") - count(meta, "nextn_predict_layers", 0),
     }
     recurrent = meta.get("attention.recurrent_layers")
-    if isinstance(recurrent, list):  # of each block
+    if isinstance(recurrent, list):  # one entry for each block
         kinds = [("full_attention", "linear_attention")[bool(one)] for one in recurrent]
         found["layer_types"] = kinds[: found["num_hidden_layers"]]
     return found
 
 
 LLAMA = Architecture("llama", interleaved=True, more=_llama)
-MIXTRAL = Architecture(  # which is stored as a Llama, too
+MIXTRAL = Architecture(  # files store it as a Llama, too
     "mixtral",
     entries=MIXTURE,
     names={"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -282,7 +284,7 @@ def architecture_of(meta: Mapping[str, Any], source: str) -> tuple[Architecture,
       ModelError: an architecture that jtile does not run.
     """
     name = meta.get("general.architecture")
-    if name not in list(ARCHITECTURES):  # of any type: it comes from a file
+    if name not in list(ARCHITECTURES):  # a list, since the entry comes from a file and may be unhashable
         raise ModelError(
             f"{source} holds a model of the architecture {name!r}; of GGUF files jtile runs "
             f"{', '.join(map(repr, ARCHITECTURES))}"

@@ -17,7 +17,7 @@ from jtile.ops import QuantizedTensor, from_gguf_blocks, quantize
 
 from .gguf_names import TOP_NAMES, Architecture
 
-# kept bit for bit; other block types become q8_0
+# types of blocks that are kept bit for bit; others become q8_0
 NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
@@ -34,7 +34,7 @@ def readers(infos: Mapping[str, Any], architecture: Architecture, config: Any) -
     found: dict[str, Read] = {}
     for name, info in infos.items():
         found |= _of(name, info, architecture, config)
-    for index in range(config.num_layers):  # the expansion of latent vectors in two parts
+    for index in range(config.num_layers):  # a file has the expansion of latent vectors in two parts
         parts = [infos.get(f"blk.{index}.attn_{part}_b.weight") for part in "kv"]
         if all(parts):
             found[f"model.layers.{index}.self_attn.kv_b_proj.weight"] = functools.partial(_expansion, *parts)
@@ -43,7 +43,8 @@ def readers(infos: Mapping[str, Any], architecture: Architecture, config: Any) -
 
 
 def _of_delta(infos: Mapping[str, Any], index: int) -> dict[str, Read]:
-    """What a gated DeltaNet and the gate of a shared expert have in a file that transformers stores in another way."""
+    """The readers of those tensors of a gated DeltaNet and of the gate of a shared expert that transformers stores in
+    another way."""
     ours = {
         "linear_attn.A_log": ("ssm_a", lambda x: jnp.log(-x)),
         "linear_attn.dt_bias": ("ssm_dt.bias", lambda x: x),
@@ -58,13 +59,13 @@ def _of_delta(infos: Mapping[str, Any], index: int) -> dict[str, Read]:
                 change(jnp.asarray(dense(), jnp.float32))
             )  # fmt: skip
     parts = [infos.get(f"blk.{index}.attn_{part}.weight") for part in ("qkv", "gate")]
-    if all(parts):  # by parts, and not by heads as in `ssm_in` of older files
+    if all(parts):  # rows stand by parts; in `ssm_in` of older files they stand by heads
         found[f"model.layers.{index}.linear_attn.in_proj_qkvz.weight"] = lambda: tuple(map(_read, parts))
     return found
 
 
 def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
-    """What one tensor of the file holds."""
+    """The readers of all that one tensor of the file holds."""
     if name in TOP_NAMES:
         return {TOP_NAMES[name]: _matrix(TOP_NAMES[name], info, architecture)}
     block, _, rest = name.removeprefix("blk.").partition(".")
@@ -74,7 +75,7 @@ def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
     if part == "exp_probs_b":
         return {f"{prefix}mlp.gate.e_score_correction_bias": functools.partial(_read, info)}
     before, projections = architecture.experts
-    for projection, own in projections.items():  # all experts in one tensor, or in one each
+    for projection, own in projections.items():  # a file has one tensor for all experts, or one for each
         expert = lambda e, own=own: f"{prefix}{before.format(expert=e)}{own}.weight"
         if part == f"ffn_{projection}_exps":
             return {expert(e): functools.partial(_expert, info, e) for e in range(int(info.shape[-1]))}
@@ -104,20 +105,20 @@ def _shape(info) -> tuple[int, ...]:
 
 
 def _read(info, order: np.ndarray | None = None, floats: bool = False):
-    """The tensor, its rows in another order if that is given; `floats`: a quantised one as bfloat16."""
+    """The tensor, with its rows in `order` if that is given; `floats`: a quantised tensor becomes bfloat16."""
     shape = _shape(info)
     data = info.data.reshape(shape[0], -1) if len(shape) == 2 else info.data
     return _tensor(info, data if order is None else data[order], shape, floats)
 
 
 def _expert(info, expert: int) -> jax.Array | QuantizedTensor:
-    """The matrix of one expert of a tensor that holds those of all."""
+    """The matrix of one expert, out of a tensor with the matrices of all experts."""
     shape = _shape(info)
     return _tensor(info, info.data.reshape(shape[0], shape[1], -1)[expert], shape[1:])
 
 
 def _tensor(info, data: np.ndarray, shape: tuple[int, ...], floats: bool = False) -> jax.Array | QuantizedTensor:
-    """What these bytes of a tensor of the file say."""
+    """The tensor of this shape that the bytes `data` stand for; `floats`: see `_read`."""
     kind = info.tensor_type.name
     if kind in DENSE:
         return jnp.asarray(data.view(DENSE[kind]).reshape(shape))
@@ -130,14 +131,14 @@ def _tensor(info, data: np.ndarray, shape: tuple[int, ...], floats: bool = False
 
 
 def _expansion(key, value) -> jax.Array:
-    """The matrix [heads (plain + value), rank] of its parts for keys [heads, rank, plain] and values
+    """The matrix [heads (plain + value), rank], joined from its part for keys [heads, rank, plain] and that for values
     [heads, value, rank]."""
     both = np.concatenate([_dense(key).swapaxes(1, 2), _dense(value)], axis=1)
     return jnp.asarray(both.reshape(-1, both.shape[2]))
 
 
 def _dense(info) -> np.ndarray:
-    """The tensor in floats: quantised ones as bfloat16."""
+    """The tensor as floats; a quantised tensor becomes bfloat16."""
     shape, kind = _shape(info), info.tensor_type.name
     if kind in DENSE:
         return info.data.view(DENSE[kind]).reshape(shape)
@@ -145,7 +146,7 @@ def _dense(info) -> np.ndarray:
 
 
 def _floats(info, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks as float32."""
+    """The numbers of quantised blocks, float32."""
     try:
         return dequantize(data, info.tensor_type).astype(np.float32).reshape(shape)
     except (NotImplementedError, ValueError) as error:
@@ -156,7 +157,8 @@ def _floats(info, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _plain_order(rows: int, heads: int) -> np.ndarray:
-    """GGUF interleaves the two halves of each head: its row 2j + s is row s * half + j here."""
+    """The order of rows that undoes GGUF's interleaving of the halves of each head: its row 2j + s is row s * half + j
+    here."""
     if rows % (2 * heads):
         raise ModelError(f"{rows} rows of a query or key weight do not divide into {heads} heads of an even size")
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -23,8 +23,8 @@ from .experts import Mixture
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
     """The sizes of one GPT-OSS: every token goes through `chosen` of `experts` MLPs of `features` each. Gates g and
-    inputs u of an expert become min(g, limit) sigmoid(alpha min(g, limit)) (1 + clip(u, limit)). `windows`: of each
-    layer's attention (None: it sees all keys)."""
+    inputs u of an expert become min(g, limit) sigmoid(alpha min(g, limit)) (1 + clip(u, limit)). `windows`: the
+    window of each layer's attention (None: it sees all keys)."""
 
     attention: AttentionConfig
     windows: tuple[int | None, ...]
@@ -40,7 +40,7 @@ class GptOssConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> GptOssConfig:
-        """From a `config.json` of transformers 5 or of the hub.
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub.
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.
@@ -84,13 +84,14 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The gated MLPs; a checkpoint has gate and up in turn, and floats as matrices [in, out]."""
+    """The gated MLPs of a mixture. A checkpoint has rows of gate and up alternately, and floats as matrices [in,
+    out]."""
 
     def __init__(self, config: GptOssConfig, weight: WeightSource, prefix: str):
         count, features, hidden = config.experts, config.features, config.hidden_size
         self.alpha, self.limit = config.alpha, config.limit
         into = mixtures.out_in(weight(f"{prefix}gate_up_proj", (count, hidden, 2 * features)))
-        parted = lambda x: jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)  # the gate's in front
+        parted = lambda x: jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)  # the gate's rows come first
         self.gate_up = nnx.Param(jax.tree.map(parted, into))
         self.down = nnx.Param(mixtures.out_in(weight(f"{prefix}down_proj", (count, features, hidden))))
         self.gate_up_bias = nnx.Param(parted(as_float32(weight(f"{prefix}gate_up_proj_bias", (count, 2 * features)))))

@@ -23,7 +23,7 @@ from jtile.ops import QuantizedTensor
 
 from .mapped import SCALES, Stored, expect
 
-AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of the eight columns of a word
+AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the places in a word of its eight columns
 PER_WORD = 8
 WORDS, INTEGERS = ("int32",), ("int32", "int64")
 
@@ -127,7 +127,7 @@ def packed(tensors: Mapping[str, Stored], base: str, group: int | None, bits: in
 
 
 def refuse_zeros(tensors: Mapping[str, Stored], base: str, name: str, symmetric: bool) -> None:
-    """Of weights of 8 bits.
+    """Refuses zero points of weights of 8 bits.
 
     Raises:
       ModelError: they have zero points, or the configuration says that they have.
@@ -143,7 +143,7 @@ def _sides(stored: Stored) -> tuple[int, int]:
 
 
 def _codes(words, axis: int, places=None):
-    """Codes uint8 of int32 words [rows, columns]: eight in place of one along `axis`."""
+    """The codes, uint8, of int32 words [rows, columns]: each word gives eight codes along `axis`."""
     shifts = jnp.arange(0, 32, 4, dtype=jnp.int32) if places is None else jnp.asarray(places * 4, jnp.int32)
     shape = (words.shape[0], 1, words.shape[1]) if axis == 0 else (*words.shape, 1)
     parts = (words.reshape(shape) >> shifts.reshape((1, PER_WORD, 1) if axis == 0 else (1, 1, PER_WORD))) & 15

@@ -1,4 +1,4 @@
-"""Kernels of the decoder beside those of `jtile.ops`: rotary positions fused with what stands around them.
+"""Kernels of the decoder beside those of `jtile.ops`: rotary positions fused with the operations around them.
 
 Queries, keys and values leave the projection in one pass; in a decoding step they go straight into the cache.
 """
@@ -36,8 +36,8 @@ def _split_grid(qkv, *_, bt, bh, **__):
 
 @jt.kernel(out_type=_split_types, grid=_split_grid)
 def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps: float = 0.0, bt: int, bh: int):
-    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin float32 [length, head_dim / 2] -> q and k rotated,
-    v, of qkv's dtype.
+    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin float32 [length, head_dim / 2] -> rotated q
+    and k, and v, in qkv's dtype.
 
     norms: () or the weights [head_dim] of the RMS norms of queries and keys, which come before the rotation. A program
     has `bt` positions of `bh` heads, all of one kind; both halves of a head are tiles of their own."""
@@ -59,7 +59,7 @@ def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps:
 
 
 def _turned(x, angles, weight, eps: float):
-    """Both halves [..., half] of heads, float32, behind their RMS norm, if there is a weight, and the rotation."""
+    """Both halves [..., half] of heads, float32, after their RMS norm, if there is a weight, and the rotation."""
     low, high = (y.astype(jnp.float32) for y in x)
     if weight is not None:
         half = low.shape[-1]
@@ -78,7 +78,7 @@ def scales_of(largest, dtype):
 
 
 def rounded(x, dtype):
-    """x, float32, in a dtype of 8 bits."""
+    """x, float32, rounded to a dtype of 8 bits."""
     return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype)
 
 
@@ -105,7 +105,8 @@ def rope_append_scaled(
     q, new_keys, new_values, new_key_scales, new_value_scales,
     *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False,
 ):  # fmt: skip
-    """As `rope_append` for caches of 8 bits, with scales float32 [batch or pages, kv_heads, slots]: see `quantized`."""
+    """Does what `rope_append` does for caches of 8 bits, which have scales float32 [batch or pages, kv_heads, slots]:
+    see `quantized`."""
     p = jt.program_id(0)
     place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
     R = rotated(heads_of(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
@@ -133,8 +134,8 @@ def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, table, *
     alias={"cache": "new_cache"},
 )
 def latent_append(q, absorbed, entry, weight, cos, sin, lengths, cache, table, query, new_cache, *, eps: float):
-    """The next t tokens of each row. query [batch * t, heads, rank + r]: `absorbed` [batch * t, heads, rank], and
-    behind it the last r features of q [batch * t, heads, d + r], turned by cos, sin [batch * t, r / 2]. The cache
+    """Appends the next t tokens of each row. query [batch * t, heads, rank + r]: `absorbed` [batch * t, heads, rank],
+    and behind it the last r features of q [batch * t, heads, d + r], turned by cos, sin [batch * t, r / 2]. The cache
     [batch, slots, rank + r], or that of pages, gets entry [batch * t, rank + r], normalised in front and turned behind,
     in place; lengths, table: see `slot_of`."""
     p, h = jt.program_id(0), jt.program_id(1)
@@ -155,14 +156,14 @@ def _latent_query(p, h, q, absorbed, C, S, query) -> None:
 
 
 def _latent(p, entry, weight, eps: float):
-    """The normalised latent vector of token p, float32 [rank]."""
+    """The latent vector of token p after its norm, float32 [rank]."""
     rank = weight.shape[0]
     c = entry[p, :rank].astype(jnp.float32)
     return c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
 
 
 def _turned_keys(p, rank: int, entry, C, S):
-    """The turned part of the keys of token p, float32 [r]."""
+    """The rotated part of the keys of token p, float32 [r]."""
     return rotated(entry[p, rank:][None].astype(jnp.float32), C, S)[0]
 
 
@@ -178,8 +179,9 @@ def _scaled_append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, s
 def latent_append_scaled(
     q, absorbed, entry, weight, cos, sin, lengths, cache, scales, table, query, new_cache, new_scales, *, eps: float
 ):
-    """As `latent_append` for a cache of 8 bits, with scales float32 [batch or pages, slots], one for all of an entry:
-    see `quantized`; the query keeps the dtype of q."""
+    """Does what `latent_append` does for a cache of 8 bits, with scales float32 [batch or pages, slots], one for a
+    whole
+    entry: see `quantized`; the query keeps the dtype of q."""
     p, h = jt.program_id(0), jt.program_id(1)
     rank = absorbed.shape[2]
     C, S = cos[p, :][None], sin[p, :][None]

@@ -27,15 +27,15 @@ from .kernels import HEADS, rotated
 from .parallel import ALONE, Axes
 from .rope import Rope
 
-NORM_EPS = 1e-6  # of the norms of queries and latent vectors, whatever the configuration says of the others
+NORM_EPS = 1e-6  # for norms of queries and latent vectors, whatever the configuration says of other norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Sizes of a latent attention. `query_rank`: of the queries' own latent vector (None: they are projected at once);
-    `rank`: of keys and values; `plain`: a head's features without position, before the `rope.size` rotated ones;
-    `value`: of a head's values; `scale`: of the scores; `adjacent`: the checkpoint rotates the pairs (2i, 2i + 1), else
-    (i, i + size / 2)."""
+    """Sizes of a latent attention. `query_rank`: the size of the queries' own latent vector (None: they are projected
+    at once); `rank`: the size of the latent vector of keys and values; `plain`: a head's features without position,
+    before the `rope.size` rotated ones; `value`: the features of a head's values; `scale`: the factor of the scores;
+    `adjacent`: the checkpoint rotates the pairs (2i, 2i + 1), else (i, i + size / 2)."""
 
     heads: int
     query_rank: int | None
@@ -57,7 +57,7 @@ def _tail_grid(x, *_, bt, **__):
 
 @jt.kernel(out_type=_tail_type, grid=_tail_grid)
 def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
-    """x [batch, length, heads, d + r] with the last r features of each head turned; cos, sin [length, r / 2]."""
+    """y: x [batch, length, heads, d + r] with the last r features of each head rotated by cos, sin [length, r / 2]."""
     b, t, h = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     half, d = cos.shape[1], x.shape[3] - 2 * cos.shape[1]
     C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
@@ -68,8 +68,8 @@ def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
 
 
 class LatentAttention(nnx.Module):
-    """Latent self-attention, to be used as `decoder.Attention` is. Keys, values and entries of the cache have the dtype
-    of the weights that expand them, which are float: quantised ones become bfloat16. The other projections stay as
+    """Latent self-attention, which is used as `decoder.Attention` is. Keys, values and entries of the cache have the
+    dtype of the weights that expand them; if these are quantised, they become bfloat16. The other projections stay as
     they are stored.
 
     Rotated rows of the weights are reordered from adjacent pairs to halves on loading: scores, the product of queries
@@ -80,7 +80,7 @@ class LatentAttention(nnx.Module):
     over: Axes = ALONE
 
     def __init__(self, config: LatentConfig, hidden: int, weight: WeightSource, prefix: str):
-        """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""
+        """Takes the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads, as weights."""
         rope, heads = config.rope.size, config.heads
         rows = heads * (config.plain + rope)
         read = lambda name, *shape: weight(f"{prefix}{name}.weight", shape)
@@ -101,7 +101,8 @@ class LatentAttention(nnx.Module):
         self.config, self.rope = config, config.rope
 
     def _project(self, x):
-        """q [..., heads, plain + rope], and what the cache's entries are made of, [..., rank + rope]; not rotated."""
+        """q [..., heads, plain + rope] and the latent vectors with the keys' rotary part [..., rank + rope], not
+        rotated yet."""
         config = self.config
         y = layers.linear(x, self.down.get_value())
         q, entry = jnp.split(y, [y.shape[-1] - config.rank - config.rope.size], axis=-1)
@@ -110,8 +111,8 @@ class LatentAttention(nnx.Module):
         return q.reshape(*x.shape[:-1], config.heads, -1), entry
 
     def prefill(self, x, cos, sin):
-        """x [batch, length, hidden]; returns (output [batch, length, hidden], (entries of the cache
-        [batch, length, rank + rope],))."""
+        """Attention within prompts x [batch, length, hidden]; returns (output [batch, length, hidden], (entries of the
+        cache [batch, length, rank + rope],))."""
         key, value, config = self.key.get_value(), self.value.get_value(), self.config
         q, entry = self._project(x)
         q = rotate_tail(q, cos, sin, dtype=key.dtype.name)
@@ -124,8 +125,8 @@ class LatentAttention(nnx.Module):
         return x, (jnp.concatenate([latent, rope], axis=-1),)
 
     def step(self, x, cos, sin, slots: Slots):
-        """x [batch * t, hidden] against this layer's part of the cache; returns (output [batch * t, hidden], the
-        longer part)."""
+        """Attention of the next t tokens of each row, x [batch * t, hidden], to this layer's part of the cache; returns
+        (output [batch * t, hidden], the part of the cache with these tokens)."""
         key, value, config = self.key.get_value(), self.value.get_value(), self.config
         q, new = self._project(x)
         # q . (W c) = (W^T q) . c, and sum_j p_j (W c_j) = W sum_j p_j c_j
@@ -139,8 +140,8 @@ class LatentAttention(nnx.Module):
 
 
 def _halves(weight: jax.Array | QuantizedTensor, heads: int, rope: int) -> jax.Array | QuantizedTensor:
-    """The rows [heads (d + rope), in] with the last `rope` of each head from adjacent pairs to halves: those of even
-    index first."""
+    """The rows [heads (d + rope), in], of which the last `rope` of each head are reordered from adjacent pairs to
+    halves: rows of even index come first."""
     rows = np.arange(weight.shape[0]).reshape(heads, -1)
     plain, turned = np.split(rows, [rows.shape[1] - rope], axis=1)
     order = np.concatenate([plain, turned[:, ::2], turned[:, 1::2]], axis=1).reshape(-1)
@@ -151,5 +152,6 @@ def _halves(weight: jax.Array | QuantizedTensor, heads: int, rope: int) -> jax.A
 
 
 def _dense(weight: layers.Weight) -> jax.Array:
-    """What queries and outputs absorb is multiplied from both sides, which quantised weights are not."""
+    """The weight as a dense array: queries and outputs absorb it, for which it is multiplied from both sides, and
+    quantised weights cannot be."""
     return weight.dequantize(jnp.bfloat16) if isinstance(weight, QuantizedTensor) else weight

@@ -2,8 +2,8 @@
 
 Activations are row-major, of one dtype from the embedding to the last norm: float32, bfloat16 or float16. Weights are
 dense [out, in] (of these dtypes, too), a `QuantizedTensor`, a tuple of these whose outputs are concatenated, or any of
-these with a low-rank update (`Adapted`) or with one for each row (`Routed`). Sums, statistics of norms and rotations
-are float32 whatever the dtypes are.
+these with a low-rank update (`Adapted`) or with an update for each row of x (`Routed`). Sums, statistics of norms and
+rotations are float32 whatever the dtypes are.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Adapted:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """The weight `base` with an update of each row's own, of several adapters: base [out, in], a [ranks, in] and
-    b [out, ranks] those of all adapters side by side; owner int32 [ranks], the adapter whose each is; of int32 [n], the
-    adapter of each of the n rows that are multiplied, or one that owns none."""
+    """The weight `base` [out, in] with the updates of several adapters, of which each row that is multiplied has its
+    own: a [ranks, in] and b [out, ranks] hold the updates of all adapters side by side; owner, int32 [ranks], says
+    which adapter each rank belongs to; of, int32 [n], is the adapter of each of the n rows, or a number that owns no
+    rank."""
 
     base: Weight
     a: jax.Array
@@ -68,7 +69,7 @@ def add_norm(x, delta, weight, eps: float):
 
 
 def whole(y):
-    """The sum over devices of which `y` is one's term, or `y` where it is whole already."""
+    """The sum over devices if `y` is this device's `Term` of one; otherwise `y`, which is whole already."""
     return y.whole() if isinstance(y, Term) else y
 
 
@@ -100,7 +101,7 @@ def linear(x, weight: Weight, dtype=None):
 
 
 def _made_before(x, *weights: Weight):
-    """A block without kernels that overlap where one of the weights is made for them, by `_beside`."""
+    """A block in which kernels do not overlap, if `_beside` makes one of the weights inside the program."""
     made = any(_beside(x, w) is not w for w in weights)
     return jt.config(overlap=False) if made else contextlib.nullcontext()
 
@@ -113,8 +114,8 @@ def with_bias(y, bias):
 
 
 def _beside(x, weight):
-    """A weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows a dense one
-    is rounded to theirs. Beside float32 rows it stays as it is stored, and a quantised one always does."""
+    """A weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows a dense
+    weight is rounded to their dtype. Beside float32 rows it stays as it is stored; a quantised weight always does."""
     as_it_is = x.dtype == jnp.float32 or isinstance(weight, QuantizedTensor) or weight.dtype == x.dtype
     return weight if as_it_is else weight.astype(x.dtype)
 
@@ -130,8 +131,8 @@ def embedding(table: Weight, ids, dtype):
 
 
 def rope_angles(positions, inverse_frequencies, factor: float = 1.0, tempered: tuple[float, float] | None = None):
-    """cos and sin [..., head_dim / 2] for integer positions [...], times `factor`; of a `tempered` rope what queries
-    are multiplied by, and 0."""
+    """cos and sin [..., head_dim / 2] for integer positions [...], times `factor`. A `tempered` rope turns nothing: cos
+    is then the factor of the queries, and sin 0."""
     frequencies = inverse_frequencies.reshape((1,) * positions.ndim + (-1,))
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -152,8 +153,8 @@ def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | Non
 
 
 def tempered(qkv, cos, queries: int):
-    """(the projection with its first `queries` features, those of queries, multiplied by what a `tempered` rope has in
-    cos, cos of no rotation)."""
+    """(the projection with its first `queries` features, those of queries, multiplied by the factors that a `tempered`
+    rope gives as cos, the cos of no rotation)."""
     of = jnp.arange(qkv.shape[-1], dtype=jnp.int32) < queries
     scale = jnp.where(of[None, :], cos[:, :1], 1.0).reshape((1,) * (qkv.ndim - 2) + (-1, qkv.shape[-1]))
     return (qkv.astype(jnp.float32) * scale).astype(qkv.dtype), jnp.ones_like(cos)
@@ -191,13 +192,13 @@ def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, dow
 
 
 def _apart(gate: Weight, up: Weight) -> bool:
-    """Whether both are no operands of one kernel: adapted weights, or those of a file that mixes storages."""
+    """Whether gate and up cannot be operands of one kernel: they are adapted, or stored in different ways."""
     storages = {w.storage if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
     return len(storages) == 2 or any(isinstance(w, Adapted | Routed) for w in (gate, up))
 
 
 def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
-    """down(activation(gate(x)) * up(x)), of `ACTIVATIONS`."""
+    """down(activation(gate(x)) * up(x)); `activation` is one of `ACTIVATIONS`."""
     if _apart(gate, up):
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:

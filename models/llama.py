@@ -19,7 +19,8 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> LlamaConfig:
-        """From a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`, `rope_scaling`).
+        """Reads the sizes from a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`,
+        `rope_scaling`).
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.

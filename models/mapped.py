@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, mapped into memory: one is read when it is asked for, and goes to the device then."""
+"""Tensors in safetensors files, mapped into memory: a tensor is read and brought to the device when it is asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jtile._errors import ModelError
 
 from .cuts import take
 
-# The names of dtypes in files; others exist, of which tensors that are no weights of a model may be.
+# The names of dtypes in files. Other dtypes exist, which tensors that are no weights of a model may have.
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U32": np.uint32, "U8": np.uint8,
@@ -30,14 +30,14 @@ SCALES = ("float32", "bfloat16", "float16")  # the dtypes of what codes are mult
 
 
 class TensorFile:
-    """A safetensors file; nothing is opened before the first question."""
+    """A safetensors file; it is opened when something of it is read first."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @functools.cached_property
     def entries(self) -> Mapping[str, Mapping]:
-        """dtype, shape and data_offsets of each tensor.
+        """The dtype, shape and data_offsets of each tensor, by name.
 
         Raises:
           ModelError: the file is missing, truncated or damaged.
@@ -57,7 +57,7 @@ class TensorFile:
 
     @functools.cached_property
     def _content(self) -> tuple[mmap.mmap, int]:
-        """The whole file, and where its tensors begin."""
+        """The whole file mapped into memory, and the offset at which its tensors begin."""
         with self.path.open("rb") as handle:
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), self._begin(handle)
 
@@ -77,8 +77,8 @@ class TensorFile:
 
 
 def _copied(view: np.ndarray) -> np.ndarray:
-    """A copy that JAX on a CPU takes as it is, for it starts at a multiple of 64 bytes. The pages of the file, which it
-    would take likewise if they did, change when somebody writes the file."""
+    """A copy that starts at a multiple of 64 bytes, so that JAX on a CPU uses its memory without another copy. JAX
+    would also use aligned pages of the file so, but those change when somebody writes the file."""
     room = np.empty(view.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     copy = room[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
@@ -88,7 +88,7 @@ def _copied(view: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of a file. Called, it is on the device."""
+    """A tensor of a file; a call gives a copy on the device."""
 
     file: TensorFile
     name: str
@@ -110,10 +110,10 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """That of its numbers.
+        """The dtype of the numbers of the tensor.
 
         Raises:
-          ModelError: it is none that NumPy and JAX have.
+          ModelError: NumPy and JAX have no such dtype.
         """
         kind = self.entry["dtype"]
         if kind not in DTYPES:
@@ -123,7 +123,7 @@ class Stored:
         return np.dtype(DTYPES[kind])
 
     def host(self) -> np.ndarray:
-        """The tensor as it lies in the file's pages: for small ones."""
+        """The tensor as it lies in the file's pages; meant for small tensors."""
         dtype = self.dtype
         return self.file.view(self.name)[0].view(dtype).reshape(self.shape)
 
@@ -132,7 +132,7 @@ class Stored:
         return self._put(self.host())
 
     def part(self, cuts: Mapping[int, np.ndarray]) -> jax.Array:
-        """A part of it on the device, see `cuts.cut`: no more of the file is read."""
+        """A part of the tensor on the device, see `cuts.cut`; only this part of the file is read."""
         found = self.host()
         for dim, index in cuts.items():
             found = take(np, found, index, dim)
@@ -148,7 +148,7 @@ class Stored:
 
 
 def expect(tensor: Stored, beside: str, dtypes: tuple[str, ...]) -> None:
-    """Refuses a part of the quantised tensor `beside` whose dtype is not one of those that it is read as.
+    """Refuses `tensor`, a part of the quantised tensor `beside`, if its dtype is none of `dtypes`.
 
     Raises:
       ModelError: its dtype is none of these.

@@ -1,7 +1,8 @@
-"""Models over the devices of a mesh: who has which weights, and the programs of a model inside of `jax.shard_map`.
+"""Models over the devices of a mesh: which device has which weights, and the programs of a model inside of
+`jax.shard_map`.
 
-Every device holds a model of its own, whose weights are parts of the checkpoint's (`shards.py`). An array of weights is
-one array of JAX along whose first dimension the devices' lie, and so is what the cache keeps of the tokens.
+Every device holds a model of its own, whose weights are parts of the checkpoint's (`shards.py`). The weights of
+all devices are arrays of JAX whose first dimension runs over the devices; so is what the cache keeps of the tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from .shards import Heads, Part, Place, Share
 
 ROLES = ("tensor", "expert", "context")
 WEIGHTS, ROWS, SAME, MEMORY = "weights", "rows", "same", "memory"
-ENTRIES, STATE = "entries", "state"  # of a cache; what every device has, and gives to the next call
+ENTRIES, STATE = "entries", "state"  # a cache; what every device keeps for the next call
 DONATED = (MEMORY, ENTRIES, STATE)
 
-# of each of the programs of models and of `serving.programs`: how its arguments behind the structure of the model, if
-# it has one, and its results lie on the devices
+# For each program of models and of `serving.programs`: how its arguments (behind the structure of the model, if it has
+# one) and its results lie on the devices.
 LIES: dict[str, tuple[tuple[str, ...], Any]] = {
     "logits": ((WEIGHTS, ROWS, ROWS, ROWS), ROWS),
     "embed": ((WEIGHTS, ROWS, ROWS), ROWS),
@@ -59,11 +60,11 @@ class Devices:
 
     @classmethod
     def of(cls, mesh: Any, parallel: Mapping[str, str] | None, config: Any) -> Devices:
-        """`mesh`, `parallel`: of `load`, for a model of this configuration.
+        """Checks `mesh` and `parallel`, as `load` takes them, for a model of this configuration.
 
         Raises:
-          ModelError: no mesh, one with devices of other processes, unknown roles or axes, two roles of one axis, or a
-            model that cannot be cut so.
+          ModelError: `mesh` is no mesh or has devices of other processes, a role or an axis is unknown, an axis has
+            two roles, or the model cannot be cut so.
         """
         if not isinstance(mesh, Mesh):
             raise ModelError(f"mesh is a jax.sharding.Mesh, of jax.make_mesh; got {type(mesh).__name__}")
@@ -127,7 +128,7 @@ class Devices:
         return Parts(self, checkpoint.config, models[0, 0], structures[0], leaves, shares)
 
     def _shares(self, checkpoint: Checkpoint) -> dict[tuple[int, int], Share]:
-        """By the places along the axes of tensor and expert."""
+        """The share of each device, by its places along the axes of tensor and expert."""
         config: Any = checkpoint.config
         heads, experts, unit = config.attention.heads, experts_of(config), checkpoint.unit()
         kv_heads = getattr(config.attention, "kv_heads", heads)
@@ -157,7 +158,8 @@ class Devices:
         return self.mesh.devices[tuple(at.get(axis, 0) for axis in self.mesh.axis_names)]
 
     def together(self, parts: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
-        """The array of parts by their places along the axes of tensor and expert, which other axes have copies of."""
+        """One array over the mesh, out of parts by their places along the axes of tensor and expert; devices along
+        other axes have copies."""
         names, (count, *rest) = self.mesh.axis_names, parts[0, 0].shape
         place = lambda at, axis: 0 if axis is None else at[names.index(axis)]
         arrays = [
@@ -174,11 +176,12 @@ class Devices:
         return specs.get(kind, P())
 
     def lies(self, kind: str) -> Any:
-        """The sharding of what lies so."""
+        """The sharding of arrays of the kind `kind` (see `LIES`)."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._spec(kind))
 
     def over(self, function: Callable, takes: tuple[str, ...], gives: Any) -> Callable:
-        """A function of what each device has, as one of what all of them have; takes, gives: how these lie."""
+        """A function of what each device has, turned into a function of what all of them have; takes, gives: how
+        arguments and results lie."""
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -188,7 +191,7 @@ class Devices:
         )
 
     def lower(self, function: Any, *args, **static) -> jax.stages.Lowered:
-        """One of the programs of `LIES` for all devices."""
+        """Lowers one of the programs of `LIES` for all devices."""
         takes, gives = LIES[function.__name__]
         structure, args = args[: -len(takes)], args[-len(takes) :]
         run = self.over(lambda *args: function.__wrapped__(*structure, *args, **static), takes, gives)
@@ -203,13 +206,13 @@ class Devices:
         return np.concatenate([x, np.repeat(x[-1:], more, axis=0)]) if more else x
 
     def filled(self, prompt: Prompt) -> Prompt:
-        """A prompt likewise."""
+        """The prompt with its rows made more by `full`."""
         return dataclasses.replace(
             prompt, ids=self.full(prompt.ids), lengths=self.full(prompt.lengths), mask=self.full(prompt.mask)
         )
 
     def numbers(self, numbers: Mapping[str, np.ndarray], batch: int) -> dict[str, np.ndarray]:
-        """Those of `Sampling.traced` for the rows of `filled`: tables for all rows become those of each."""
+        """The numbers of `Sampling.traced` for the rows of `filled`; a table for all rows is repeated for each row."""
         if self.axes.expert is None:
             return dict(numbers)
         return {name: self.full(np.broadcast_to(x, (batch, *x.shape[1:]))) for name, x in numbers.items()}
@@ -217,8 +220,8 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model over devices. config: of the whole; first: the module of the first device; structure, weights: see
-    `programs.merge`; shares: of each device, by its places along the axes of tensor and expert."""
+    """A model over devices. config: that of the whole model; first: the module of the first device; structure, weights:
+    see `programs.merge`; shares: the share of each device, by its places along the axes of tensor and expert."""
 
     devices: Devices
     config: Any
@@ -229,17 +232,17 @@ class Parts:
 
 
 def experts_of(config: Any) -> int:
-    """Of each mixture of a model; 0 where it has none."""
+    """The number of experts of each mixture of a model; 0 if it has no mixtures."""
     mixture = getattr(config, "mixture", None)
     return mixture.experts if mixture is not None else getattr(config, "experts", 0)
 
 
 def devices_at_hand(text: str) -> dict[str, Any]:
-    """The `mesh` and the `parallel` of `load`, of a command's "2" (heads and features over two devices) or
-    "tensor=2,expert=4". CPUs pretend to be as many devices as are asked for, if JAX has not begun yet.
+    """The `mesh` and the `parallel` of `load`, from the text that a command got: "2" (heads and features over two
+    devices) or "tensor=2,expert=4". A CPU acts as that many devices, if JAX has not started yet.
 
     Raises:
-      ModelError: something else, or more devices than there are.
+      ModelError: the text is something else, or asks for more devices than there are.
     """
     entries = [part.split("=") for part in (f"tensor={text}" if text.isdigit() else text).split(",")]
     if not all(len(e) == 2 and e[0] in ROLES and e[1].isdigit() and int(e[1]) > 0 for e in entries) or (
@@ -251,7 +254,7 @@ def devices_at_hand(text: str) -> dict[str, Any]:
     sizes = {role: int(count) for role, count in entries}
     count = math.prod(sizes.values())
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # JAX has begun
+        with contextlib.suppress(RuntimeError):  # JAX has started already
             jax.config.update("jax_num_cpu_devices", count)
     found = jax.devices()
     if count > len(found):

@@ -10,7 +10,8 @@ from .llama import LlamaConfig
 
 
 def from_hf(config: Mapping) -> LlamaConfig:
-    """From a `config.json` of transformers 5 or of the hub; no `sliding_window` (or null): all keys are seen.
+    """Reads the sizes from a `config.json` of transformers 5 or of the hub; without `sliding_window` (or with null) a
+    token sees all keys.
 
     Raises:
       ModelError: a required key is missing, or the model uses a variant that `jtile.models.llama` does not implement.

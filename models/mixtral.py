@@ -24,7 +24,7 @@ class MixtralConfig(LlamaConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> MixtralConfig:
-        """From a `config.json` of transformers 5 or of the hub.
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub.
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.

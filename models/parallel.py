@@ -18,14 +18,14 @@ import jtile as jt
 from jtile import ops
 from jtile.ops import collectives
 
-# Bytes of a sum up to which its norm is in one kernel with it, and those that a device sends then to more than one
-# other: every device adds up everything.
+# A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
+# more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
-GATHERED = 1 << 20  # bytes of the rows of all devices, up to which each of them takes all instead of those it has to
+GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
 
 
 def collective(name: str, talk: bool) -> Callable:
-    """A function of `jtile.ops.collectives`, or its reference by XLA where kernels cannot talk."""
+    """A function of `jtile.ops.collectives`, or its reference by XLA where kernels cannot talk to each other."""
     return getattr(collectives, name if talk else f"{name}_reference")
 
 
@@ -40,14 +40,14 @@ class Term:
     talk: bool = dataclasses.field(default=True, metadata=dict(static=True))
 
     def whole(self) -> jax.Array:
-        """The sum."""
-        if self.steady and not self.talk:  # where XLA's collectives add depends on the place in the array
+        """The sum over the devices."""
+        if self.steady and not self.talk:  # the order of XLA's sums depends on the place in the array
             terms = jax.lax.all_gather(self.value, self.axis).astype(jnp.float32)
             return terms.sum(0).astype(self.value.dtype)
         return collective("all_reduce", self.talk)(self.value, self.axis)
 
     def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
-        """(x + the sum, the RMS norm of that with this weight)."""
+        """(x + the sum over the devices, the RMS norm of that with this weight)."""
         size = self.value.size * self.value.dtype.itemsize
         if not self.steady and size <= FUSED and (jt.axis_size(self.axis) - 2) * size <= SENT:
             normed, x = collective("all_reduce_rms_norm", self.talk)(self.value, weight, self.axis, residual=x, eps=eps)
@@ -58,11 +58,13 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh that a model is cut over; None: it is not.
+    """The axes of a mesh that a model is cut over; None where it is not cut.
 
-    tensor: heads, features of MLPs and the vocabulary. expert: the experts of mixtures, and the rows of a batch.
+    tensor: the axis of heads, features of MLPs and the vocabulary. expert: the experts of mixtures, and the rows of a
+    batch.
     context: the slots of the cache; what a layer with a ring keeps is whole on each device. steady: the sums over the
-    devices of one row have the same bits whatever rows are beside it. talk: their kernels talk to each other."""
+    devices of one row have the same bits whatever rows are beside it. talk: kernels of the devices talk to each
+    other."""
 
     tensor: str | None = None
     expert: str | None = None
@@ -72,16 +74,16 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all axes."""
         return tuple(axis for axis in (self.tensor, self.expert, self.context) if axis is not None)
 
     @property
     def of_weights(self) -> tuple[str, ...]:
-        """Those along which devices have other weights."""
+        """The names of the axes along which weights differ."""
         return tuple(axis for axis in (self.tensor, self.expert) if axis is not None)
 
     def term(self, y):
-        """What a product over heads or features of this device gives."""
+        """What a product over heads or features of this device gives: a `Term` of the sum over devices, or y itself."""
         return y if self.tensor is None else Term(y, self.tensor, self.steady, self.talk)
 
     def embedding(self, table, ids, dtype):
@@ -94,7 +96,7 @@ class Axes:
         return self.term(jnp.where(known[..., None], rows, 0)).whole()
 
     def gathered(self, logits, vocab: int):
-        """Logits [..., vocab] of those of this device's share of the vocabulary."""
+        """Logits [..., vocab] from those of this device's share of the vocabulary."""
         if self.tensor is None:
             return logits
         return collective("all_gather", self.talk)(logits, self.tensor, dim=-1)[..., :vocab]
@@ -104,8 +106,9 @@ class Axes:
         return yes if self.expert is None else jax.lax.pmin(yes.astype(jnp.int32), self.expert) > 0
 
     def gathers(self, x) -> bool:
-        """Whether x [tokens, hidden] of all devices that share experts are few rows."""
-        if self.expert is None or self.steady > self.talk:  # sums by XLA depend on the place in the array
+        """Whether the rows x [tokens, hidden] of all devices that share experts are few enough to be gathered on
+        each."""
+        if self.expert is None or self.steady > self.talk:  # the order of XLA's sums depends on the place in the array
             return False
         return jt.axis_size(self.expert) * x.size * x.dtype.itemsize <= GATHERED
 
@@ -114,7 +117,7 @@ class Axes:
         return collective("all_gather", self.talk)(x, self.expert)
 
     def own_sums(self, y):
-        """This device's rows of the sum over the devices that share experts, of y [devices * tokens, hidden]."""
+        """This device's rows of the sum of y [devices * tokens, hidden] over the devices that share experts."""
         return collective("reduce_scatter", self.talk)(y, self.expert)
 
     def share(self, count: int) -> int:
@@ -123,13 +126,14 @@ class Axes:
         return jt.cdiv(count, jt.axis_size(self.expert))
 
     def first(self, count: int):
-        """The number of the first of them, int32."""
+        """The number of the first expert, of `count`, that this device has: int32."""
         return jax.lax.axis_index(self.expert) * self.share(count)
 
     def dispatched(self, x, chosen, weights, count: int, run: Callable):
         """sum_j weights[t, j] MLP_e(x[t]) with e = chosen[t, j], of the `count` experts that devices share.
 
-        run: rows [n, hidden] sorted by the experts of this device, and the sizes of these groups -> [n, hidden]."""
+        run: takes rows [n, hidden] sorted by the experts of this device and the sizes of these groups; gives
+        [n, hidden]."""
         assert self.expert is not None
         rows, sizes, routes = collective("dispatch", self.talk)(x, chosen, self.expert, count=count)
         return collective("combine", self.talk)(run(rows, sizes), routes, self.expert, weights=weights)
@@ -147,7 +151,7 @@ def laid(model: nnx.Module, axes: Axes) -> nnx.Module:
 
 
 def held(lengths, axis: str):
-    """Of rows of so many tokens, those that this device holds of a cache cut along an axis, whose tokens go to the
+    """How many of so many tokens of each row this device holds, if the cache is cut along `axis`: tokens go to the
     devices in turns."""
     n = jt.axis_size(axis)
     return (lengths + (n - 1 - jax.lax.axis_index(axis))) // n

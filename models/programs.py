@@ -30,7 +30,7 @@ def merge(structure, weights) -> Decoder:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a row remembers from step to step, donated to the next one; penalties: of `sampling.begin`."""
+    """What a row remembers from step to step, donated to the next one; penalties: the state of `sampling.begin`."""
 
     cache: kv.KVCache
     penalties: dict[str, jax.Array]
@@ -47,8 +47,8 @@ def logits(structure, weights, ids, slot, mask):
 
 @functools.partial(jax.jit, static_argnums=0)
 def embed(structure, weights, ids, lengths):
-    """What stands behind the final norm at the last of the first `lengths` [batch] tokens of ids int32 [batch, length],
-    divided by its length: float32 [batch, hidden]."""
+    """The hidden state behind the final norm of the last of the first `lengths` [batch] tokens of ids int32 [batch,
+    length], scaled to length 1: float32 [batch, hidden]."""
     hidden = merge(structure, weights).hidden_states(ids)[-1]
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0].astype(jnp.float32)
     return last / jnp.maximum(jnp.linalg.norm(last, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
@@ -110,7 +110,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     if jt.platform() == "cpu":
         more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
         _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
-    else:  # a GPU waits for the host where that reads a condition: rather some tokens too many, which nobody reads
+    else:  # a GPU would wait until the host has read a condition: some tokens too many, which nobody reads, cost less
         carry = jax.lax.fori_loop(0, chunk, step, carry)
     tokens, done, out, memory, filled = carry
     return out[0], out[1] if logprobs else None, filled, tokens, done, memory

@@ -25,8 +25,8 @@ def read_prompt(ids, attention_mask, vocab_size: int, max_length: int) -> Prompt
     """Checks the caller's ids (int [batch, length], [length], or rows of different lengths) and packs them.
 
     Raises:
-      PromptError: text instead of ids, no ids, no integers, ids outside the vocabulary, a mask that does not fit, or
-        more than `max_length` tokens.
+      PromptError: `ids` is text, empty, not of integers, outside the vocabulary or longer than `max_length`, or the
+        mask does not fit.
     """
     if isinstance(ids, (str, bytes)):
         raise PromptError("expected token ids, got text; encode it first: lm.tokenizer.encode(text)")
@@ -56,7 +56,7 @@ def _rows(ids, name: str = "prompt ids") -> tuple[list[np.ndarray], bool]:
     """The rows as integer vectors, and whether there was just one without a batch axis."""
     try:
         array = np.asarray(ids)
-    except ValueError:  # rows of different lengths
+    except ValueError:  # the rows have different lengths
         array = None
     if array is not None and array.ndim <= 2 and array.dtype != object:
         rows, single = ([array], True) if array.ndim <= 1 else (list(array), False)
@@ -85,7 +85,7 @@ def read_ends(eos: str | int | Sequence[int] | None, of_model: Sequence[int]) ->
     """The tokens that end a text: those of the model for "model", else ids, or none for None.
 
     Raises:
-      PromptError: something else.
+      PromptError: `eos` is something else.
     """
     if isinstance(eos, str):
         if eos != "model":

@@ -37,16 +37,16 @@ from .mapped import DTYPES, Stored
 from .whole import whole_folder
 
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-# The layers that are multiplied quantised: of latent attention all but the expansion, which takes float weights.
+# The layers that are multiplied quantised. The expansion of latent attention is none: it takes float weights.
 LAYERS = re.compile(
     r"\.(self_attn\.([qkvo]|[qo]_[ab]|kv_a)_proj(_with_mqa)?"
     r"|linear_attn\.(in_proj_qkvz|out_proj)"
     r"|(mlp|feed_forward)\.(shared_experts?\.|experts\.\d+\.)?(gate|up|down)_proj"
     r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
 )
-# What lies in a folder of weights that are quantised, also where its configuration says nothing of it.
+# Suffixes of tensors in a folder whose weights are quantised, even if its configuration says nothing of it.
 QUANTISED = (*(f".weight{end}" for end in SCALES), ".weight_packed", ".qweight")
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest number of e4m3
 CHUNK = 1 << 26  # bytes that are copied at once
 
 
@@ -56,10 +56,10 @@ class Scheme:
 
     Attributes:
       format: the name that compressed-tensors has for it.
-      weights: its entries of `weights`.
+      weights: the entries of `weights` in the configuration.
       group: weights that share a scale, None for a row.
       parts: dtype and shape of each tensor of a layer [out, in], by what follows the name of the layer.
-      store: the tensors of a float32 matrix, by the same names.
+      store: makes these tensors of a float32 matrix, by the same names.
     """
 
     format: str
@@ -80,7 +80,7 @@ def _int8(x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _scale(top: np.ndarray, largest: float, dtype) -> np.ndarray:
-    """What brings `top` to the largest code; 1 for rows of zeros, and for such as are zeros in that dtype."""
+    """The scale that brings `top` to the largest code; 1 where it would be zero in that dtype."""
     scale = (top / largest).astype(dtype)
     return np.where(scale == 0, dtype(1), scale)
 
@@ -102,7 +102,7 @@ def _as_ggml(x: np.ndarray, kind: str) -> dict[str, np.ndarray]:
 
 
 def _packed(codes: np.ndarray, scale: np.ndarray, bits: int) -> dict[str, np.ndarray]:
-    """int32 of as many codes as fit, from the low bits on."""
+    """The codes packed into int32, as many as fit into each, from the low bits on."""
     out, inner = codes.shape
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
@@ -123,10 +123,10 @@ def _a_row(dtype):
 
 
 def _scheme(to: str, group: int) -> Scheme:
-    """How `to` stores layers.
+    """The scheme by which `to` stores layers.
 
     Raises:
-      ModelError: an unknown way of quantising, or a group that kernels do not have.
+      ModelError: the way of quantising is unknown, or kernels do not have the group.
     """
     rows = {"strategy": "channel", "symmetric": True, "dynamic": False}
     groups = lambda bits, n: {"type": "int", "num_bits": bits, "group_size": n, **rows, "strategy": "group"}
@@ -152,16 +152,16 @@ def quantize_folder(
 ) -> Path:  # fmt: skip
     """Writes a copy of a folder with its attention and MLP layers and its experts quantised; `load` reads it.
 
-    Embeddings, the output head, norms and routers stay as they are, and so do what latent attention expands with,
-    experts that are stored in one tensor (GPT-OSS, Llama 4) and layers whose rows no group divides. Memory: that of the
-    largest tensor a few times.
+    Embeddings, the output head, norms and routers stay as they are, and so do the expansion of latent attention,
+    experts that are stored in one tensor (GPT-OSS, Llama 4) and layers whose rows no group divides. It takes a few
+    times the memory of the largest tensor.
 
     Args:
       folder: `config.json` and safetensors of one of `families`, of floats.
       to: "fp8", "int4", "q4_0", "q8_0" or "int8"; see the head of this file.
-      group: weights that share a scale, of "int4": 32 times a power of two.
+      group: for "int4", the number of weights that share a scale: 32 times a power of two.
       out: the new folder; by default beside the old one, with `-{to}` behind its name. It must not exist.
-      dynamic: of "fp8": the configuration asks for activations in 8 bits, too.
+      dynamic: for "fp8": the configuration asks for activations in 8 bits, too.
 
     Returns:
       The new folder.
@@ -180,7 +180,7 @@ def quantize_folder(
 
 
 def _quantized(source: Path, out: Path | None, to: str, scheme: Scheme, dynamic: bool) -> Path:
-    """The new folder of `quantize_folder`."""
+    """Checks the arguments of `quantize_folder`, writes the new folder and returns it."""
     out = source.resolve().with_name(f"{source.resolve().name}-{to}") if out is None else out
     if not source.is_dir():
         raise ModelError(f"there is no folder {source}; give one with config.json and safetensors")
@@ -208,7 +208,7 @@ def _is_layer(name: str, tensor: Stored, scheme: Scheme) -> bool:
     """Whether a tensor is to be quantised.
 
     Raises:
-      ModelError: it is a layer, but no matrix of numbers.
+      ModelError: the tensor is a layer, but no matrix of numbers.
     """
     if not LAYERS.search(name) or len(tensor.shape) != 2:
         return False
@@ -221,7 +221,7 @@ def _is_layer(name: str, tensor: Stored, scheme: Scheme) -> bool:
 
 
 def _entries(scheme: Scheme, tensors: Mapping[str, Stored], chosen: set[str], dynamic: bool) -> dict[str, Any]:
-    """`quantization_config`. Layers that stay floats are named by `ignore`."""
+    """The `quantization_config` of the new folder; `ignore` names the layers that stay floats."""
     plain = [n.removesuffix(".weight") for n, t in tensors.items() if n not in chosen and len(t.shape) == 2]
     inputs = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
     group = {"targets": ["Linear"], "weights": dict(scheme.weights), "input_activations": inputs if dynamic else None}
@@ -233,7 +233,7 @@ def _entries(scheme: Scheme, tensors: Mapping[str, Stored], chosen: set[str], dy
 
 
 def _write_folder(source: Path, made: Path, tensors: Mapping[str, Stored], chosen: set[str], scheme: Scheme) -> None:
-    """The safetensors files, their index, and what else lies in the folder."""
+    """Writes the safetensors files, their index, and copies of the other files of the folder."""
     weight_map, total = {}, 0
     files = _names(source, sorted({tensor.file.path for tensor in tensors.values()}))
     for path, file in files.items():
@@ -245,7 +245,7 @@ def _write_folder(source: Path, made: Path, tensors: Mapping[str, Stored], chose
     if (source / INDEX).exists():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (made / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    read = set(map(os.path.realpath, files))  # of any suffix: the index names them
+    read = set(map(os.path.realpath, files))  # the index may name files of any suffix
     for other in source.iterdir():
         weights = other.suffix in (".safetensors", ".gguf", ".bin", ".pth") or os.path.realpath(other) in read
         if other.is_file() and not weights and other.name != INDEX:
@@ -253,7 +253,7 @@ def _write_folder(source: Path, made: Path, tensors: Mapping[str, Stored], chose
 
 
 def _names(source: Path, paths: list[Path]) -> dict[Path, str]:
-    """The new file of each file: that of the same place in the folder, or numbered where the index names files outside
+    """The name of the new file for each file: its place in the folder, or a number where the index names files outside
     the folder."""
     inside = [path.relative_to(source).as_posix() for path in paths if path.is_relative_to(source)]
     if len(inside) < len(paths) or any(".." in Path(name).parts for name in inside):
@@ -262,7 +262,7 @@ def _names(source: Path, paths: list[Path]) -> dict[Path, str]:
 
 
 def _write_file(path: Path, tensors: Mapping[str, Stored], chosen: set[str], scheme: Scheme) -> tuple[list[str], int]:
-    """One file, a tensor at a time; gives the names in it, and their bytes."""
+    """Writes one file, a tensor at a time; gives the names in it, and the bytes of its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -290,10 +290,10 @@ def _write_file(path: Path, tensors: Mapping[str, Stored], chosen: set[str], sch
 
 
 def _stored(tensor: Stored, scheme: Scheme) -> dict[str, np.ndarray]:
-    """What `scheme` makes of a matrix.
+    """The tensors that `scheme` makes of a matrix.
 
     Raises:
-      ModelError: weights that are no numbers, or too large for their scale.
+      ModelError: some weights are no numbers, or too large for their scale.
     """
     with np.errstate(over="ignore"):
         x = tensor.host().astype(np.float32)
@@ -307,7 +307,7 @@ def _stored(tensor: Stored, scheme: Scheme) -> dict[str, np.ndarray]:
 
 
 def run_quantize(folder: str, to: str, group: int = 128, out: str | None = None, dynamic: bool = False) -> int:
-    """`quantize_folder` for the terminal: prints the new folder, or an error in one sentence.
+    """Runs `quantize_folder` for the terminal: prints the new folder, or an error in one sentence.
 
     Args:
       folder, to, group, out, dynamic: as in `quantize_folder`.

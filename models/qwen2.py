@@ -9,7 +9,7 @@ from .qwen3 import Qwen3Config
 
 
 def from_hf(config: Mapping) -> Qwen3Config:
-    """From a `config.json` of transformers 5 or of the hub.
+    """Reads the sizes from a `config.json` of transformers 5 or of the hub.
 
     Raises:
       ModelError: a required key is missing, or the model uses a variant that `jtile.models` does not implement.

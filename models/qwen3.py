@@ -27,7 +27,7 @@ from .experts import Experts, Mixture
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """Every token goes through `chosen` of `experts` MLPs of `features` each, weighted by their probabilities, which
-    are divided by their sum if `normalised`. `layers`: those that have experts and not one MLP."""
+    are divided by their sum if `normalised`. `layers`: the layers that have experts, not one MLP."""
 
     experts: int
     chosen: int
@@ -42,7 +42,7 @@ class MixtureConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """The sizes of one Qwen3; `windows`: of each layer's attention (None: it sees all keys)."""
+    """The sizes of one Qwen3; `windows`: the window of each layer's attention (None: it sees all keys)."""
 
     intermediate_size: int
     attention: AttentionConfig
@@ -51,14 +51,14 @@ class Qwen3Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> Qwen3Config:
-        """From a `config.json` of transformers 5 or of the hub.
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub.
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.
         """
         sizes, mixed = read_decoder(config), config.get("model_type") == "qwen3_moe"
         window = number(config, "sliding_window", 4096) if config.get("use_sliding_window") else None
-        # the dense models slide from some layer on, those with experts everywhere
+        # dense models have windows from some layer on, those with experts in all layers
         start = 0 if mixed else count(config, "max_window_layers", 28)
         return cls(
             **sizes,

@@ -35,7 +35,7 @@ class Qwen3NextConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping) -> Qwen3NextConfig:
-        """From a `config.json` of transformers 5 or of the hub.
+        """Reads the sizes from a `config.json` of transformers 5 or of the hub.
 
         Raises:
           ModelError: a required key is missing, or the model uses a variant that this file does not implement.
@@ -55,8 +55,8 @@ class Qwen3NextConfig(DecoderConfig):
         )
 
     def stored(self, weight: WeightSource) -> WeightSource:
-        """Norms of this model multiply by 1 + w, but those of the gated DeltaNets, whose projections have one matrix in
-        a checkpoint and two here."""
+        """The source of tensors as the modules take them. Norms of this model multiply by 1 + w, except those of the
+        gated DeltaNets. The projections of the latter have one matrix in a checkpoint and two here."""
         size = self.delta.channels + self.delta.value_heads * self.delta.value
 
         def read(name: str, shape: tuple[int, ...]):
@@ -113,7 +113,7 @@ def _linear(config: Mapping, num_layers: int) -> tuple[bool, ...]:
 
 
 class SharedExpert(nnx.Module):
-    """An MLP for every token, times the sigmoid of a number of the token."""
+    """An MLP for every token; its output is multiplied by the sigmoid of a number that is computed from the token."""
 
     def __init__(self, hidden: int, features: int, weight: WeightSource, prefix: str):
         self.mlp = GatedMLP(hidden, features, weight, f"{prefix}shared_expert.")

@@ -15,10 +15,10 @@ from .entries import number, table
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: "linear" (all by `factor`), "llama3" (low frequencies by `factor`), "yarn"
-    (as llama3, with a ramp over pairs between those that turn `beta_fast` and `beta_slow` times in the original
+    """How rotary frequencies are stretched: "linear" (all are divided by `factor`), "llama3" (low frequencies are),
+    "yarn" (as llama3, with a ramp over pairs between those that turn `beta_fast` and `beta_slow` times in the original
     context, in whole numbers if `whole_pairs`; cos and sin are multiplied by `attention_factor`), or "factors"
-    (frequency i by `factors[i]`, as GGUF files store it)."""
+    (frequency i is divided by `factors[i]`, as GGUF files store it)."""
 
     kind: str
     factor: float = 1.0
@@ -35,9 +35,9 @@ class RopeScaling:
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotation of the pairs of `size` numbers a head; `theta` is the base of the frequencies. `rotated`: how many of
-    these numbers positions turn, None for all: the frequencies of the other pairs are 0, see `order`. `adjacent`: the
-    pairs of a checkpoint are (2i, 2i + 1). `tempered`, of a rope that turns nothing: (a, n), where queries at position
-    p are multiplied by 1 + a ln(1 + floor((p + 1) / n))."""
+    these numbers the rotation turns, None for all; the frequencies of the other pairs are 0, see `order`. `adjacent`:
+    the pairs of a checkpoint are (2i, 2i + 1). `tempered` belongs to a rope that turns nothing: (a, n), where queries
+    at position p are multiplied by 1 + a ln(1 + floor((p + 1) / n))."""
 
     size: int
     theta: float
@@ -56,7 +56,7 @@ class Rope:
         try:
             with np.errstate(all="ignore"):
                 finite = np.isfinite(self.frequencies()).all()
-        except (ArithmeticError, ValueError):  # divisions and logarithms that YaRN takes on the host
+        except (ArithmeticError, ValueError):  # YaRN divides and takes logarithms on the host
             finite = False
         if not finite:
             raise ModelError(
@@ -66,7 +66,7 @@ class Rope:
 
     def frequencies(self) -> np.ndarray:
         """float32 [size / 2]: radians that pair i turns per position: theta^(-2i / rotated), stretched as asked, and 0
-        of the others."""
+        for the pairs that are not turned."""
         base = 1.0 / self.theta ** (np.arange(0, self._turned, 2, dtype=np.float64) / max(self._turned, 1))
         found = (base if self.scaling is None else self._stretched(base, self.scaling)).astype(np.float32)
         return np.pad(found, (0, (self.size - self._turned) // 2))
@@ -76,8 +76,8 @@ class Rope:
         return self.size if self.rotated is None else self.rotated
 
     def order(self) -> np.ndarray | None:
-        """int [size]: in which order the features of a head stand, so that the pairs (i, i + size / 2) are those that
-        positions turn in a checkpoint, (i, i + rotated / 2), and behind them any others. None: as in the checkpoint."""
+        """The order in which the features of a head stand, int [size], so that the pairs (i, i + size / 2) are first
+        those that a checkpoint turns, (i, i + rotated / 2), and then the others. None: the order of the checkpoint."""
         if self.adjacent:
             return np.arange(self.size).reshape(-1, 2).T.reshape(-1)
         if self.rotated in (None, 0, self.size):
@@ -88,7 +88,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
     def _stretched(self, base: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -124,11 +124,11 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def read_rope(config: Mapping, size: int, rotated: int | None = None, adjacent: bool = False) -> Rope:
-    """From a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`, `rope_scaling`);
-    `rotated`, `adjacent`: see `Rope`.
+    """Reads the rope from a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`,
+    `rope_scaling`); `rotated`, `adjacent`: see `Rope`.
 
     Raises:
-      ModelError: an unknown kind of scaling, or one that lacks a number.
+      ModelError: the kind of scaling is unknown, or lacks a number.
     """
     rope = table(config, "rope_parameters", "rope_scaling")
     theta = number(config, "rope_theta", 10000.0, float)
@@ -136,7 +136,7 @@ def read_rope(config: Mapping, size: int, rotated: int | None = None, adjacent: 
 
 
 def read_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:
-    """The scaling that the entries `rope` describe; `config` gives the context where they do not."""
+    """The scaling that the entries `rope` describe; `config` gives the original context where they do not."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

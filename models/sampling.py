@@ -37,7 +37,8 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Steps(NamedTuple):
-    """Which steps a choice takes; a compiled program has those of some row, and their numbers are its arguments."""
+    """Which steps a choice takes; a compiled program has those that some row needs, and takes their numbers as
+    arguments."""
 
     draws: bool = False  # some row samples
     greedy: bool = True  # some row takes its most likely token
@@ -49,7 +50,7 @@ class Steps(NamedTuple):
     bias: bool = False
 
 
-# what an option is where none is given, and what its numbers may be
+# the default of each option, and which numbers it may have
 _RANGES: dict[str, tuple[float, str, Callable[[float], bool]]] = {
     "temperature": (0.0, "must be 0 (greedy) or a positive number", lambda x: 0 <= x < math.inf),
     "top_k": (ALL, "must be an int of at least 1; leave it out to sample from all tokens", lambda x: 1 <= x <= ALL),
@@ -68,14 +69,14 @@ class Sampling:
     None stands for the default.
 
     In this order: `logit_bias` {token id: what is added to its logit} (-inf bans a token); `repetition_penalty` divides
-    the positive logits of the tokens of prompt and answer by it, and multiplies their negative ones;
-    `presence_penalty` is taken from the logits of the answer's tokens, `frequency_penalty` as often as they came;
-    temperature 0 takes the most likely token, others divide the logits; `top_k`: only the k most likely tokens are
+    the positive logits of the tokens of prompt and answer, and multiplies their negative ones; `presence_penalty` is
+    subtracted from the logits of the answer's tokens, `frequency_penalty` as often as they came; `temperature` 0 takes
+    the most likely token, other temperatures divide the logits; `top_k`: only the k most likely tokens are
     left; `top_p`: only the smallest set of most likely ones whose probabilities (after top_k) sum to at least p;
     `min_p`: only those of at least p times the probability of the most likely one. Then one is drawn.
 
     seed: equal seeds give equal tokens: those of a row depend on its seed and its logits, not on the rows beside it.
-    One int s for a batch stands for s, s + 1, ... of its rows.
+    One int s for a batch stands for the seeds s, s + 1, ... of its rows.
 
     Raises:
       PromptError: an option is out of its range, or of another type.
@@ -122,12 +123,12 @@ class Sampling:
 
     @property
     def _draws(self) -> np.ndarray:
-        """Of each row whether its token is drawn."""
+        """Whether the token of each row is drawn, bool [rows]."""
         return (self._values("temperature") > 0) & (self._values("top_k") > 1)
 
     @property
     def static(self) -> Steps:
-        """What decides the compiled program."""
+        """The steps that the options need, for which a program is compiled."""
         differs = lambda name: bool((self._values(name) != _RANGES[name][0]).any())
         draws = bool(self._draws.any())
         return Steps(
@@ -142,11 +143,11 @@ class Sampling:
         )
 
     def traced(self, batch: int, vocab: int) -> dict[str, np.ndarray]:
-        """The numbers that may change from call to call without a new compilation: [batch, 1] each, seeds uint32
+        """The numbers that may change from call to call without a new compilation: each is [batch, 1], seeds are uint32
         [batch], biases float32 [1, vocab] or [batch, vocab].
 
         Raises:
-          PromptError: an option has another number of rows than the batch, or a bias is of no token.
+          PromptError: an option has another number of rows than the batch, or a bias names no token.
         """
         steps = self.static
         wanted = ["temperature", "seed"] if steps.draws else []
@@ -160,9 +161,9 @@ class Sampling:
         return numbers
 
     def rows(self, batch: int) -> dict[str, np.ndarray]:
-        """The numbers of every option but biases, [batch, 1], seeds uint32 [batch]: the temperature is 0 where a row is
-        greedy, and top_p beyond all sums where it keeps every token, since a rounded sum of all may be less than 1 or
-        reach it early.
+        """The numbers of every option but biases, [batch, 1], seeds uint32 [batch]: the temperature is 0 if a row is
+        greedy, and top_p is above all sums if it keeps every token, since a rounded sum of all probabilities may be
+        less than 1 or reach it early.
 
         Raises:
           PromptError: an option has another number of rows than the batch.
@@ -221,9 +222,9 @@ def _of_rows(name: str, values: np.ndarray, batch: int) -> np.ndarray:
 
 
 def begin(ids, lengths, vocab: int, steps: Steps) -> dict[str, jax.Array]:
-    """What penalties know of each row behind its prompt, of ids int32 [batch, length] the first `lengths` [batch]:
+    """What penalties know of each row behind its prompt, the first `lengths` [batch] of ids int32 [batch, length]:
     "seen", bool [batch, vocab], the tokens of prompt and answer; "counts", int32 [batch, vocab], how often each token
-    stands in the answer. Only what the steps need."""
+    stands in the answer. It has only what the steps need."""
     state = {}
     if steps.repetition:
         real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
@@ -235,7 +236,8 @@ def begin(ids, lengths, vocab: int, steps: Steps) -> dict[str, jax.Array]:
 
 
 def noted(state: dict[str, jax.Array], tokens, real=None) -> dict[str, jax.Array]:
-    """The state one token a row later, int32 [batch]; `real`, bool [batch]: of which rows (default: all)."""
+    """The state after one more token a row, tokens int32 [batch]; `real`, bool [batch]: the rows that took theirs
+    (default: all)."""
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     real = jnp.ones(tokens.shape, bool) if real is None else real
     adds = {
@@ -246,9 +248,9 @@ def noted(state: dict[str, jax.Array], tokens, real=None) -> dict[str, jax.Array
 
 
 def choose(logits, step, steps: Steps, numbers: dict[str, jax.Array], state: dict[str, jax.Array]):
-    """The next token, int32 [batch], for logits float32 [batch, vocab]; of rows with NaN the number `vocab`, which is
-    no token: the host sees it, and the device does nothing for it. `step` (int32, or [batch] of them) is how many
-    tokens were made so far, `numbers` of `Sampling.traced`, `state` of `begin` and `noted`."""
+    """The next token, int32 [batch], for logits float32 [batch, vocab]; for rows with NaN it is the number `vocab`,
+    which is no token: the host sees it, and the device does nothing more for it. `step` (int32, or [batch] of them) is
+    how many tokens were made so far, `numbers` come from `Sampling.traced`, `state` from `begin` and `noted`."""
     logits = _adjusted(logits, steps, numbers, state)
     if not steps.draws:
         return _argmax(logits)
@@ -260,7 +262,8 @@ def choose(logits, step, steps: Steps, numbers: dict[str, jax.Array], state: dic
 
 
 def log_probability(logits, tokens):
-    """float32 [...]: of tokens int32 [...] under the model's own logits [..., vocab], before any option."""
+    """The log-probability, float32 [...], of tokens int32 [...] under the model's own logits [..., vocab], before any
+    option."""
     at = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return at - jax.nn.logsumexp(logits, axis=-1)
 
@@ -275,13 +278,13 @@ def _adjusted(logits, steps: Steps, numbers, state):
         counts = state["counts"].astype(jnp.float32)
         logits = logits - numbers["frequency_penalty"] * counts
         logits = logits - numbers["presence_penalty"] * (counts > 0).astype(jnp.float32)
-    if steps.bias or steps.repetition or steps.counts:  # sums of numbers near the largest one
+    if steps.bias or steps.repetition or steps.counts:  # sums of numbers near the largest float may be infinite
         logits = jnp.minimum(logits, jnp.finfo(logits.dtype).max)
     return logits
 
 
 def _draw(logits, step, steps: Steps, numbers):
-    """A token of each row by its own key, of those that are left."""
+    """Draws a token for each row, by its own key, out of those that are left."""
     if steps.top_k:
         k = jnp.minimum(numbers["top_k"], logits.shape[-1]).astype(jnp.float32)
         logits = _heaviest(logits, jnp.ones_like(logits), k)
@@ -301,21 +304,22 @@ def _noise(seed, step, vocab: int):
 
 
 def _argmax(logits):
-    """The first largest entry of each row, or the number of entries where one is NaN, which no comparison finds."""
+    """The first largest entry of each row, or the number of entries where one is NaN, which comparisons do not find."""
     found = ops.argmax(logits)
     top = jnp.take_along_axis(logits, found[:, None], axis=1)[:, 0]
     return jnp.where(jnp.isnan(top), jnp.int32(logits.shape[-1]), found)
 
 
 def _heaviest(logits, weights, enough):
-    """-inf outside of the smallest set of most likely tokens whose `weights` [batch, vocab] sum to `enough` [batch, 1].
+    """The logits, -inf outside of the smallest set of most likely tokens whose `weights` [batch, vocab] sum to `enough`
+    [batch, 1].
 
     The smallest logit of the set is found digit by digit, without a sort of the vocabulary. Tokens of equal logits
     enter together, so that the set does not depend on their order.
     """
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
     sign = jnp.int32(-(2**31))
-    order = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ sign), jnp.uint32)  # as the floats, unsigned
+    order = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ sign), jnp.uint32)  # ordered as the floats
     width = DIGIT["cpu" if jt.platform() == "cpu" else "gpu"]
     digits = jnp.arange(1, 1 << width, dtype=jnp.uint32)[None, :]
 

@@ -33,7 +33,7 @@ class Place:
     count: int = 1
 
     def share(self, size: int, unit: int = 1) -> np.ndarray:
-        """The index of this device's share of so many rows, in whole units."""
+        """The indices of this device's share of `size` rows, in whole units."""
         each = -(-size // (unit * self.count)) * unit
         found = np.arange(self.index * each, (self.index + 1) * each)
         return np.where(found < size, found, NONE)
@@ -42,15 +42,15 @@ class Place:
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of one device: `queries` and `keys` (of keys and values), indices into those of the model. Every device
-    has as many. The queries of its i-th group are those of its i-th key."""
+    has equally many. Its i-th group of queries attends to its i-th head of keys."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
 
     @classmethod
     def at(cls, heads: int, kv_heads: int, place: Place) -> Heads:
-        """Of a model with so many. Where there are fewer heads of keys than devices, several devices have the same one,
-        and share out its queries."""
+        """The heads of the device at `place`, for a model with so many heads. With fewer heads of keys than devices,
+        several devices have the same one and share its queries."""
         group = heads // kv_heads
         if kv_heads >= place.count:
             keys = place.share(kv_heads)
@@ -64,7 +64,7 @@ class Heads:
         return cls(tuple(queries.tolist()), tuple(keys.tolist()))
 
 
-# parts of names of tensors, at their end -> what is cut
+# endings of names of tensors -> what is cut
 RULES = tuple(
     (re.compile(rf"\.({names})$"), kind)
     for names, kind in (
@@ -88,8 +88,9 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 class Share:
     """What one device has of the weights of a model.
 
-    heads, kv_heads: of the model, in `of` those of this device. tensor, expert: where it stands along these axes.
-    experts: of a mixture of the model. unit: features that stay together, those of a group of the quantised matrices.
+    heads, kv_heads: numbers of heads of the model; of: the heads of this device. tensor, expert: its places along these
+    axes. experts: the experts of a mixture of the model. unit: how many features stay together, those of a group of
+    quantised matrices.
     """
 
     heads: int
@@ -101,7 +102,7 @@ class Share:
     unit: int
 
     def has(self, name: str) -> bool:
-        """Whether the tensor is this device's: not where it is one of an expert of another one."""
+        """Whether this device has the tensor: not if it belongs to an expert of another device."""
         expert = EXPERT.search(name)
         return expert is None or int(expert[1]) in self.expert.share(self.experts)
 
@@ -142,7 +143,7 @@ class Part:
     share: Share
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Any:
-        """The part of the tensor `name`, for which a module of this device asks; `shape`: see `Share.cuts`.
+        """The part of the tensor `name` that a module of this device asks for; `shape`: see `Share.cuts`.
 
         Raises:
           ModelError: the tensor is missing, has another shape, or cannot be cut so.
@@ -158,7 +159,7 @@ def _kind(name: str) -> str:
 
 
 def _spread(index: np.ndarray, each: int) -> np.ndarray:
-    """The rows of heads of `each` rows."""
+    """The indices of the rows of the heads `index`, which have `each` rows."""
     return np.where(index[:, None] == NONE, NONE, index[:, None] * each + np.arange(each)).reshape(-1)
 
 

@@ -1,9 +1,9 @@
 """Speculative decoding (Leviathan et al. 2023): several tokens are drafted cheaply, and one step checks them all.
 
-The target chooses a token behind every drafted one, as it would have without them: the noise of its sampling belongs to
-a row's seed and a token's place, so that the tokens are those of a generation without drafts, greedy or drawn. Drafts
-are kept up to the first one that the target would not have chosen. A model that drafts draws with the same noise, and
-so agrees more often than by chance.
+The target, the model that generates, chooses a token behind every drafted one, as it would have without drafts: the
+noise of its sampling belongs to a row's seed and a token's place, so that the tokens are those of a generation without
+drafts, greedy or drawn. Drafts are kept up to the first one that the target would not have chosen. A model that drafts
+draws with the same noise, and so agrees more often than by chance.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROUNDS = 4  # checks per dispatch
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """Drafts what followed the newest tokens before (prompt lookup decoding): the last place in prompt and answer where
-    up to `n` of them stood in a row, the most of them first. It costs nearly nothing, and pays where answers repeat
-    what they were given: code, quotations, summaries.
+    """Drafts the tokens that followed the newest ones at an earlier place (prompt lookup decoding): the last place in
+    prompt and answer where the most of them, up to `n`, stood in a row. It costs nearly nothing, and pays where answers
+    repeat what they were given: code, quotations, summaries.
 
     Raises:
       PromptError: n is no int of at least 1.
@@ -60,7 +60,7 @@ class NGram:
         """
         at = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
         before = at < last[:, None]
-        run = jnp.zeros(history.shape, jnp.int32)  # how many of the newest tokens stand up to each place
+        run = jnp.zeros(history.shape, jnp.int32)  # how many of the newest tokens end at each place
         alike = before
         for i in range(self.n):
             newest = jnp.take_along_axis(history, jnp.maximum(last - i, 0)[:, None], axis=1)
@@ -69,7 +69,7 @@ class NGram:
             run = run + alike.astype(jnp.int32)
         best = jnp.max(run, axis=1, keepdims=True)
         place = jnp.max(jnp.where((run == best) & before, at, -1), axis=1)
-        period = jnp.maximum(last - place, 1)[:, None]  # what follows the newest token is what followed the place
+        period = jnp.maximum(last - place, 1)[:, None]  # drafts repeat the tokens between `place` and `last`
         follow = place[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)[None, :] % period
         return jnp.take_along_axis(history, follow, axis=1)
 
@@ -92,10 +92,11 @@ class Plan:
 
     @classmethod
     def of(cls, lm: LanguageModel, draft: Any, count: Any) -> Plan | None:
-        """None for a draft that is None.
+        """The plan of a generation, or None for a draft that is None.
 
         Raises:
-          PromptError: the draft is neither, or a model with another vocabulary, or the count is no int of at least 1.
+          PromptError: the draft is no model and no `NGram`, or a model with another vocabulary, or the count is no int
+            of at least 1.
         """
         if draft is None:
             return None
@@ -113,7 +114,7 @@ class Plan:
             ours, theirs = (m.config.vocab_size for m in (lm, draft))
             known = (
                 lm.tokenizer is not None and draft.tokenizer is not None
-            )  # models of a family pad their tables apart
+            )  # models of one family may pad their tables differently
             if not (lm.tokenizer.same_vocabulary(draft.tokenizer) if known else ours == theirs):
                 raise PromptError(
                     f"the draft {draft.source or 'model'} has another vocabulary ({theirs} tokens) than "
@@ -125,8 +126,8 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """As `programs.Memory`; drafts: the `KVCache` of the model that drafts, or the tokens so far, int32 [batch, slots],
-    in which an n-gram is looked up."""
+    """`programs.Memory` with drafts: the `KVCache` of the model that drafts, or the tokens so far, int32 [batch,
+    slots], in which an n-gram is looked up."""
 
     cache: kv.KVCache
     penalties: dict[str, jax.Array]
@@ -136,8 +137,9 @@ class Memory:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where each row stands, int32 [batch] but done, bool. tokens: the newest ones; made: how many tokens of the answer
-    there are; drafted, accepted: tokens that were drafted in this generation, and those of them that were kept."""
+    """The progress of each row, int32 [batch], except for `done`, bool. tokens: the newest ones; made: how many tokens
+    of the answer there are; drafted, accepted: tokens that were drafted in this generation, and those of them that were
+    kept."""
 
     tokens: jax.Array
     done: jax.Array
@@ -148,7 +150,7 @@ class Rows:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("layout",))
 def draft_cache(structure, weights, ids, lengths, *, layout):
-    """The cache of a model that drafts behind the prompts ids int32 [batch, length]."""
+    """The cache of a model that drafts, filled with the prompts ids int32 [batch, length]."""
     return kv.from_prefill(merge(structure, weights).prefill(ids)[1], lengths, layout)
 
 
@@ -157,7 +159,8 @@ def draft_cache(structure, weights, ids, lengths, *, layout):
 )
 def speculate(structure, weights, draft_weights, memory, rows, total, numbers, ends,
               *, drafter, count, steps, logprobs):  # fmt: skip
-    """`ROUNDS` times `count` drafts and the step that checks them, until each row has ended or has `total` tokens.
+    """Makes `count` drafts and runs the step that checks them, `ROUNDS` times or until each row has ended or has
+    `total` tokens.
 
     Returns (tokens [batch, n] and their log-probabilities or None, how many there are of each row, rows, memory)."""
     model = merge(structure, weights)
@@ -174,7 +177,7 @@ def speculate(structure, weights, draft_weights, memory, rows, total, numbers, e
         kept = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1).sum(1)
         hits = is_end(chosen, ends)
         ends_so_far = jnp.cumsum(hits.astype(jnp.int32), axis=1)
-        new = (ends_so_far == hits.astype(jnp.int32)) & active(rows)[:, None]  # no end before this token
+        new = (ends_so_far == hits.astype(jnp.int32)) & active(rows)[:, None]  # there is no end token before this one
         new = new & (place <= kept[:, None]) & (place < (total - rows.made)[:, None])
         n = new.astype(jnp.int32).sum(1)
         at = jnp.where(new, filled[:, None] + place, width)
@@ -205,7 +208,8 @@ def speculate(structure, weights, draft_weights, memory, rows, total, numbers, e
 
 
 def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, numbers, vocab: int):
-    """(drafts int32 [batch, count] below `vocab`, the target's number of tokens; what the drafter holds behind them).
+    """(drafts int32 [batch, count], what the drafter holds behind them). Drafts are below `vocab`, the number of tokens
+    of the target.
 
     The tables of a model and its draft may end in padding of different lengths, which no text has."""
     if isinstance(drafter, NGram):
@@ -222,14 +226,14 @@ def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, nu
         tokens = sampling.choose(logits, rows.made + i, steps, numbers, penalties)
         return (tokens, cache, sampling.noted(penalties, tokens)), tokens
 
-    # One step more than drafts: the last draft goes into the cache, too, which may be kept.
+    # One step more than drafts: the last draft, which may be kept, goes into the cache, too.
     carry = rows.tokens, memory.drafts, memory.penalties
     (_, cache, _), drafts = jax.lax.scan(step, carry, jnp.arange(count + 1, dtype=jnp.int32))
     return drafts[:-1].T, cache
 
 
 def _behind(drafted, chosen, new, place):
-    """What the drafter holds behind the `new` ones of the chosen tokens, whose first one goes to `place` [batch]."""
+    """What the drafter holds behind those chosen tokens that are `new`; the first of them goes to `place` [batch]."""
     if isinstance(drafted, kv.KVCache):
         return dataclasses.replace(drafted, lengths=place - 1 + new.astype(jnp.int32).sum(1))
     batch, width = chosen.shape
@@ -239,7 +243,7 @@ def _behind(drafted, chosen, new, place):
 
 
 def _chosen(logits, drafts, made, steps, numbers, penalties):
-    """What the target says behind each token, int32 [batch, count + 1], of logits [batch, count + 1, vocab]."""
+    """The tokens that the target chooses, int32 [batch, count + 1], from its logits [batch, count + 1, vocab]."""
     states = [penalties]
     for i in range(drafts.shape[1]):
         states.append(sampling.noted(states[-1], drafts[:, i]))
@@ -250,7 +254,7 @@ def _chosen(logits, drafts, made, steps, numbers, penalties):
 
 
 def run(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan: Plan, stats: Stats):
-    """Gives the tokens and log-probabilities (or None) of all rows, [batch] each, one by one, as `Generation` does."""
+    """Yields the tokens and log-probabilities (or None) of all rows, [batch] each, one by one, as `Generation` does."""
     (tokens, logprobs, done, memory), step, rest = _start(lm, prompt, new_tokens, choice, plan, stats)
     start, zeros = time.perf_counter(), np.zeros(len(prompt.lengths), np.int32)
     rows, made, ended = Rows(tokens, done, zeros + 1, zeros, zeros), zeros + 1, np.asarray(done)
@@ -264,7 +268,7 @@ def run(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan
         active = ~ended & (made < new_tokens)
         if not active.any():
             return
-        # What is under way makes a token at least in every round; the device works on it while this one is read.
+        # Each round under way makes at least one token; the device works on the next program while this one is read.
         while len(pending) < 2 and made[active].min() + ROUNDS * len(pending) < new_tokens:
             *out, rows, memory = step(lm._weights, plan.weights, memory, rows, *rest)
             pending.append((*out, rows))
@@ -276,7 +280,7 @@ def run(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan
 
 
 def _columns(tokens, logprobs, filled) -> list[collections.deque]:
-    """Of each row the first `filled` pairs of a token and its log-probability, or None."""
+    """For each row its first `filled` tokens, in pairs with their log-probabilities or None."""
     rates = [[None] * tokens.shape[1]] * len(tokens) if logprobs is None else logprobs
     return [
         collections.deque(zip(*(x[:n] for x in of), strict=True)) for *of, n in zip(tokens, rates, filled, strict=True)
@@ -284,8 +288,8 @@ def _columns(tokens, logprobs, filled) -> list[collections.deque]:
 
 
 def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan: Plan, stats: Stats):
-    """Compiles and runs the prompts; returns (what `programs.prefill` gives, with this file's `Memory`; the program of
-    the rounds, and its last arguments)."""
+    """Compiles and runs the prompts; returns (the result of `programs.prefill` with this file's `Memory`, the
+    program of the rounds, its last arguments)."""
     length = prompt.ids.shape[1]
     size = kv.bucket(length, lm.config.max_length)
     for chunk in (m.chunk for m in (lm, plan.draft) if isinstance(m, type(lm)) and m.chunk is not None):
@@ -294,7 +298,7 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
                 f"drafts go through attention in chunks within the first {chunk} positions; {length} tokens of prompt, "
                 f"{new_tokens} new ones and a draft of {plan.count} are more: generate without a draft"
             )
-    # No rings: tokens that are not kept would have overwritten older ones of the window.
+    # No rings: in a ring, drafts that are not kept would have overwritten older tokens of the window.
     slots, windows = kv.bucket(max(size, length + new_tokens + plan.count)), (None,) * len(lm.windows)
     layout = kv.Layout(slots, lm.cache_dtype, windows, lm.page_size)
     static = {"steps": choice.steps, "logprobs": choice.logprobs}

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from jtile._errors import ModelError, PromptError
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
-_MARK = "\udfff"  # between characters that are to be encoded apart; no text has it
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+_MARK = "\udfff"  # stands between characters that are encoded separately; no text has it
 _HALF = "the text has half of a character, U+{:04X}"
 
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,7 +29,7 @@ _CASES = (
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
 )
 _LLAMA3 = (_WORDS.replace("DIGITS", r"\p{N}{1,3}"),)
-# `tokenizer.ggml.pre` -> patterns by which text is cut, one after the other
+# value of `tokenizer.ggml.pre` -> the patterns that cut text, applied one after the other
 PATTERNS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -44,7 +44,7 @@ PATTERNS = {
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}",
     ),
 }
-WHOLE_WORDS = (*(name for name in PATTERNS if PATTERNS[name] is _LLAMA3), "tekken")  # before any merge
+WHOLE_WORDS = (*(name for name in PATTERNS if PATTERNS[name] is _LLAMA3), "tekken")  # whole words go before merges
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
@@ -54,7 +54,7 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if name in ("gpt-2", "default"):
         return byte_level
-    if name in list(PATTERNS):  # of any type: it comes from a file
+    if name in list(PATTERNS):  # a list, since the name comes from a file
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[name]]
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raise ModelError(
@@ -84,14 +84,14 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, meta: Mapping) -> Tokenizer:
-        """From the `tokenizer.*` metadata of a GGUF file.
+        """Makes the tokenizer from the `tokenizer.*` metadata of a GGUF file.
 
         Args:
           meta: the metadata by name.
         Returns:
           A `Tokenizer`.
         Raises:
-          ModelError: a tokenizer model or a pre-tokenizer that jtile does not know.
+          ModelError: jtile does not know the tokenizer model or the pre-tokenizer.
         """
         tokens, kind = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.model")
         types = meta.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
@@ -125,7 +125,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if they are there.
+        """Makes the tokenizer from `tokenizer.json`, and from `tokenizer_config.json` and `chat_template.jinja` if they
+        are there.
 
         Args:
           folder: where the files are.
@@ -162,11 +163,11 @@ class Tokenizer:
 
     @functools.cached_property
     def _vocabulary(self) -> str:
-        """A digest of the tokens with their ids, of which there may be 150,000."""
+        """A digest of the tokens with their ids, since there may be 150,000 of them."""
         return hashlib.sha256(repr(sorted(self._backend.get_vocab().items())).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """All of it but the chat template.
+        """The tokenizer without its chat template.
 
         Returns:
           The text of a `tokenizer.json`.
@@ -258,7 +259,7 @@ class Tokenizer:
         Returns:
           The ids, or the text.
         Raises:
-          PromptError: the model has no chat template, or one without tools, or it refuses the conversation.
+          PromptError: the model has no chat template, its template knows no tools, or it refuses the conversation.
         """
         if self.chat_template is None:
             raise PromptError("this model has no chat template; pass plain text or token ids")
@@ -284,10 +285,10 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, reversed(texts)))) if texts else None
 
     def _disarmed(self, text: str) -> str:
-        """The text with marks inside of the control tokens that stand in it, behind their first characters."""
+        """The text with a mark behind the first character of each control token in it, which breaks the token."""
         if _MARK in text:
             raise PromptError(_HALF.format(ord(_MARK)))
-        while self._control is not None and self._control.search(text):  # again: they may overlap
+        while self._control is not None and self._control.search(text):  # again, since control tokens may overlap
             text = self._control.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
         return text
 
@@ -304,23 +305,24 @@ def _mapped(value, change: Callable[[str], str]):
 
 
 class TextStream:
-    """Turns a stream of token ids into text: only whole characters come out; the pieces join to the decoded text, but
-    for bytes behind a character that form none: decoding all of it makes U+FFFD of that character, too."""
+    """Turns a stream of token ids into text: only whole characters come out. The pieces join to the decoded text,
+    except that where bytes behind a character form none, decoding everything at once turns that character into U+FFFD,
+    too."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool):
         self._backend, self._skip = backend, skip_special_tokens
         self._decoder = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._open: list[int] = []  # the ids behind the last text
+        self._open: list[int] = []  # the ids that have not become text yet
 
     def push(self, token: int) -> str:
         """The text that `token` completes; "" while a character is still open."""
         self._open.append(int(token))
         try:
             text = self._decoder.step(self._backend, int(token)) or ""
-        except Exception:  # what it raises where the text before is another one with the new ids
+        except Exception:  # it raises where the new ids change the text before them
             text = self._backend.decode(self._open, skip_special_tokens=self._skip)
             self._decoder = decoders.DecodeStream(skip_special_tokens=self._skip)
-            self._decoder.step(self._backend, int(token))  # the text in front of the next one
+            self._decoder.step(self._backend, int(token))  # the context of the next token
         if text:
             self._open.clear()
         return text
@@ -387,6 +389,6 @@ def _render(template: str, **variables) -> str:
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        raise PromptError(  # of messages whose parts are not what it takes
+        raise PromptError(  # the parts of messages are not what the template takes
             f"the model's chat template fails at this conversation: {type(error).__name__}: {error}"
         ) from error

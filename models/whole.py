@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# A file in a folder that is being made. Who makes the folder locks the file and then writes the host's name; the lock
-# ends with the process. A file with the name of this host that nobody locks is thus that of a process that died.
+# A file in a folder that is being made. The process that makes the folder locks the file and then writes the
+# host's name; the lock ends with the process. So an unlocked file with the name of this host is left from a process
+# that died.
 MARK = ".jtile-unfinished"
 
 
@@ -20,7 +21,7 @@ MARK = ".jtile-unfinished"
 def whole_folder(out: Path) -> Iterator[Path]:
     """An empty folder beside `out`, which becomes `out` as the block ends, or is removed as an exception leaves it.
 
-    What killed runs on this host have left of `out` is removed first.
+    Unfinished folders that killed runs on this host have left beside `out` are removed first.
 
     Raises:
       OSError: a folder cannot be written.
@@ -30,7 +31,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         with (made / MARK).open("wb", buffering=0) as mark:
-            with contextlib.suppress(OSError):  # a file system without locks: nobody takes the folder for a dead one
+            with contextlib.suppress(OSError):  # without locks no name is written, and no run removes it
                 fcntl.flock(mark, fcntl.LOCK_EX)
                 mark.write(platform.node().encode())
             yield made

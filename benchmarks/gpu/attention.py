@@ -33,12 +33,12 @@ class Size(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Scores that count, as these speeds are usually given: half of them under the causal mask."""
+        """The number of scores that count, as is usual for such speeds: half of all under the causal mask."""
         return self.batch * self.heads * self.length**2 // (2 if self.causal else 1)
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Of q, and of k."""
+        """The numbers of elements of q, and of k."""
         row = self.batch * self.length * self.d
         return row * self.heads, row * self.groups
 
@@ -62,7 +62,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             q, k = size.elements
             peers: dict = {"cudnn": functools.partial(cudnn, causal=size.causal)}
             prepare = {}
-            if dtype == "float16" and size.d <= 128:  # what Mosaic's kernel takes
+            if dtype == "float16" and size.d <= 128:  # Mosaic's kernel takes only these
                 peers["mosaic"] = mosaic.attention(*size[4:])
                 prepare["mosaic"] = mosaic.scaled
             if dtype == "bfloat16" and size.d == 128:
@@ -92,7 +92,7 @@ def _sdpa(torch, q, k, v, *, causal: bool):
 
 
 def exact(q, k, v, *, causal: bool):
-    """In float32, head by head: the scores of one head are all that is kept."""
+    """Attention in float32, head by head, so that only the scores of one head are in memory."""
     heads = _by_head(q, k, v)
     out = lax.map(lambda qkv: _one_head(*qkv, causal=causal), heads)
     batch, length, count, d = q.shape
@@ -115,7 +115,7 @@ def exact_gradient(q, k, v, ct, *, causal: bool):
 
 
 def _by_head(q, k, v):
-    """Each as [batch * heads, length, d]."""
+    """q, k and v, each as [batch * heads, length, d]."""
     share = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, share, axis=2) for x in (k, v))
     return tuple(x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k, v))

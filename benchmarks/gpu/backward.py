@@ -31,7 +31,8 @@ def _case(size: Size, dtype: str) -> Case:
 
 
 def _saving(f: Callable) -> Callable:
-    """From arguments and cotangent to the pulled-back function, a pytree of what is saved, and the cotangent."""
+    """A function from arguments and cotangent to the pulled-back function, a pytree of the saved arrays, and the
+    cotangent."""
     forward = jax.jit(lambda q, k, v: jax.vjp(f, q, k, v)[1])
     return lambda q, k, v, ct: (forward(q, k, v), ct)
 

@@ -1,4 +1,4 @@
-"""What a comparison on a GPU is."""
+"""The description of a comparison on a GPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class Case:
 
     Attributes:
       workload, config, dtype: what the record says; `config` is the size.
-      make: from a seed to one set of arguments, of normal random numbers; traceable, so that sizes cost no memory.
+      make: makes one set of arguments of normal random numbers from a seed; it can be traced, so that sizes cost no
+        memory.
       ours: the kernel. peers: name -> the same work by others, JAX functions or `Torch`.
-      reference: the same in float32 or better, of the arguments of `make`.
+      reference: computes the same in float32 or better, from the arguments of `make`.
       bytes, flops: what must be moved and computed at least; `unit` is whose peak rate counts ("bf16", "fp8").
       warm: whether every call reads the same arguments, as far as the L2 cache holds them; else they are cold.
-      prepare: name ("ours" or a peer's) -> from a set of arguments to those of that function, outside the timing.
+      prepare: name ("ours" or a peer's) -> a function that turns a set of arguments into those of that function,
+        outside the timing.
       tolerance: the largest relative error that counts as right.
-      calls: in one program at most, where XLA compiles long.
+      calls: the most calls in one program, where XLA compiles long.
     """
 
     workload: str
@@ -48,5 +50,5 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a record is found by."""
+        """The key by which a record is found."""
         return self.workload, self.config, self.dtype

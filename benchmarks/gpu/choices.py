@@ -33,9 +33,9 @@ _matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is it
 Form = Mapping[str, int]  # keyword arguments of `in_tiles`
 
 USUAL = {"num_warps": 4, "stages": 3}  # of products of few rows; others are tried with the choice's tile
-ROUNDS, LAST_ROUNDS = 6, 8  # samples of every form, and more of those that are left then
-LEFT = 1.08  # times the shortest median
-SETS, CALLS = 16, 192  # of arguments; calls in one program of a short kernel, so that its start is no part of the time
+ROUNDS, LAST_ROUNDS = 6, 8  # samples of every form, then more samples of the forms that are left
+LEFT = 1.08  # forms up to so many times the shortest median are left
+SETS, CALLS = 16, 192  # sets of arguments; calls of a short kernel in one program, so that its start does not count
 PROGRAM_US = 3000.0
 COMPILERS = 16  # threads
 
@@ -57,7 +57,7 @@ class Product:
 
     @property
     def whole(self) -> bool:
-        """Whether these are integers."""
+        """Whether the operands are integers."""
         return self.dtype == "int8"
 
     @property
@@ -80,11 +80,11 @@ class Product:
         return tuple(normal(2 * seed + j, *s, dtype=self.dtype, scale=scale) for j, s in enumerate(self.shapes()))
 
     def ours(self, a, b):
-        """What a user calls."""
+        """The product as a user calls it."""
         return ops.matmul(a, b, **self.transposes)
 
     def formed(self, form: Form) -> Callable:
-        """The same in another form."""
+        """The product in another form."""
         more = dict(out_dtype="int32") if self.whole else {}
         return lambda a, b: _matmul.in_tiles(a, b, **self.transposes, **more, **form)
 
@@ -102,7 +102,7 @@ TINY = (P(96, 96, 64), P(96, 64, 64, "TT", "float16"))
 
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
-    """One a shape: the time of the choice, and of the best form, each checked against the choice's result.
+    """A result for each shape: the time of the choice, and of the best form, each checked against the choice's result.
 
     All forms of all shapes compile first, side by side; nothing is timed meanwhile.
     """
@@ -116,7 +116,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
 
 
 def choice(p: Product) -> Form:
-    """The form that `ours` has."""
+    """The form that `ours` chooses."""
     left, right = (letter == "T" for letter in p.order)
     gpu = "warps" in jt.target().features
     of = dict(left=left, fast=p.whole) if gpu else {}
@@ -135,8 +135,9 @@ def choice(p: Product) -> Form:
 
 
 def forms(p: Product) -> list[Form]:
-    """What is tried besides the choice: all of the tuner's space, and sums in parts; of products of few rows, whose
-    space is larger, all tiles in the usual form, and the choice's in all forms."""
+    """The forms that are tried besides the choice: all of the tuner's space, and sums in parts. Products of few rows
+    have a larger space: for them all tiles are tried with the usual warps and stages, and the choice's tile with all of
+    these."""
     a, b = p.types()
     left, right = (letter == "T" for letter in p.order)
     chosen = choice(p)
@@ -156,7 +157,7 @@ def forms(p: Product) -> list[Form]:
 
 
 def calls_of(p: Product, options: Options) -> tuple[int, int]:
-    """Sets of arguments that no cache holds together, and calls in a program."""
+    """(how many sets of arguments, so many that no cache holds them together, and how many calls in a program)."""
     a, b = p.types()
     size = (a.size + b.size) * p.itemsize
     sets = max(1, min(SETS, -(-options.cold_bytes // size)))
@@ -168,7 +169,7 @@ def calls_of(p: Product, options: Options) -> tuple[int, int]:
 def _compiled(
     tried: Mapping[Product, Sequence[Form]], calls: Mapping[Product, tuple[int, int]]
 ) -> dict[Product, dict[str, Any]]:
-    """The programs of each product by name, "ours" and the forms; instead of one the error that it raised."""
+    """The programs of each product by name, "ours" and the forms; where one failed, its error stands instead."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
         if "warps" in jt.target().features:
             _compile_kernels(tried, folder)
@@ -181,7 +182,8 @@ def _compiled(
 
 
 def _compile_kernels(tried: Mapping[Product, Sequence[Form]], folder: str) -> None:
-    """Fill the cache of compiled kernels: in processes, for the passes of all threads share one interpreter."""
+    """Fill the cache of compiled kernels: in processes, since the compiler passes of all threads would share one
+    interpreter."""
     here = jt.target().platform, jt.architecture(), folder
     jobs = [(p, form, *here) for p, many in tried.items() for form in (None, *many)]
     new = multiprocessing.get_context("spawn")
@@ -195,7 +197,7 @@ def _without_gpu() -> None:
 
 def _compile_kernel(job: tuple[Product, Form | None, str, str, str]) -> None:
     p, form, platform, arch, folder = job
-    with jt.config(arch=arch, cache_dir=folder), contextlib.suppress(Exception):  # which the program will raise
+    with jt.config(arch=arch, cache_dir=folder), contextlib.suppress(Exception):  # the program raises the error again
         function = p.ours if form is None else p.formed(form)
         jax.jit(function).trace(*p.types()).lower(lowering_platforms=(platform,))
 
@@ -259,7 +261,8 @@ def _searched(
 
 
 def _sampler(runner: timing.JaxRunner) -> Callable[[], float]:
-    """Short samples, and many of them: what a card's power allows changes from one tenth of a second to the next."""
+    """A sampler of short samples, of which many are taken: the speed that a card's power allows changes within tenths
+    of a second."""
     runner.run(1, 1)
     return lambda: runner.run(2, 2)
 

@@ -17,7 +17,7 @@ from jtile import ops
 
 
 class Size(NamedTuple):
-    """A token of each of `batch` rows, against a cache of `slots`."""
+    """One shape: a new token of each of `batch` rows, against a cache of `slots`."""
 
     batch: int
     slots: int
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Slots of each row in use."""
+        """The number of slots of each row that are in use."""
         rng, full = np.random.default_rng(0), np.full(self.batch, self.slots)
         return rng.integers(1, self.slots + 1, self.batch) if self.ragged else full
 
@@ -62,7 +62,7 @@ def _make(seed, size: Size):
     q, lengths = normal(3 * seed + 2, size.batch, HEADS, D, dtype="bfloat16"), jnp.asarray(size.lengths, jnp.int32)
     if not size.paged:
         return q, k, v, lengths
-    order = np.random.default_rng(1).permutation(size.batch * size.slots // PAGE)  # pages lie anywhere
+    order = np.random.default_rng(1).permutation(size.batch * size.slots // PAGE)  # the pages of a row are scattered
     k, v = (x.reshape(-1, PAGE, GROUPS, D) for x in (k, v))
     return q, k, v, lengths, jnp.asarray(order.reshape(size.batch, -1), jnp.int32)
 

@@ -44,7 +44,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def _both(kind: str, options: dict[str, Any], extras: Callable, pairs: float, shape: tuple) -> Iterator[Case]:
-    """Forward and gradient; `pairs`: keys that a query sees on average."""
+    """The cases of forward pass and gradient; `pairs`: keys that a query sees on average."""
     batch, t, heads, d = shape
     drawn = lambda seed, count: tuple(normal(4 * seed + n, *shape, dtype="bfloat16") for n in range(count))
     call = lambda f: lambda q, k, v, *more: f(q, k, v, extras=more, **options)
@@ -65,7 +65,7 @@ def _both(kind: str, options: dict[str, Any], extras: Callable, pairs: float, sh
 
 
 def _blocks(shape: tuple, side: int, count: int) -> Iterator[Case]:
-    """Lists of `count` blocks for each block of queries, of `side` positions both."""
+    """Cases with a list of `count` blocks of keys for each block of queries; blocks have `side` positions."""
     batch, t, heads, d = shape
     drawn = lambda seed, n: tuple(normal(4 * seed + i, *shape, dtype="bfloat16") for i in range(n))
     scores = lambda seed: jax.random.uniform(jax.random.key(seed), (batch, heads, t // side, t // side))
@@ -87,7 +87,7 @@ def _blocks(shape: tuple, side: int, count: int) -> Iterator[Case]:
 
 
 def _gathered(q, k, v, lists, *, side: int):
-    """Blocks of keys side by side for each block of queries, by a gather."""
+    """Attention to the listed blocks of keys, which a gather puts side by side for each block of queries."""
     batch, _, heads, d = q.shape
     cut = lambda x: x.reshape(batch, -1, side, heads, d).transpose(0, 3, 1, 2, 4)  # [batch, heads, blocks, side, d]
     found = lambda x: jnp.take_along_axis(cut(x)[:, :, None], lists[..., None, None], axis=3)

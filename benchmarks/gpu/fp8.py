@@ -37,7 +37,7 @@ def _ours(a, b):
 
 
 def _xla(a, b):
-    """As XLA's rewriter wants to see it, to call cuBLAS in 8 bits."""
+    """The product in the form for which XLA's rewriter calls cuBLAS in 8 bits."""
     return (jnp.matmul(a, b.T, preferred_element_type=jnp.float32) * SCALE).astype(jnp.bfloat16)
 
 
@@ -52,7 +52,7 @@ def _reference(a, b):
 
 
 def _blocks(seed, m: int, n: int, k: int):
-    """a [m, k], b [n, k]; scales of 1 x 128 for a, of 128 x 128 for b."""
+    """Arguments: a [m, k] with scales of 1 x 128 blocks, b [n, k] with scales of 128 x 128 blocks."""
     a, b = normal(4 * seed, m, k, dtype="float8_e4m3fn"), normal(4 * seed + 1, n, k, dtype="float8_e4m3fn")
     scales = (normal(4 * seed + 2, m, k // BLOCK), normal(4 * seed + 3, n // BLOCK, k // BLOCK))
     return a, b, *(jnp.exp2(s) for s in scales)

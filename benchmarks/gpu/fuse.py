@@ -14,7 +14,7 @@ from benchmarks.data import normal, size
 from benchmarks.gpu.case import Case
 
 TIMES = 4  # the sides of the programs for CPUs
-CALLS = 32  # in one program of XLA's, which takes seconds to compile for some of these
+CALLS = 32  # calls in one program, since XLA takes seconds to compile some of these
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
@@ -46,7 +46,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def _exact(fun):
-    """The program in float32, its products, too."""
+    """The program in float32, with products in float32, too."""
 
     def reference(*args):
         wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]

@@ -27,7 +27,7 @@ TINY = ((64, 128, 32),)
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
-    """Those with a transposed left operand come last: gradients have them."""
+    """The cases; products with a transposed left operand, which gradients have, come last."""
     for ta, tb in itertools.product((False, True), repeat=2):
         for m, n, k in TINY if tiny else SIZES:
             yield product("gemm", m, n, k, tb, pallas=m >= 2048 and not (ta or tb), ta=ta)
@@ -39,7 +39,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def product(workload: str, m: int, n: int, k: int, tb: bool, pallas: bool = False, ta: bool = False) -> Case:
-    """a [m, k] times b [k, n]; with `ta`, `tb` they lie in memory as [k, m], [n, k]."""
+    """The case a [m, k] times b [k, n]; with `ta`, `tb` the operands lie in memory as [k, m], [n, k]."""
     make = lambda seed: (
         normal(2 * seed, *((k, m) if ta else (m, k)), dtype="bfloat16"),
         normal(2 * seed + 1, *((n, k) if tb else (k, n)), dtype="bfloat16"),
@@ -60,7 +60,7 @@ def product(workload: str, m: int, n: int, k: int, tb: bool, pallas: bool = Fals
 
 
 def batched(batch: int, n: int) -> Case:
-    """a^T b of square matrices, as gradients of products have them."""
+    """The case a^T b of square matrices, as in gradients of products."""
     wide = lambda x: x.astype(jnp.float32)
     plain = lambda a, b, **options: jnp.matmul(a.swapaxes(1, 2), b, **options)
     return Case(
@@ -74,7 +74,7 @@ def batched(batch: int, n: int) -> Case:
 
 
 def with_epilogue(m: int, n: int, k: int, activation: str) -> Case:
-    """activation(a b + bias), against XLA's fusion of it behind its product."""
+    """The case activation(a b + bias), against XLA's product with a fusion behind it."""
     act: Callable = {"gelu": lambda y: jax.nn.gelu(y, approximate=False), "silu": jax.nn.silu}[activation]
     wide = lambda x: x.astype(jnp.float32)
     fused = lambda a, b, c: act(jnp.matmul(a, b, preferred_element_type=jnp.float32) + wide(c)).astype(a.dtype)

@@ -109,7 +109,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def _gradient(name: str, config: str, ours: Callable, plain: Callable, shapes: Any, peers: Any = None, **of: Any):
-    """Of a cotangent like the result and the arguments of `shapes`: all cotangents."""
+    """The case of a gradient: all cotangents, from a cotangent of the result and arguments of `shapes`."""
     n = len(shapes) - 1
     wide = lambda *args: pulled(plain, n)(*(x.astype(f32) for x in args))
     make = lambda seed: tuple(normal(8 * seed + k, *shape, dtype="bfloat16") for k, shape in enumerate(shapes))

@@ -17,7 +17,7 @@ from jtile import ops
 
 
 class Size(NamedTuple):
-    """x [rows, k] times w [groups, n, k] transposed."""
+    """One shape: x [rows, k] times the transposed w [groups, n, k]."""
 
     rows: int
     k: int
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each expert: uneven, as a router makes them, the same in every run."""
+        """The rows of each expert: uneven, as a router makes them, the same in every run."""
         rng = np.random.default_rng(self.groups)
         share = rng.gamma(2.0, size=self.groups)
         ends = np.floor(np.cumsum(share) / share.sum() * self.rows).astype(int)
@@ -85,7 +85,7 @@ def _torch_gradient(torch, x, w, sizes, dy):
 
 
 def _loop(counts: tuple[int, ...], torch, x, w, sizes):
-    """What one writes who has the sizes on the host."""
+    """The loop that somebody writes who has the sizes on the host."""
     out = torch.empty((x.shape[0], w.shape[1]), dtype=x.dtype, device=x.device)
     start = 0
     for expert, count in enumerate(counts):
@@ -95,7 +95,7 @@ def _loop(counts: tuple[int, ...], torch, x, w, sizes):
 
 
 def _reference(x, w, sizes):
-    """In float32, expert by expert over all rows."""
+    """The products in float32, expert by expert over all rows."""
     ends = jnp.cumsum(sizes)
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
 
@@ -110,7 +110,7 @@ def _reference(x, w, sizes):
 
 
 def _reference_gradient(x, w, sizes, dy):
-    """In bfloat16 from float32 products, expert by expert over all rows."""
+    """The gradients in bfloat16 from float32 products, expert by expert over all rows."""
     ends = jnp.cumsum(sizes)
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     product = functools.partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)

@@ -34,7 +34,8 @@ def by_kernel(run: Callable[[], object]) -> dict[str, tuple[int, float]]:
 def difference(
     whole: dict[str, tuple[int, float]], part: dict[str, tuple[int, float]], parts: int
 ) -> dict[str, tuple[float, float]]:
-    """What a `parts`-th of the kernels that `whole` has beside those of `part` takes, as `by_kernel` gives it."""
+    """The kernels that `whole` has beside those of `part`, counts and times divided by `parts`, as `by_kernel` gives
+    them."""
     found = {}
     for name, (n, us) in whole.items():
         before, earlier = part.get(name, (0, 0.0))
@@ -44,12 +45,12 @@ def difference(
 
 
 def rows(found: Mapping[str, tuple[float, float]], most: int = 40) -> dict[str, list[float]]:
-    """The longest ones as a record keeps them: [how often, microseconds in all], of four digits."""
+    """The longest kernels as a record keeps them: [how often, microseconds in all], of four digits."""
     return {name: [float(f"{n:.4g}"), float(f"{us:.4g}")] for name, (n, us) in [*found.items()][:most]}
 
 
 def table(found: Mapping[str, tuple[float, float]], most: int = 14) -> str:
-    """A line for each of the longest ones: share, microseconds in all, how often, microseconds of one, name."""
+    """A line for each of the longest kernels: share, microseconds in all, how often, microseconds of one, name."""
     if not found:
         return "    the profiler saw no kernel on a GPU"
     whole = sum(us for _, us in found.values())

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from benchmarks.data import normal
 
-# bytes that rotating arguments exceed: four times the 50 to 60 MB of the L2 of a Hopper, also enough for Blackwell
+# sets of arguments together have more bytes than this, four times the 50 to 60 MB of a Hopper's L2; also enough for
+# Blackwell
 COLD_BYTES = 256 << 20
 
 
@@ -31,13 +32,13 @@ class Machine:
         return 1e6 * max(moved / self.copy_rate, flops / self.peaks[unit])
 
     def bandwidth(self, working_set: int) -> float:
-        """Bytes a second of a copy, whatever the working set: everything is cold."""
+        """The bytes a second of a copy, for any working set, since everything is cold."""
         del working_set
         return self.copy_rate
 
 
 def device_name() -> str:
-    """`NVIDIA H200` -> `h200`."""
+    """The name of the GPU in records: `h200` for an `NVIDIA H200`."""
     kind = jax.devices()[0].device_kind.lower()
     return "-".join(word for word in kind.split() if word not in ("nvidia", "amd", "instinct"))
 
@@ -55,7 +56,7 @@ def measure(tiny: bool = False) -> Machine:
 
 
 def _seconds(function: Callable, args: tuple, turns: int) -> float:
-    """Of one call, the median of three batches after a warm-up of the same length."""
+    """The seconds of one call, the median of three batches after a warm-up of the same length."""
     seconds = []
     for _ in range(4):
         start = time.perf_counter()

@@ -21,7 +21,7 @@ from benchmarks.harness import Result, WrongResultError, result
 from benchmarks.report import number
 
 _MOST_SETS = 16
-_UNTUNED = {"xla_gpu_autotune_level": 0}  # of references: nobody waits for them
+_UNTUNED = {"xla_gpu_autotune_level": 0}  # compiler options of references, whose speed does not matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Options:
     profile: bool = False
 
     def takes(self, config: str, dtype: str) -> bool:
-        """Whether a line of this size and dtype is asked for: it has one of `match` in it, if there are any."""
+        """Whether a line of this size and dtype is asked for: one of `match` is part of its name, if there are any."""
         return not self.match or any(text in f"{config} {dtype}" for text in self.match)
 
 
 def set_count(case: Case, options: Options) -> int:
-    """Sets of arguments: one if they stay warm, else as many as no L2 cache holds."""
+    """The number of sets of arguments: one if they stay warm, else so many that no L2 cache holds all."""
     one = size(jax.eval_shape(case.make, 0))
     return 1 if case.warm else max(1, min(_MOST_SETS, math.ceil(options.cold_bytes / one)))
 
@@ -52,7 +52,7 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
     """The result of one case; a peer that fails or is wrong is left out, and `say` says why.
 
     Raises:
-      WrongResultError: ours is wrong. Whatever ours raises.
+      WrongResultError: ours is wrong. Errors that ours raises pass through.
     """
     began = time.monotonic()
     bound = machine.bound_us(case.bytes, case.flops, case.unit)
@@ -75,7 +75,7 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
 def _runners(
     case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable
 ) -> tuple[dict[str, Any], Callable]:
-    """By name, compiled and run once; and the reference, compiled.
+    """(the runners by name, compiled and run once; the reference, compiled).
 
     Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles.
     """
@@ -102,7 +102,7 @@ def _runners(
 
 @contextlib.contextmanager
 def _left_out_on_error(case: Case, name: str, say: Callable) -> Iterator[None]:
-    """A peer may fail; ours may not."""
+    """A block in which a peer may fail, which is then left out; errors of ours pass through."""
     try:
         yield
     except Exception as error:
@@ -112,7 +112,7 @@ def _left_out_on_error(case: Case, name: str, say: Callable) -> Iterator[None]:
 
 
 def _chosen(case: Case, options: Options, say: Callable) -> dict[str, Callable | Torch]:
-    """Ours and the peers that are wanted and can be had."""
+    """Ours, and the peers that are asked for and installed."""
     peers = {name: f for name, f in case.peers.items() if not name.startswith(options.without)}
     if any(isinstance(f, Torch) for f in peers.values()) and (reason := torch_peers.why_not()):
         peers = {name: f for name, f in peers.items() if not isinstance(f, Torch)}
@@ -121,13 +121,13 @@ def _chosen(case: Case, options: Options, say: Callable) -> dict[str, Callable |
 
 
 def _prepared(case: Case, name: str, sets: Sequence[tuple]) -> Sequence[tuple]:
-    """The arguments of one function."""
+    """The sets of arguments for the function `name`."""
     prepare = case.prepare.get(name)
     return jax.block_until_ready([prepare(*args) for args in sets]) if prepare else sets
 
 
 def _errors(case: Case, expected: Any, runners: dict[str, Any], say: Callable) -> dict[str, float]:
-    """Relative errors by name; wrong peers leave `runners`."""
+    """Relative errors by name; wrong peers are removed from `runners`."""
     errors = {}
     for name in list(runners):
         errors[name] = error = relative_error(runners[name].output, expected)
@@ -177,7 +177,7 @@ def _line(case: Case, got: Result, samples: dict[str, list[float]], errors: dict
 
 
 def short(error: BaseException, limit: int = 300) -> str:
-    """One line of an error."""
+    """An error in one line of at most `limit` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:limit]}"
 

@@ -17,7 +17,7 @@ from jtile import ops
 
 
 class Size(NamedTuple):
-    """New tokens of `batch` rows, each against a cache of `slots`."""
+    """One shape: new tokens of `batch` rows, each against a cache of `slots`."""
 
     batch: int
     slots: int
@@ -31,7 +31,7 @@ class Size(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Slots of each row in use."""
+        """The number of slots of each row that are in use."""
         rng = np.random.default_rng(0)
         full = np.full(self.batch, self.slots)
         return rng.integers(self.tokens, self.slots + 1, self.batch) if self.ragged else full
@@ -45,7 +45,7 @@ SIZES = (
 TINY = (Size(2, 96, tokens=2, ragged=True), Size(2, 128, paged=True))
 PAGE = 64
 HEADS, RANK, ROPE = 128, 512, 64
-SCALE = (128 + 64) ** -0.5  # by the heads before the projections are absorbed
+SCALE = (128 + 64) ** -0.5  # from the size of heads before the projections are absorbed
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
@@ -76,12 +76,12 @@ def _ours(q, cache, lengths, pages=None):
 
 
 def _rows(cache, pages):
-    """The cache row by row, whatever page it lies in."""
+    """The cache row by row, gathered from its pages."""
     return cache if pages is None else cache[pages].reshape(pages.shape[0], -1, cache.shape[2])
 
 
 def _seen(q, cache, length):
-    """bool [tokens, slots] of one row."""
+    """Which slots the tokens of one row see, bool [tokens, slots]."""
     last = length - q.shape[0] + jnp.arange(q.shape[0])[:, None]
     return jnp.arange(cache.shape[0])[None, :] <= last
 
@@ -94,7 +94,7 @@ def _one(q, cache, length, **precision):
 
 def _xla(q, cache, lengths, pages=None):
     cache = _rows(cache, pages)
-    if jax.default_backend() == "cpu":  # which has no batched products of bfloat16 that give float32
+    if jax.default_backend() == "cpu":  # it has no batched products of bfloat16 that give float32
         return jax.vmap(_one)(q.astype(jnp.float32), cache.astype(jnp.float32), lengths).astype(q.dtype)
     return jax.vmap(_one)(q, cache, lengths).astype(q.dtype)
 

@@ -38,13 +38,13 @@ def _make(seed, batch: int, heads: int, length: int):
 
 
 def _joined(q, k, rope, v):
-    """Keys of every head in one piece, as other kernels take them."""
+    """The keys of every head in one piece, as other kernels take them."""
     shared = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], ROPE))
     return q, jnp.concatenate([k, shared], 3), v
 
 
 def _sdpa(torch, q, k, v, *, causal: bool):
-    """cuDNN's kernel; FlashAttention 2 has none for values shorter than keys."""
+    """Attention by cuDNN's kernel; FlashAttention 2 has none for values shorter than keys."""
     from torch.nn import attention  # pyright: ignore[reportMissingImports]
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -53,7 +53,7 @@ def _sdpa(torch, q, k, v, *, causal: bool):
 
 
 def _xla(q, k, v, *, causal: bool):
-    v = jnp.pad(v, ((0, 0),) * 3 + ((0, ROPE),))  # heads have one size there
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, ROPE),))  # keys and values must have one size there
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")[..., :D]
 
 

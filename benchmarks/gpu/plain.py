@@ -22,7 +22,7 @@ Attention = Literal["xla", "cudnn"] | None
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a Llama; `attention`: what `jax.nn.dot_product_attention` is to use."""
+    """The sizes of a Llama; `attention`: the implementation that `jax.nn.dot_product_attention` uses."""
 
     heads: int
     kv_heads: int
@@ -59,7 +59,7 @@ def _norm(x, weight, eps: float):
 
 
 def _embedded(table, ids):
-    """[rows, t, hidden] of ids [rows, t]; the rows of a quantised table as float32."""
+    """The embeddings [rows, t, hidden] of ids [rows, t]; rows of a quantised table become float32."""
     if isinstance(table, QuantizedTensor):
         return table.rows(ids.reshape(-1)).dequantize().reshape(*ids.shape, -1)
     return jnp.take(table, ids, axis=0)
@@ -70,14 +70,14 @@ def _linear(x, weight):
 
 
 def _rotated(x, cos, sin):
-    """x [rows, t, heads, d] by the angles [1, t, 1, d / 2]."""
+    """x [rows, t, heads, d] rotated by angles, whose cos and sin are [1, t, 1, d / 2]."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
 
 def _forward(w, s: Sizes, ids, caches, first, lengths):
-    """The hidden states [rows, t, hidden] of ids [rows, t], which stand at `first` and behind it; and the caches with
-    them. lengths: of all rows, to attend to the caches; None for a prompt, which attends to itself."""
+    """(the hidden states [rows, t, hidden] of ids [rows, t], whose positions begin at `first`; the caches with them).
+    lengths: those of all rows, to attend to the caches; None for a prompt, which attends to itself."""
     x, out = _embedded(w["embedding"], ids), []
     for block, cache in zip(w["blocks"], caches, strict=True):
         x, cache = _block(block, w["frequencies"], s, x, cache, first, lengths)
@@ -121,7 +121,7 @@ def _no_cache(s: Sizes, rows: int, slots: int, dtype):
 
 @functools.partial(jax.jit, static_argnames="s")
 def logits(w, ids, *, s: Sizes):
-    """float32 [rows, t, vocab] of ids [rows, t]."""
+    """The logits, float32 [rows, t, vocab], of ids [rows, t]."""
     x, _ = _forward(w, s, ids, _no_caches(w, s, *ids.shape), jnp.int32(0), None)
     return _logits(w, s, x)
 
@@ -160,14 +160,14 @@ def _exact_head(w, x, *, s: Sizes):
 
 @functools.partial(jax.jit, static_argnames=("s", "slots"))
 def prefill(w, ids, *, s: Sizes, slots: int):
-    """Of ids [rows, t] the next tokens [rows, 1], and caches of `slots` slots."""
+    """(the next tokens [rows, 1] of ids [rows, t], caches of `slots` slots)."""
     x, caches = _forward(w, s, ids, _no_caches(w, s, ids.shape[0], slots), jnp.int32(0), None)
     return jnp.argmax(_logits(w, s, x[:, -1:]), -1).astype(jnp.int32), caches
 
 
 @functools.partial(jax.jit, static_argnames=("s", "length", "count"), donate_argnames="caches")
 def steps(w, tokens, caches, *, s: Sizes, length: int, count: int):
-    """`count` greedy tokens behind caches that hold `length`: (the last tokens [rows, 1], the caches)."""
+    """Makes `count` greedy tokens behind caches that hold `length`; returns (the last tokens [rows, 1], the caches)."""
 
     def one(i, carry):
         tokens, caches = carry

@@ -1,4 +1,5 @@
-"""A 4-bit or 8-bit weight matrix times rows of bf16, against products with the same weights in bf16; all in bf16 again.
+"""A 4-bit or 8-bit weight matrix times rows of bf16, against products with the same weights in bf16; all
+results are bf16.
 
 One and two rows are bound by reading the weights, 256 by the tensor cores.
 """

@@ -44,7 +44,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def _exact(q, k, v, *more):
-    """The plain form in float32, a batch row at a time: the gradient of a scan keeps much."""
+    """The plain form in float32, a batch row at a time, since the gradient of a scan keeps much."""
     rows = (*(x.astype(jnp.float32) for x in (q, k, v)), *more)
     one = lambda row: chunked(*(x[None] for x in row))[0]
     return jax.lax.map(one, rows)

@@ -16,8 +16,8 @@ from jtile.models.experts import Mixture
 
 
 def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndarray, ...]]:
-    """float32 [rows, t, vocab] of ids [rows, t] with activations of a dtype, and the experts of each mixture that the
-    tokens chose, [rows * t, k]."""
+    """(the logits, float32 [rows, t, vocab], of ids [rows, t] with activations of a dtype; the experts that the tokens
+    chose in each mixture, [rows * t, k])."""
     model: Any = lm.model
     model.dtype = dtype
     x, angles = model._enter(ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
@@ -31,7 +31,7 @@ def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndar
 
 @functools.partial(jax.jit, static_argnums=0)
 def _block(graph, state, x, cos, sin):
-    """(what a block makes of x, the experts that the tokens chose or None)."""
+    """(the output of a block for x, the experts that the tokens chose or None)."""
     block: Any = nnx.merge(graph, state)
     chosen = []
     if isinstance(block.mlp, Mixture):
@@ -46,5 +46,5 @@ def _block(graph, state, x, cos, sin):
 
 
 def touched(chosen: Sequence[np.ndarray], rows: int) -> float:
-    """How many experts of a mixture so many tokens go through together, the mean of all mixtures."""
+    """How many experts of a mixture `rows` tokens go through together, as the mean over all mixtures."""
     return float(np.mean([np.unique(of[:rows]).size for of in chosen])) if chosen else 0.0

@@ -15,7 +15,7 @@ from benchmarks.gpu.case import Case, Torch
 from jtile import ops
 
 SIZES = ((8192, 4096), (4096, 16384), (131072, 1024))
-WARM = (2048, 4096)  # with its result 32 MiB: as much as an L2 of 50 MiB keeps from call to call
+WARM = (2048, 4096)  # 32 MiB with its result: as much as an L2 of 50 MiB keeps from call to call
 EPS = norms.EPS
 
 
@@ -64,7 +64,7 @@ def _torch_layer(torch, x, w, b):
 
 
 def _arrays(rows: int, columns: int, wide: int, weights: int) -> Callable:
-    """From a seed to `wide` arrays [rows, columns] and then `weights` arrays [columns]."""
+    """A function from a seed to `wide` arrays [rows, columns] and then `weights` arrays [columns]."""
     shapes = [(rows, columns)] * wide + [(columns,)] * weights
     return lambda seed: tuple(
         normal(len(shapes) * seed + i, *shape, dtype="bfloat16") for i, shape in enumerate(shapes)
@@ -95,7 +95,7 @@ def _layer_norm_gradient(rows: int, columns: int, fixed: dict) -> Case:
 
 
 def _gradient(name: str, ours: Callable, xla: Callable, torch: Callable, rows: int, columns: int, fixed: dict) -> Case:
-    """Of the cotangent of the result and the arguments: the cotangents of all arguments."""
+    """The case of a gradient: from the cotangent of the result and the arguments, the cotangents of all arguments."""
     weights = 1 if name.startswith("rms") else 2
 
     def of_torch(torch_, ct, *args):

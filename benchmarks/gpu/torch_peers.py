@@ -28,7 +28,7 @@ def why_not() -> str | None:
 
 
 def to_torch(x: jax.Array) -> Any:
-    """The same memory as a tensor; 8-bit floats travel as bytes."""
+    """A torch tensor over the same memory; 8-bit floats travel as bytes."""
     import torch
 
     if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating):

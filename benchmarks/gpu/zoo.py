@@ -90,7 +90,7 @@ def _filters(tiny: bool) -> Iterator[Case]:
 
 
 def _convolutions(tiny: bool) -> Iterator[Case]:
-    """Against cuDNN, which XLA calls."""
+    """Convolutions against cuDNN, which XLA calls."""
     batch = 1 if tiny else 64
     for name in list(zoo.CONVOLUTIONS)[2:3] if tiny else zoo.CONVOLUTIONS:
         make = lambda seed, name=name: zoo.convolution_case(name, batch, "bfloat16", seed)[2]
@@ -109,7 +109,7 @@ def _convolutions(tiny: bool) -> Iterator[Case]:
 
 
 def _muon(x):
-    """As it is written for training, in bfloat16."""
+    """The update of Muon as it is written for training, in bfloat16."""
     a, b, c = optimizers.QUINTIC
     X = x / (jnp.linalg.norm(x.astype(jnp.float32)) + 1e-7).astype(x.dtype)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""What is put under load: an engine in this process, servers in others, and a loop over batches that wait."""
+"""The targets of a load: an engine in this process, servers in others, and a loop over batches that wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jtile.models import Engine, LanguageModel
 
 
 def of_engine(engine: Engine) -> Answer:
-    """An engine, asked as programs do."""
+    """An engine in this process, called as programs call it."""
 
     async def answer(call: Call) -> AsyncIterator[int]:
         async for _ in engine.stream(call.prompt, max_tokens=call.count, eos=None):
@@ -32,7 +32,7 @@ def of_engine(engine: Engine) -> Answer:
 
 def of_batches(lm: LanguageModel, rows: int, load: Load) -> Answer:
     """A plain loop for requests of one length: takes up to `rows` that wait, fills the batch up to `rows`, and makes
-    all tokens of these before it takes others."""
+    all their tokens before it takes others."""
     prompt, count = max(load.prompt.median, load.shared + 1), load.answer.median
     waiting: list[tuple[Call, asyncio.Queue]] = []
     busy = asyncio.Lock()
@@ -54,7 +54,7 @@ def of_batches(lm: LanguageModel, rows: int, load: Load) -> Answer:
         loop = asyncio.get_running_loop()
         async with busy:
             taken, waiting[:] = waiting[:rows], waiting[rows:]
-            if taken:  # else another one took this call along
+            if taken:  # else another call has taken this one into its batch
                 tell = lambda step: loop.call_soon_threadsafe(lambda: [queue.put_nowait(step) for _, queue in taken])
                 await asyncio.to_thread(batch, [one for one, _ in taken], tell)
         for _ in range(call.count):
@@ -81,7 +81,7 @@ def of_server(url: str, spell: Callable[[list[int]], str], **more) -> Answer:
                 if line.startswith("data: {") and (json.loads(line[6:]).get("choices") or [{}])[0].get("text"):
                     made += 1
                     yield 1
-            if 0 < made < call.count:  # tokens without a text of their own
+            if 0 < made < call.count:  # some tokens have no text of their own
                 yield call.count - made
 
     return answer
@@ -90,7 +90,7 @@ def of_server(url: str, spell: Callable[[list[int]], str], **more) -> Answer:
 @contextlib.contextmanager
 def server(command: list[str], ready: str, seconds: float = 300) -> Iterator[str]:
     """Runs a server of this machine; `{port}` in the command becomes a free one; `ready`: a path that answers 200 when
-    it is. Gives its address."""
+    the server is ready. Gives its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -125,7 +125,7 @@ def _answers(url: str) -> bool:
 
 
 def jtile_serve(rows: int, *more: str) -> list[str]:
-    """The command of our server."""
+    """The command of `jtile serve`."""
     return [sys.executable, "-m", "jtile.tools.cli", "serve", "--port", "{port}", "--rows", str(rows), *more]
 
 

@@ -28,8 +28,8 @@ Deliver = Callable[[Token | None, JtileError | None], None]
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request under way. deliver(token or None, error or None): is called with each token, and with None when
-    `completion` has its finish_reason, then with the error if that is "error"."""
+    """A request under way. `deliver(token, error)` is called with each token, and with the token None when
+    `completion` has its finish_reason; the error is None unless that reason is "error"."""
 
     request: Request
     completion: Completion
@@ -40,7 +40,8 @@ class Job:
 
 @dataclasses.dataclass
 class Totals:
-    """Since the start: requests that came and ended, by finish reason; tokens of prompts and answers; steps."""
+    """Totals since the start: requests that came, requests that ended, by finish reason, tokens of prompts and of
+    answers, and steps."""
 
     requests: int = 0
     finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -50,7 +51,7 @@ class Totals:
 
 
 class Core:
-    """Of a model with the sizes of `settings`; no two threads may be in it at a time."""
+    """The core for a model, with the sizes of `settings`; only one thread at a time may call it."""
 
     def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Parts] | None = None):
         self.lm, self.settings = lm, settings
@@ -58,7 +59,7 @@ class Core:
         tiles = {"tile": settings.tile, "singles": settings.singles}
         self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed, **tiles)
         self.device = Device(lm, settings, adapters or ())
-        self._weights = lm._weights  # those that the cache is of
+        self._weights = lm._weights  # the weights that the cache was computed with
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
         self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
@@ -69,7 +70,7 @@ class Core:
 
     @property
     def jobs(self) -> list[Job]:
-        """Those under way."""
+        """The requests under way."""
         return list(self._jobs.values())
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
@@ -85,7 +86,7 @@ class Core:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Ends a request whose client has gone; nothing if it has ended."""
+        """Ends a request whose client has gone; does nothing if it has ended."""
         if job.sequence in self._jobs:
             self._end(job, "cancelled")
 
@@ -93,14 +94,14 @@ class Core:
         """Ends all requests with an error."""
         self._flying.clear()
         for job in self.jobs:
-            with contextlib.suppress(Exception):  # it may be what has failed
+            with contextlib.suppress(Exception):  # `deliver` may be what has failed
                 self.scheduler.finish(job.sequence)
             self._end(job, "error", error)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Dispatches a step, if there is something to do, and reads the one before it. `meanwhile()` is called between:
-        whoever it wakes runs while the device does, not before it has work."""
-        if self.lm._weights is not self._weights:  # by this engine, or another one of the same model
+        """Dispatches a step, if there is something to do, and reads the one before it. `meanwhile()` is called between
+        the two: the threads that it wakes run while the device works, not before it has work."""
+        if self.lm._weights is not self._weights:  # this engine or another one of the same model has changed them
             self._weights = self.lm._weights
             self.scheduler.reset()
         plan = self.scheduler.plan()
@@ -121,7 +122,7 @@ class Core:
             self._read(plan, *result.read())
 
     def update_weights(self, weights: list) -> None:
-        """See `Engine.update_weights`; weights: of `checked_weights`."""
+        """Replaces the weights as `Engine.update_weights` says; weights: the result of `checked_weights`."""
         self.lm._weights = weights
 
     def _read(self, plan: Plan, tokens: np.ndarray, rates: Rates | None) -> None:
@@ -132,7 +133,7 @@ class Core:
             self._take(segment, rates, 0 if of is None else of[segment.sequence])
 
     def _take(self, segment: Segment, rates: Rates | None, i: int) -> None:
-        """A token of an answer; with rates, number i of them."""
+        """Takes a token of an answer; `rates`, if given, hold its log-probabilities at number i."""
         sequence = segment.sequence
         job = self._jobs[sequence]
         completion, request, stops = job.completion, job.request, job.text
@@ -180,10 +181,10 @@ class Core:
 
 
 def checked_weights(lm: LanguageModel, weights) -> list:
-    """Copies of the leaves of a tree of weights that is like that of the model.
+    """Copies of the leaves of a tree of weights that has the structure of the model's own.
 
     Raises:
-      ModelError: another tree, or an array of another shape or dtype; the model is cut over a mesh.
+      ModelError: the tree, or the shape or dtype of an array, is another one, or the model is cut over a mesh.
     """
     if lm.devices is not None:
         raise ModelError(
@@ -193,7 +194,7 @@ def checked_weights(lm: LanguageModel, weights) -> list:
     tree = lm._structure[1]
     try:
         leaves, found = jax.tree.flatten(weights)
-    except (TypeError, ValueError):  # keys that have no order
+    except (TypeError, ValueError):  # the keys of the tree have no order
         leaves, found = [], None
     if found is None or found != tree:
         raise ModelError(

@@ -24,9 +24,10 @@ COPIES = 8  # pages that one program copies
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How the tokens of one sequence are chosen. level: the first of `LEVELS` that can; options: of `Sampling.rows`,
-    for one row; bias: {token: number}; logprobs: how many of the likeliest tokens are to be reported, None for no
-    log-probabilities; prompt: how many of the tokens are not counted by penalties of the answer."""
+    """How the tokens of one sequence are chosen. level: the first of `LEVELS` that can choose so; options: those
+    of `Sampling.rows`, for one row; bias: {token: number}; logprobs: how many of the likeliest tokens are to be
+    reported, None for no log-probabilities; prompt: how many tokens belong to the prompt, which penalties of the answer
+    do not count."""
 
     level: int
     options: dict[str, np.ndarray]
@@ -42,7 +43,8 @@ LEVELS = (programs.GREEDY, programs.DRAWS, programs.ALL)
 
 
 class Rates(NamedTuple):
-    """Log-probabilities of a step: of the chosen tokens [k]; of the likeliest ones [k, n], and their ids."""
+    """Log-probabilities of a step: those of the chosen tokens [k], those of the likeliest tokens [k, n], and their
+    ids."""
 
     chosen: np.ndarray
     best: np.ndarray
@@ -51,26 +53,27 @@ class Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a step gives, on the device: tokens int32 [k], of `Plan.samples` and then of padding."""
+    """The result of a step, on the device: tokens int32 [k], first those of `Plan.samples`, then padding."""
 
     tokens: jax.Array
     rates: tuple[jax.Array, ...] | None
 
     def read(self) -> tuple[np.ndarray, Rates | None]:
-        """Waits for the step."""
+        """Waits for the step; returns its tokens and log-probabilities on the host."""
         rates = None if self.rates is None else Rates(*(np.asarray(x) for x in self.rates))
         return np.asarray(self.tokens), rates
 
 
 class Device:
-    """Of a model, with the sizes of `settings`. Its programs run in the order of the calls; no call waits for one."""
+    """The device of an engine, for a model, with the sizes of `settings`. Programs run in the order of the calls; no
+    call waits for one."""
 
     def __init__(self, lm: LanguageModel, settings: Settings, adapters: Sequence[Parts] = ()):
         self._lm, self._settings = lm, settings
         self._adapters = _stacks(lm, adapters)
         entries = programs.pool_of(lm, settings.pages, settings.page, lm.cache_dtype)
         self._entries = jax.tree.map(lambda x: self._zeros(x.shape, x.dtype, ENTRIES), entries)
-        slots = settings.rows + 1  # the last one is that of padding
+        slots = settings.rows + 1  # the last slot is for padding
         self._last = self._zeros((slots,), jnp.int32)
         self._table = np.full((slots, settings.width), -1, np.int32)
         self._written = [0] * slots  # how many pages of the sequence that runs there a row of the table holds
@@ -94,7 +97,7 @@ class Device:
         progress(len(todo), len(todo))
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
-        """Brings the state of a sequence with these tokens to its slot."""
+        """Writes the state of a sequence with these tokens into its slot."""
         self._written[slot] = 0
         options = {name: x[0] for name, x in row.options.items()}
         self._options = self._put(self._options, np.int32(slot), options)
@@ -110,8 +113,8 @@ class Device:
             self._penalties = self._put(self._penalties, np.int32(slot), rows)
 
     def run(self, plan: Plan, level: int, logprobs: bool, masks: Mapping[int, np.ndarray] | None = None) -> Result:
-        """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need; `masks`: of
-        `plan.samples[i]` the tokens that may be chosen, as `Guide.allowed` gives them."""
+        """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need; `masks`: by
+        i, the tokens that may be chosen for `plan.samples[i]`, as `Guide.allowed` gives them."""
         self._copy_pages(plan.copies)
         n, singles = self._settings.layout([segment.count for segment in plan.segments])
         batch, of, which = self._arrays(plan, n, singles)
@@ -129,8 +132,8 @@ class Device:
         return Result(tokens, rates)
 
     def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `programs.step` and `programs.choose` take; the table is brought up to date. Of a sequence in tiles the
-        first one has padding in front."""
+        """The arguments of `programs.step` and `programs.choose` for a plan; brings the table up to date, too. If a
+        sequence takes tiles, the padding stands at the beginning of its first one."""
         slots, k, tile = self._settings.rows, self._settings.samples(n), self._settings.tile
         batch = np.zeros((5, n), np.int32)
         batch[1], batch[2] = -1, slots
@@ -141,7 +144,7 @@ class Device:
         alone, behind, samples = [], singles, []
         for segment in plan.segments:
             sequence, start, count, slot = segment.sequence, segment.start, segment.count, segment.slot
-            if count == 1:  # most are: all of them are written at once
+            if count == 1:  # most sequences have one token; all of these are written at once
                 end = len(alone) + 1
                 token = sequence.tokens[start] if start < len(sequence.tokens) else 0
                 alone.append((token, start, slot, segment.pending, sequence.adapter))
@@ -170,7 +173,8 @@ class Device:
             self._written[slot] = len(pages)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        """In groups that read nothing which another group has written: see `Scheduler`, no target is a source."""
+        """Copies pages, (from, to), in groups. No group reads what another one has written, since the scheduler makes
+        no page both a source and a target."""
         for first in range(0, len(copies), COPIES):
             group = copies[first : first + COPIES]
             sources = np.zeros((COPIES,), np.int32)
@@ -186,7 +190,7 @@ class Device:
     # -- compiled programs ---------------------------------------------------------------------------------------------
 
     def _get(self, key: tuple, function: Callable, *args, **static) -> jax.stages.Compiled:
-        """A program of `programs`, compiled for such arguments, over the devices of the model."""
+        """A function of `programs`, compiled for arguments like these over the devices of the model."""
         if key not in self._compiled:
             devices = self._lm.devices
             lower = function.lower if devices is None else functools.partial(devices.lower, function)
@@ -223,8 +227,8 @@ class Device:
 
 
 def _stacks(lm: LanguageModel, adapters: Sequence[Parts]):
-    """The updates of adapters for `programs.step`, None for no adapters; over a mesh an array of those of each device
-    stands for them, as of weights."""
+    """The updates of adapters for `programs.step`, None for no adapters; over a mesh they are arrays of each device's
+    updates, as weights are."""
     parts = {at: stacked([adapter[at] for adapter in adapters], lm.dtype) for at in (lm.shares or (WHOLE,))}
     if lm.devices is None:
         return parts[WHOLE] or None

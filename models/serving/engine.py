@@ -40,24 +40,25 @@ class Engine:
     Args:
       lm: the model; its `page_size` and `cache_dtype` are those of the cache.
       rows: requests that run at a time; others wait, first come, first served. Default 16 on CPUs, 128 on GPUs.
-      shapes: numbers of tokens, ascending, that a step may have; it takes the smallest that holds its tokens, those of
-        padding included, and a program is compiled for each. The largest is what a step computes of prompts at most.
-      cache_tokens: tokens that the cache holds, of all requests together, and of earlier ones where there is room. By
-        default what 1 GiB holds on a CPU, and 80 % of the free memory on a GPU, or less where rows do not need it.
-      max_length: of prompt and answer of a request together, in tokens; by default the context of the model.
+      shapes: numbers of tokens, ascending, that a step may have; a step takes the smallest that holds its tokens, with
+        padding, and a program is compiled for each. The largest is the most that a step computes of prompts.
+      cache_tokens: tokens that the cache holds, for all requests together, and for earlier ones where there is room. By
+        default as many as 1 GiB holds on a CPU, and 80 % of the free memory on a GPU, or fewer if rows do not need
+        them.
+      max_length: the most tokens of a request, prompt and answer together; by default the context of the model.
       max_waiting: requests that may wait.
-      prefix_cache: whether requests share what they have in common, with earlier ones too.
-      chunked_prefill: whether prompts are computed in chunks beside the tokens of answers. Without, each is computed
-        at once, as far as a step holds it, and the answers of others wait meanwhile.
-      invariant: only shapes and kernels whose sums do not depend on the number of rows. Without, few requests are
+      prefix_cache: whether requests share the cache of equal beginnings, also with earlier requests.
+      chunked_prefill: whether prompts are computed in chunks beside the tokens of answers. Otherwise each is
+        computed at once, as far as a step holds it, and the answers of others wait meanwhile.
+      invariant: use only shapes and kernels whose sums do not depend on the number of rows. Otherwise few requests are
         answered sooner on a CPU, and a request's tokens may differ with the load where two logits are nearly equal.
       adapters: low-rank adapters (LoRA) that requests may ask for by these names, as folders that `peft` or
-        `jtile.models.save_adapter` wrote. Requests of different ones run in the same steps.
-      compile_ahead: compile all programs now, not when they are needed first.
-      progress: is called with (programs compiled, of how many) meanwhile.
+        `jtile.models.save_adapter` wrote. Requests of different adapters run in the same steps.
+      compile_ahead: compile all programs now, not when each is needed first.
+      progress: a function that is called meanwhile with (how many programs are compiled, of how many).
 
     Raises:
-      ModelError: numbers that are none, or that do not fit each other.
+      ModelError: an argument is not the number that it should be, or arguments do not fit each other.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Engine:
         if compile_ahead:
             self._core.device.compile(progress or (lambda done, total: None))
         self._worker = Worker(self._core)
-        weakref.finalize(self, self._worker.stop).atexit = False  # an engine that nobody has any more
+        weakref.finalize(self, self._worker.stop).atexit = False  # stops the thread when the engine is collected
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Engine:
         adapter: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
-        """The tokens that continue a prompt, as they come: to be iterated by `async for` or `for`.
+        """The tokens that continue a prompt, as they come, for `async for` or `for`.
 
         Args:
           prompt: text, or token ids.
@@ -126,7 +127,7 @@ class Engine:
         """The number of an adapter, for `request.read_request`.
 
         Args:
-          name: of the adapter; None for the model without one.
+          name: the name of the adapter; None for the model without one.
         Returns:
           Its number; 0 for None.
         Raises:
@@ -138,10 +139,10 @@ class Engine:
         return 0 if name is None else 1 + known.index(name)
 
     def submit(self, request: Request) -> Stream:
-        """Take a request, as `stream` does.
+        """Takes a request, as `stream` does.
 
         Args:
-          request: as `request.read_request` has checked it.
+          request: a request that `request.read_request` has checked.
         Returns:
           Its `Stream`.
         """
@@ -189,7 +190,7 @@ class Engine:
                     streams.append(self.submit(requests[0]))
                     requests.popleft()
             except QueueFullError:
-                if ended == len(streams):  # the queue is full of other callers' requests
+                if ended == len(streams):  # the queue is full, and only of other callers' requests
                     self._worker.wait(0.1)
                     continue
             streams[ended].result()
@@ -208,7 +209,7 @@ class Engine:
           weights: a tree like `nnx.state(lm.model)`.
 
         Raises:
-          ModelError: another tree, or other shapes or dtypes; the model is cut over a mesh.
+          ModelError: the tree, a shape or a dtype is another one, or the model is cut over a mesh.
         """
         leaves, core = checked_weights(self.lm, weights), self._core
         self._worker.finish(lambda: core.update_weights(leaves), "took the new weights")
@@ -239,11 +240,11 @@ class Engine:
 
     @property
     def closed(self) -> str | None:
-        """Why it takes no more requests; None while it does."""
+        """Why the engine takes no more requests; None while it takes them."""
         return self._worker.closed
 
     def close(self, drain: bool = False) -> None:
-        """Ends the engine, which takes no new requests from now on.
+        """Closes the engine, which takes no new requests from now on.
 
         Args:
           drain: wait until all requests have their answers; otherwise running requests end as "cancelled".
@@ -258,10 +259,11 @@ class Engine:
 
 
 def _adapters_of(lm: LanguageModel, given: Mapping[str, str | os.PathLike | Adapter]) -> dict[str, Parts]:
-    """Those in folders are read.
+    """The parts of each adapter by name; adapters that are given as folders are read.
 
     Raises:
-      ModelError: a folder holds none, or one of another model; a name is empty; a model over a mesh takes folders.
+      ModelError: a folder holds no adapter, or that of another model; a name is empty; or the model is cut over a mesh,
+        where adapters must be folders.
     """
     if not isinstance(lm, LanguageModel) or not given:
         return {}
@@ -279,11 +281,11 @@ def _adapters_of(lm: LanguageModel, given: Mapping[str, str | os.PathLike | Adap
 
 
 class Stream(AsyncIterator[Token], Iterator[Token]):
-    """The answer to a request: an iterator over its tokens, asynchronous or not, to be read by one reader.
+    """The answer to a request: an iterator over its tokens, asynchronous or not, for one reader.
     `completion` is what the engine has made so far. A stream that is dropped is cancelled."""
 
     def __init__(self, engine: Engine, mail: Mail):
-        self._engine, self._worker, self._mail = engine, engine._worker, mail  # the engine goes on while there are any
+        self._engine, self._worker, self._mail = engine, engine._worker, mail  # the engine lives as long as its streams
 
     @property
     def completion(self) -> Completion:
@@ -296,10 +298,10 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
             self._worker.do(lambda: mail.cancel(core))
 
     def result(self) -> Completion:
-        """Waits for the end; the whole answer.
+        """Waits for the end of the answer.
 
         Raises:
-          EngineError, ModelError: it failed.
+          EngineError, ModelError: the answer failed.
         """
         with self._worker.changed:
             while not self._mail.ended:
@@ -312,7 +314,7 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
         return self
 
     async def __anext__(self) -> Token:
-        if self._mail.items:  # no lock: nobody else takes any
+        if self._mail.items:  # no lock is needed: nobody else takes items out
             return self._mail.items.popleft()
         loop = asyncio.get_running_loop()
         while True:

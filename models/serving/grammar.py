@@ -1,4 +1,5 @@
-"""Answers of a given form: JSON of a schema, texts of a regular expression or a grammar, by the package llguidance."""
+"""Answers of a given form: JSON that fits a schema, texts that fit a regular expression or a grammar, by the package
+llguidance."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from ..tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be; text: in llguidance's own form. By `json`, `regex` or `lark`.
+    """The form that an answer must have; `json`, `regex` and `lark` make one. text: the grammar in llguidance's own
+    form.
 
     Raises:
       ModelError: llguidance is not installed.
@@ -31,11 +33,11 @@ class Grammar:
         """JSON that a JSON schema describes, without white space that nobody needs.
 
         Args:
-          schema: as a mapping; None: any object.
+          schema: the schema as a mapping; None allows any object.
         Returns:
           A `Grammar`.
         Raises:
-          PromptError: this is no JSON schema.
+          PromptError: `schema` is no JSON schema.
         """
         schema = {"type": "object"} if schema is None else schema
         try:
@@ -72,7 +74,7 @@ class Guide:
     """Where one answer stands in its grammar.
 
     Raises:
-      PromptError: the grammar says nothing, or the model has no tokenizer.
+      PromptError: the grammar is not valid, or the model has no tokenizer.
     """
 
     def __init__(self, lm: LanguageModel, grammar: Grammar):
@@ -83,20 +85,20 @@ class Guide:
         self._matcher = _matcher()(tokenizer, grammar.text, log_level=0)
         if self._matcher.is_error():
             first, *more = self._matcher.get_error().splitlines()
-            reason = " ".join([first, *(line for line in more if line.startswith("error:"))])  # of a regular expression
+            reason = " ".join([first, *(line for line in more if line.startswith("error:"))])  # of a wrong regex
             raise PromptError(f"the grammar or schema of the answer is none: {reason}")
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: bit i % 32 of number i // 32 of uint32 [vocab / 32, rounded up]."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._words)  # it has a word more
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._words)  # the mask has a word more
 
     def take(self, token: int) -> bool:
-        """Goes on by a token; False if it may not come here."""
+        """Advances by a token; returns False if the token may not come here."""
         return self._matcher.consume_token(token)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing may come any more."""
+        """Whether the answer is complete, so that no token may follow."""
         return self._matcher.is_stopped()
 
 
@@ -110,7 +112,7 @@ def _matcher():
 
 @functools.lru_cache(maxsize=4)
 def _tokenizer(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]):
-    """What llguidance knows of a vocabulary: a second's work for 50,000 tokens."""
+    """llguidance's tokenizer for a vocabulary; for 50,000 tokens it takes a second to make."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(ends) or None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class PagePool:
-    """`count` pages by number. A page that is taken has one owner, and more where sequences share it; it is free again
-    when its last owner lets go. The prefix tree is an owner that can be asked to let go: a page that it alone owns is
-    `idle`."""
+    """A pool of `count` pages, each named by its number. A page that is taken has one owner, and more where sequences
+    share it; it is free again when its last owner lets go. The prefix tree is an owner that can be asked to let go: a
+    page that it alone owns is `idle`."""
 
     def __init__(self, count: int):
         self.count = count
@@ -39,7 +39,7 @@ class PagePool:
         self._change(page, 1)
 
     def release(self, page: int) -> None:
-        """Takes an owner from a page."""
+        """Removes an owner of a page."""
         self._change(page, -1)
 
     def keep(self, page: int) -> None:

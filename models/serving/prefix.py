@@ -31,8 +31,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What the tree has of some tokens: `pages`, all of whose tokens are theirs, and of the tokens behind them the
-    first `count` at the beginning of page `partial`, which is to be copied."""
+    """What the tree has of some tokens: `pages`, which hold the first of them, and page `partial`, which is to be
+    copied: its first `count` tokens are those that follow."""
 
     pages: tuple[int, ...]
     partial: int | None = None
@@ -68,8 +68,8 @@ class PrefixTree:
         return Match(tuple(pages), partial.page if partial else None, count)
 
     def insert(self, tokens: Sequence[int], pages: list[int], first: int, adapter: int = 0) -> None:
-        """Adds whole pages: `pages[i]` holds the tokens of page i. Those before `first` are in the tree already. Where
-        it has equal tokens in another page, the owner of `pages` gets that one, and its own is released."""
+        """Adds whole pages: `pages[i]` holds the tokens of page i. Pages before `first` are in the tree already.
+        If the tree has equal tokens in another page, that one replaces the page in `pages`, which is released."""
         if not self._enabled:
             return
         node = self._root(adapter)
@@ -88,8 +88,8 @@ class PrefixTree:
         self._touch(node)
 
     def evict(self, count: int) -> int:
-        """Lets go of up to `count` pages that it alone owns, the least recently used first and never one whose
-        children it keeps; returns of how many."""
+        """Lets go of up to `count` pages that the tree alone owns, the least recently used first and never one whose
+        children it keeps; returns how many it let go of."""
         gone = 0
         for node in list(self._recent) if count > 0 else ():
             if gone == count:
@@ -115,7 +115,8 @@ class PrefixTree:
         self._pool.drop(node.page)
 
     def _touch(self, node: Node) -> None:
-        """A node and those above it are the most recently used, the root's child most of all: leaves go first."""
+        """Marks a node and those above it as most recently used, the root's child last, so that leaves are evicted
+        first."""
         while node.parent is not None:
             self._recent.move_to_end(node)
             node = node.parent
@@ -128,12 +129,12 @@ class PrefixTree:
 
 
 def _encoded(tokens: Sequence[int]) -> bytes:
-    """Tokens as bytes whose order is theirs."""
+    """Tokens as bytes that sort in the order of the tokens."""
     return np.asarray(tokens, ">i4").tobytes()
 
 
 def _nearest(node: Node, rest: bytes) -> tuple[Node | None, int]:
-    """Of the children the one that begins with most of the tokens `rest`, and their number."""
+    """The child whose key begins with most of the tokens `rest`, and their number."""
     at = bisect.bisect_left(node.order, rest)
     best: Node | None = None
     count = 0

@@ -25,18 +25,18 @@ from ..sampling import Steps
 GREEDY = Steps()
 DRAWS = Steps(draws=True, greedy=True, top_k=True, top_p=True, min_p=True)
 ALL = DRAWS._replace(repetition=True, counts=True, bias=True)
-PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, of the size of the vocabulary
-LOGPROBS = 20  # the most likely tokens that a step reports, where somebody wants any
+PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, each as long as the vocabulary
+LOGPROBS = 20  # how many of the likeliest tokens a step reports, if a request wants any
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "tiles"), donate_argnames=("entries",))
 def step(structure, weights, entries, last, table, batch, of, adapters, *, splits, tiles=None):
     """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
 
-    batch: int32 [5, n] of n tokens: themselves, their positions, the slots of their sequences, whether the token is the
-    newest of its slot instead, which stands in `last`, int32 [slots], and the number of its adapter, 0 for none. table:
-    int32 [slots, pages of a row]. Of the last slot, that of padding, nothing is kept; its positions are -1. adapters:
-    of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
+    batch: int32 [5, n], for each of n tokens its id, its position, the slot of its sequence, whether its id is to be
+    taken from `last`, int32 [slots], the newest token of each slot, and the number of its adapter, 0 for none. table:
+    int32 [slots, pages of a row]. The last slot is for padding, of which nothing is kept; its positions are -1.
+    adapters: the result of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
     tokens, positions, slots, pending, adapter = batch
     tokens = jnp.where(pending > 0, last[slots], tokens)
     cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
@@ -53,10 +53,11 @@ def step(structure, weights, entries, last, table, batch, of, adapters, *, split
 def choose(logits, last, penalties, options, which, allowed, *, steps, logprobs):
     """Chooses the next token of each row of the logits [k, vocab].
 
-    which: int32 [2, k], the slots, and how many tokens of their answers were made. options: what `Sampling.rows` gives
-    of every slot; penalties: `PENALTIES` of every slot [slots, vocab], for `ALL`, else {}. allowed: the bits of tokens
-    that may be chosen, uint32 [k, vocab / 32, rounded up], or None. Returns (int32 [k] tokens,
-    None or (their log-probabilities [k], those of the likeliest `LOGPROBS` [k, n], their ids [k, n]), last, penalties).
+    which: int32 [2, k], the slot of each row, and how many tokens of its answer were made. options: what
+    `Sampling.rows` gives of every slot; penalties: `PENALTIES` of every slot [slots, vocab], for `ALL`, else {}.
+    allowed: the bits of tokens that may be chosen, uint32 [k, vocab / 32, rounded up], or None. Returns (int32 [k]
+    tokens, None or (their log-probabilities [k], those of the likeliest `LOGPROBS` [k, n], their ids [k, n]), last,
+    penalties).
     """
     slots, made = which
     numbers = {name: x[slots] for name, x in options.items()}
@@ -77,7 +78,7 @@ def choose(logits, last, penalties, options, which, allowed, *, steps, logprobs)
 
 
 def _masked(logits, allowed):
-    """-inf where the bit of a token is 0; NaN stays."""
+    """The logits, -inf where the bit of a token is 0; NaN stays."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
     bits = jax.lax.shift_right_logical(allowed[:, ids // 32], (ids % 32)[None, :]) & 1
     return jnp.where((bits > 0) | jnp.isnan(logits), logits, -jnp.inf)
@@ -96,7 +97,7 @@ def copy(entries, sources, targets):
 
 
 def pool_of(lm, pages: int, page: int, dtype: str | None):
-    """What the entries of a cache of so many pages are: shapes and dtypes."""
+    """The shapes and dtypes of the entries of a cache with so many pages."""
     layout = kv.Layout(page, dtype, page=page)  # no windows: they are masks here, so that pages may be shared
 
     def one(weights):

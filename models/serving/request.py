@@ -91,7 +91,7 @@ def read_request(
     grammar: Grammar | None = None,
     adapter: int = 0,
 ) -> Request:
-    """A request to a model whose texts have at most `length` tokens; see `Engine.stream`.
+    """Checks a request to a model whose texts have at most `length` tokens; see `Engine.stream`.
 
     Raises:
       PromptError: the prompt is empty, too long (ContextError), or no prompt; an option is out of its range.

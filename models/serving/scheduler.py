@@ -1,10 +1,10 @@
 """The scheduler: which tokens of which sequences the next step computes, and in which pages. Pure Python.
 
-A step computes up to `budget` tokens: one of every sequence that is decoding, and with what is left of the budget
-chunks of prompts: half of it of the one that came first, the rest of those of which least is missing, so that a long
-prompt goes on whatever comes, and holds up no short one. Sequences get pages as they grow. Where there are none left
-the one that came last is preempted: it gives its pages back, waits at its old place in the queue, and is computed again
-from its tokens. So the oldest sequence always goes on, and every one of them becomes the oldest.
+A step computes up to `budget` tokens: one of every sequence that is decoding, and chunks of prompts with what is left
+of the budget. Half of that goes to the prompt that came first, the rest to those with the fewest tokens left, so that a
+long prompt goes on whatever comes, and holds up no short one. Sequences get pages as they grow. Where there are none
+left the one that came last is preempted: it gives its pages back, waits at its old place in the queue, and is computed
+again from its tokens. So the oldest sequence always goes on, and every one of them becomes the oldest.
 
 Steps are planned before the tokens of the last one are known: a sequence may have a `pending` token, which only the
 device knows.
@@ -23,7 +23,8 @@ import numpy as np
 from .pages import PagePool
 from .prefix import Match, PrefixTree, common_length
 
-# New sequences of a step that has enough to do: each is compared with those that run, and brought to the device.
+# The most new sequences of a step that has enough to do: each is compared with those that run, and brought to the
+# device.
 SEATS = 16
 
 
@@ -31,11 +32,11 @@ SEATS = 16
 class Sequence:
     """One row of text under way.
 
-    order: its place in the queue. tokens: those that the host knows, of the prompt and of the answer; pending: how many
-    more of the answer there are that only the device knows. computed: how many tokens the cache holds, behind the steps
-    that were planned; pages: where. slot: the row of the device's state, while it runs. cached: tokens of the prompt
-    that were found in the cache when it started first; None before. stepwise: the host has to know each token before it
-    can say how the next one is chosen. adapter: the number of its adapter, 0 for none.
+    order: its place in the queue. tokens: the tokens of prompt and answer that the host knows; pending: how many more
+    tokens of the answer only the device knows. computed: how many tokens the cache holds after all planned steps;
+    pages: the pages that hold them. slot: the row of the device's state, while the sequence runs. cached: how many
+    tokens of the prompt were found in the cache when the sequence first started; None before. stepwise: the host has to
+    know each token before it can say how the next one is chosen. adapter: the number of its adapter, 0 for none.
     """
 
     order: int
@@ -57,17 +58,17 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens so far, with the pending ones."""
+        """The number of tokens so far, with the pending ones."""
         return len(self.tokens) + self.pending
 
     @property
     def made(self) -> int:
-        """Tokens of the answer so far, with the pending ones."""
+        """The number of tokens of the answer so far, with the pending ones."""
         return self.length - len(self.prompt)
 
     @property
     def ready(self) -> bool:
-        """Whether something can be computed: it has not all the tokens that it may have, nor waits for one of them."""
+        """Whether something can be computed: the sequence may have more tokens, and does not wait for one of them."""
         return self.made < self.max_tokens and not (self.stepwise and self.pending)
 
 
@@ -101,7 +102,7 @@ class Plan:
 
     @functools.cached_property
     def samples(self) -> list[Segment]:
-        """Those that choose a token, in the order of the step's results."""
+        """The segments that choose a token, in the order of the step's results."""
         return [segment for segment in self.segments if segment.samples]
 
 
@@ -116,11 +117,11 @@ class Counts:
 
 
 class Scheduler:
-    """Of up to `rows` sequences at a time, over `pages` pages of `page` slots; a step has up to `budget` tokens, more
-    than rows. `chunk`: of a prompt a step computes at most so many. `prefixes`: whether pages are shared. `mixed`: a
-    step may have tokens of answers and chunks of prompts; without, prompts are computed whole, as far as a step holds
-    them, and answers wait meanwhile. `tile`: of more than 1, chunks of prompts take whole tiles of a step, behind
-    `singles` places of tokens that stand alone."""
+    """The scheduler of up to `rows` sequences at a time, over `pages` pages of `page` slots; a step has up to `budget`
+    tokens, more than rows. `chunk`: the most tokens of one prompt that a step computes. `prefixes`: whether pages are
+    shared. `mixed`: a step may have tokens of answers and chunks of prompts; otherwise prompts are computed whole, as
+    far as a step holds them, and answers wait meanwhile. `tile`: if it is more than 1, chunks of prompts take whole
+    tiles of a step, behind `singles` places of tokens that stand alone."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Scheduler:
         self.page, self.rows, self.budget, self.chunk = page, rows, budget, chunk or budget
         self.prefixes, self.mixed = prefixes, mixed
         self.tile, self.singles = tile, singles
-        self.waiting: list[Sequence] = []  # both in the order in which they came
+        self.waiting: list[Sequence] = []  # `waiting` and `running` are in the order in which sequences came
         self.running: list[Sequence] = []
         self._slots = list(range(rows - 1, -1, -1))
         self._order = 0
@@ -149,7 +150,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that can run alone."""
+        """The number of tokens of the longest sequence that can run alone."""
         return self.pool.count * self.page
 
     def add(self, prompt: np.ndarray, max_tokens: int, stepwise: bool = False, adapter: int = 0) -> Sequence:
@@ -171,14 +172,14 @@ class Scheduler:
             self._leave(sequence)
 
     def reset(self) -> None:
-        """Forgets the whole cache: what runs is computed again."""
+        """Forgets the whole cache: sequences that run are computed again."""
         for sequence in reversed(self.running[:]):
             self._preempt(sequence)
         self.tree.clear()
 
     def commit(self, plan: Plan, tokens: Tokens[int]) -> list[Segment]:
-        """The tokens that a step chose, ints in the order of `plan.samples`, are known. Returns the segments of those
-        that belong to an answer: of sequences that are finished they do not."""
+        """Notes the tokens that a step chose, ints in the order of `plan.samples`. Returns the segments whose tokens
+        belong to an answer, which are not those of finished sequences."""
         taken = []
         for segment, token in zip(plan.samples, tokens, strict=True):
             sequence = segment.sequence
@@ -190,7 +191,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step; it has no segments if there is nothing to do. What it computes counts as computed from now on:
-        it is to be run before any later one."""
+        it must be run before any later plan."""
         copies: list[tuple[int, int]] = []
         seats = self._admit(copies)
         segments = self._continue()
@@ -206,9 +207,10 @@ class Scheduler:
     # -- sequences that run --------------------------------------------------------------------------------------------
 
     def _continue(self) -> list[Segment]:
-        """One token of each sequence that decodes, and chunks of prompts in what the budget leaves."""
+        """The segments of a step: one token of each sequence that decodes, and chunks of prompts in the rest of the
+        budget."""
         todo, prompts = [], []
-        for sequence in self.running:  # as `Sequence.ready` and `_remaining`: of many rows their calls are the most
+        for sequence in self.running:  # `Sequence.ready` and `_remaining`, inlined for speed
             length = len(sequence.tokens) + sequence.pending
             if length - len(sequence.prompt) < sequence.max_tokens and not (sequence.stepwise and sequence.pending):
                 todo.append(sequence)
@@ -227,19 +229,20 @@ class Scheduler:
         return left // self.tile * self.tile
 
     def _chunks(self, prompts: list[Sequence], left: int) -> dict[Sequence, int]:
-        """How many tokens of each prompt a step computes, `left` of all of them."""
+        """How many tokens of each prompt a step computes, at most `left` together."""
         counts = dict.fromkeys(prompts, 0)
         shares = [(sequence, left) for sequence in sorted(prompts, key=_remaining)]
         for sequence, most in [*((sequence, left - left // 2) for sequence in prompts[:1]), *shares]:
             count = counts[sequence]
             places = tiled(count, self.tile)
-            room = left + places - count  # with what its last tile has left
+            room = left + places - count  # with the places left in its last tile
             counts[sequence] += min(_remaining(sequence) - count, self.chunk - count, most, room)
             left -= tiled(counts[sequence], self.tile) - places
         return counts
 
     def _whole(self, prompts: list[Sequence]) -> dict[Sequence, int]:
-        """The same of whole prompts, first come, first served; of the first as much as a step holds."""
+        """How many tokens of each prompt a step computes without chunks: whole prompts, first come, first served, and
+        of the first one as much as a step holds."""
         counts, left = {}, self._room(0)
         for sequence in prompts:
             if counts and tiled(_remaining(sequence), self.tile) > left:
@@ -249,11 +252,12 @@ class Scheduler:
         return counts
 
     def _segments(self, counts: dict[Sequence, int]) -> list[Segment]:
-        """So many tokens of each, in the order in which they came, where there are pages for them."""
+        """Segments of so many tokens of each sequence, in the order in which sequences came, where there are pages for
+        them."""
         segments, page = [], self.page
         for sequence, count in counts.items():
             slot, start = sequence.slot, sequence.computed
-            if slot is None or not count:  # preempted by one before it
+            if slot is None or not count:  # a sequence before it has preempted it
                 continue
             if start + count > len(sequence.pages) * page and not self._grow_or_preempt(sequence, start + count):
                 continue
@@ -264,8 +268,8 @@ class Scheduler:
         return segments
 
     def _grow_or_preempt(self, sequence: Sequence, length: int) -> bool:
-        """Gives a sequence pages for so many tokens, if need be those of sequences that came later. False: it has to
-        wait for those that came before it."""
+        """Gives a sequence pages for so many tokens, if need be pages of sequences that came later. Returns False if it
+        must wait for sequences that came before it."""
         if length <= len(sequence.pages) * self.page:
             return True
         while not self._grow(sequence, length):
@@ -277,7 +281,7 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Gives a sequence pages for so many tokens; all of them or none."""
+        """Gives a sequence all pages that so many tokens need, or none; returns whether it did."""
         missing = -(-length // self.page) - len(sequence.pages)
         if not self._reserve(missing):
             return False
@@ -285,7 +289,7 @@ class Scheduler:
         return True
 
     def _reserve(self, count: int) -> bool:
-        """Whether so many pages are free, with those that the tree has to let go of for it."""
+        """Whether so many pages are free, after the tree has let go of pages if need be."""
         if count > self.pool.available:
             return False
         self.tree.evict(count - self.pool.free)
@@ -306,7 +310,7 @@ class Scheduler:
         self.running.remove(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Tells the tree of pages that are full, and whose tokens the host knows."""
+        """Adds the pages to the tree that are full and whose tokens the host knows."""
         full = min(sequence.computed, len(sequence.tokens)) // self.page
         if full > sequence.inserted:
             self.tree.insert(sequence.tokens[: full * self.page], sequence.pages, sequence.inserted, sequence.adapter)
@@ -316,7 +320,7 @@ class Scheduler:
 
     def _admit(self, copies: list[tuple[int, int]]) -> list[Sequence]:
         """Lets sequences run, in the order in which they came, while there are rows, tokens of the budget, and pages
-        for all tokens that those which run have. So none of them is preempted in the same step."""
+        for all tokens of running sequences. So none of them is preempted in the same step."""
         seats: list[Sequence] = []
         if not self.waiting:
             return seats
@@ -329,7 +333,7 @@ class Scheduler:
             if not self._slots or left == 0 or enough:
                 break
             if sequence.pending:
-                continue  # preempted while its newest token is on its way
+                continue  # it was preempted, and its newest token is still on the device
             found = self._found(sequence)
             if found is None:
                 continue
@@ -345,7 +349,7 @@ class Scheduler:
         return seats
 
     def _missing(self, sequence: Sequence) -> int:
-        """Pages that a sequence needs for the tokens that it has, and the next one."""
+        """How many pages a sequence needs for its tokens and the next one."""
         return max(-(-(sequence.length + 1) // self.page) - len(sequence.pages), 0)
 
     def _found(self, sequence: Sequence) -> Match | None:
@@ -360,7 +364,7 @@ class Scheduler:
             if other.computed < len(other.prompt):
                 if min(same, full) // self.page * self.page > max(have, other.computed):
                     return None
-            elif same > have:  # its last page, which the tree does not know yet
+            elif same > have:  # they share more, in a page that the tree does not know yet
                 at = len(found.pages)
                 count = min(same - at * self.page, self.page)
                 if at < len(other.pages) and count > found.count:
@@ -374,7 +378,7 @@ class Scheduler:
         sequence.pages, sequence.computed = list(found.pages), len(found.pages) * self.page
         sequence.inserted = len(found.pages)
         if found.partial is not None and found.partial not in {target for _, target in copies}:
-            self.pool.share(found.partial)  # keeps the page from being taken as the copy's place
+            self.pool.share(found.partial)  # so that the page is not taken as the place of the copy
             if self._reserve(1):
                 sequence.pages.append(self.pool.take())
                 sequence.computed += found.count
@@ -394,5 +398,5 @@ def tiled(count: int, tile: int) -> int:
 
 
 def _remaining(sequence: Sequence) -> int:
-    """Tokens that are not in the cache yet."""
+    """How many tokens of a sequence are not in the cache yet."""
     return sequence.length - sequence.computed

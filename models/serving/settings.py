@@ -25,18 +25,19 @@ from . import programs
 from .scheduler import tiled
 
 PAGE = 64
-QUERIES = 64  # of a tile
-CHUNK, TILE_ROWS, PROCESSORS = 4096, 128, 132  # of prompts in the largest step at least; of products; of a common GPU
-CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # of the cache: on CPUs bytes, on GPUs a share of the memory that is free
+QUERIES = 64  # the queries of a tile
+# tokens of prompts that the largest step has at least, rows of a tile of products, multiprocessors of a common GPU
+CHUNK, TILE_ROWS, PROCESSORS = 4096, 128, 132
+CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # size of the cache: bytes on CPUs, on GPUs a share of the free memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """rows: sequences at a time. shapes: ascending numbers of tokens that a step may have; the largest is its budget.
-    pages, page: pages of the cache, and slots of a page. length: of prompt and answer together. waiting: requests
-    that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: parts of a row's keys, None for
-    what is quickest. adapters: the names of low-rank adapters that requests may ask for. tile: so many tokens of a
-    chunk of a prompt attend together; see `layout`."""
+    pages, page: pages of the cache, and slots of a page. length: the most tokens of prompt and answer together.
+    waiting: requests that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: into how many
+    parts the keys of a row are split, None for the quickest number. adapters: the names of low-rank adapters that
+    requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`."""
 
     rows: int
     shapes: tuple[int, ...]
@@ -52,12 +53,12 @@ class Settings:
 
     @property
     def width(self) -> int:
-        """Pages of the longest sequence."""
+        """The number of pages of the longest sequence."""
         return -(-self.length // self.page)
 
     @property
     def options(self) -> dict[str, np.ndarray]:
-        """The options of sampling of one row."""
+        """The default options of sampling, for one row."""
         return Sampling().rows(1)
 
     def shape(self, tokens: int) -> int:
@@ -78,7 +79,7 @@ class Settings:
         return self.shape(self.singles + sum(tiled(n, self.tile) for n in counts if n > 1)), self.singles
 
     def samples(self, shape: int) -> int:
-        """Of how many tokens a step of a shape gives logits: of all sequences that may have one."""
+        """How many tokens get logits in a step of a shape: one of each sequence that may have tokens in it."""
         return min(shape, self.shape(self.rows))
 
 
@@ -94,10 +95,10 @@ def settings_of(
     chunked_prefill: bool = True,
     adapters: Sequence[str] = (),
 ) -> Settings:
-    """See `Engine`.
+    """The settings of an engine from its arguments; see `Engine`.
 
     Raises:
-      ModelError: a number that is none, or numbers that do not fit each other.
+      ModelError: an argument is not the number that it should be, or numbers do not fit each other.
     """
     if not isinstance(lm, LanguageModel):
         raise ModelError(f"an engine is of a LanguageModel, as jtile.models.load gives one; got {type(lm).__name__}")
@@ -165,13 +166,13 @@ def _check_devices(lm: LanguageModel) -> None:
 def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, adapters: bool = False) -> tuple[int, ...]:
     """Shapes for decoding `rows` sequences and fewer, and for chunks of prompts beside them.
 
-    What a token's numbers are depends on the kernels that a shape takes, and on how its rows are cut into tiles. On
-    CPUs products of few rows sum in another order than those of many, dense ones up to 16 rows and quantised ones up to
-    8, and so do the last rows where tiles hang over; grouped products of experts have tiles for every number of rows.
-    Rows that are rounded to 8 bits for fp8 weights are so where they are many. `invariant` leaves out what differs from
-    the larger shapes; `adapters` are dense whatever the weights are."""
+    The numbers of a token depend on the kernels that a shape takes, and on how its rows are cut into tiles. On CPUs
+    products of few rows (up to 16 with dense and up to 8 with quantised weights) sum in another order than those of
+    many, and so do the last rows where a tile reaches beyond them; grouped products of experts have tiles for every
+    number of rows. Fp8 weights round rows to 8 bits only where rows are many. `invariant` leaves out the shapes that
+    differ from larger ones; `adapters` are dense whatever the weights are."""
     if not cpu and not (invariant and _has_experts(lm)):
-        alone = -(-rows // 64) * 64  # what decodes; chunks of prompts come behind it
+        alone = -(-rows // 64) * 64  # tokens that decode; chunks of prompts come behind them
         small = (64,) if invariant else (1, 8, 32, 64, 128, 256)
         if invariant and _rounded(lm):
             alone, small = max(alone, MANY), ()
@@ -189,9 +190,10 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
 
 
 def budget_of(alone: int) -> int:
-    """Tokens of the largest step on a GPU, beside so many that stand alone: what prompts are computed with while many
-    wait. Its products have whole rounds of tiles: results of models have multiples of 4096 features, which are 16 tiles
-    of 256, so that with few tokens a good part of the processors waits for the last round."""
+    """The number of tokens of the largest step on a GPU, with so many that stand alone; prompts are computed in such
+    steps while many requests wait. Its products have whole rounds of tiles: results of models have multiples of 4096
+    features, which are 16 tiles of 256, so that with few tokens a good part of the processors waits for the last
+    round."""
     units = jt.target().units("device") or PROCESSORS
     whole = TILE_ROWS * (units // math.gcd(units, 4096 // 256))
     return -(-(alone + CHUNK) // whole) * whole
@@ -222,7 +224,7 @@ def _quantised(lm: LanguageModel) -> bool:
 
 
 def _rounded(lm: LanguageModel) -> bool:
-    """Whether products of the model with many rows round these to 8 bits."""
+    """Whether products with many rows round the rows to 8 bits."""
     return any(isinstance(x, QuantizedTensor) and x.activations is not None for x in _matrices(lm))
 
 
@@ -231,14 +233,14 @@ def _has_experts(lm: LanguageModel) -> bool:
 
 
 def token_bytes(lm: LanguageModel) -> int:
-    """Bytes of the cache of one token, in all layers; of one device."""
+    """Bytes that the cache of one device takes for one token, in all layers."""
     devices = 1 if lm.devices is None else lm.devices.size("tensor")
     entries = programs.pool_of(lm, 1, 1, lm.cache_dtype)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries)) // devices
 
 
 def _room(lm: LanguageModel, cpu: bool) -> int:
-    """Bytes for a cache on a device; those of a CPU share its memory."""
+    """Bytes for the cache of one device; devices of a CPU share its memory."""
     devices = jax.devices()[:1] if lm.devices is None else list(lm.devices.mesh.devices.flat)
     if cpu:
         return CPU_BYTES // len(devices)

@@ -7,22 +7,22 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Turns ids into text, as `tokenizer.TextStream`."""
+    """Turns ids into text, as `tokenizer.TextStream` does."""
 
     def push(self, token: int) -> str: ...
 
 
 class StopText:
-    """Text that ends before the first of the strings `stops`. What may be the beginning of one of them is held back
-    until it is known not to be."""
+    """Text that ends before the first of the strings `stops`. Text that may begin one of them is held back until
+    it is known not to."""
 
     def __init__(self, decoder: Decoder | None, stops: Sequence[str] = ()):
         self._decoder, self._stops = decoder, tuple(stops)
         self._held = ""
-        self.stop: str | None = None  # the one that was found
+        self.stop: str | None = None  # the stop string that was found
 
     def push(self, token: int) -> str:
-        """The text that a token sets free."""
+        """The text that can be given out after this token."""
         if self._decoder is None:
             return ""
         text = self._held + self._decoder.push(token)
@@ -38,11 +38,11 @@ class StopText:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, at the end of the answer."""
+        """The text that was held back, at the end of the answer."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters are the first ones of a stop string, not all of it."""
+    """How many characters at the end of the text begin a stop string, without being all of it."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,7 @@
 """The thread of an engine, and what comes to it and from it: commands, tokens, errors.
 
-It knows nothing of the `Engine`, so that one that nobody holds any more can go, and its thread with it.
+The thread holds no reference to its `Engine`, so that an engine that nobody uses any more is collected, and its thread
+ends.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def responsive() -> Iterator[None]:
     """A block in which steps of engines are not held up by the rest of the process, for programs that are servers.
 
     The thread of an engine gets Python's lock from a busy event loop after half a millisecond, not after five, which is
-    half of a step on a GPU; and the collector of garbage does not go through what is there now, JAX's programs above
-    all, which takes some hundred milliseconds each time."""
+    half of a step on a GPU. The garbage collector skips the objects that exist now, mostly JAX's programs; going
+    through them takes some hundred milliseconds each time."""
     before = sys.getswitchinterval()
     gc.collect()
     gc.freeze()
@@ -42,11 +43,11 @@ def responsive() -> Iterator[None]:
 
 
 class Worker:
-    """One thread, the only one in a core; every method may be called from any thread.
+    """The thread of an engine, the only one that calls its core; every method may be called from any thread.
 
     Attributes:
-      changed: is held for a moment by who changes anything here, and notified then. open: requests that have not ended.
-      closed: why it takes no more requests; None while it does.
+      changed: a condition; whoever changes anything here holds it for a moment and notifies it. open: the number of
+        requests that have not ended. closed: why the worker takes no more requests; None while it takes them.
     """
 
     def __init__(self, core: Core):
@@ -55,16 +56,16 @@ class Worker:
         self._commands: list[Callable[[], None]] = []
         self.open = 0
         self.closed: str | None = None
-        self._fresh: dict[Mail, None] = {}  # what has come for clients that were not told yet
+        self._fresh: dict[Mail, None] = {}  # mail of clients that have not been told yet
         self.thread = threading.Thread(target=self._run, name="jtile engine", daemon=True)
         self.thread.start()
         atexit.register(self.close)  # a thread that is in XLA when Python ends would abort the process
 
     def submit(self, request: Request, limit: int) -> Mail:
-        """Begins a request, unless there are `limit` of them.
+        """Begins a request, unless `limit` requests are open.
 
         Raises:
-          QueueFullError: there are. EngineError: it is closed.
+          QueueFullError: so many are open. EngineError: the worker is closed.
         """
         mail, core = Mail(self), self._core
         with self.changed:
@@ -87,7 +88,7 @@ class Worker:
         """Runs a command on the thread, and waits until it has.
 
         Raises:
-          EngineError: it is closed, or ends before it has done `what`.
+          EngineError: the worker is closed, or ends before it has done `what`.
         """
         done = threading.Event()
 
@@ -103,13 +104,13 @@ class Worker:
                 raise EngineError(f"the engine ended before it {what}")
 
     def wait(self, seconds: float) -> None:
-        """Until something changes."""
+        """Waits until something changes, at most so many seconds."""
         with self.changed:
             self.changed.wait(seconds)
 
     def stop(self, drain: bool = False) -> None:
-        """Takes no more requests, and ends: with `drain` when all have their answers, else at once. Waits for nothing,
-        since the collector of garbage may call it, in any thread."""
+        """Takes no more requests, and ends the thread: with `drain` when all requests have their answers, else at once.
+        It does not wait, since the garbage collector may call it, in any thread."""
         with self.changed:
             self.closed = self.closed or "the engine is closed"
             if not drain:
@@ -117,7 +118,7 @@ class Worker:
             self.changed.notify_all()
 
     def close(self, drain: bool = False) -> None:
-        """As `stop`, and waits for the end."""
+        """Calls `stop`, and waits for the end of the thread."""
         self.stop(drain)
         if threading.current_thread() is not self.thread:
             self.thread.join()
@@ -132,7 +133,7 @@ class Worker:
                 self._core.step(self._woken)
                 if self._core.idle:
                     self._woken()
-        except Exception as error:  # of XLA or of ours: nobody else would hear of it
+        except Exception as error:  # from XLA or jtile: nobody else would report it
             with self.changed:
                 self.closed = f"a step of the engine failed: {type(error).__name__}: {error}"
             failure = EngineError(self.closed)
@@ -144,7 +145,8 @@ class Worker:
         atexit.unregister(self.close)
 
     def deliver(self, mail: Mail) -> None:
-        """Notes on the thread that something has come for a client, who is told of it by the next `_woken`."""
+        """Notes, on the worker's thread, that something has come for a client, who is told of it by the next
+        `_woken`."""
         self._fresh[mail] = None
 
     def _next_commands(self) -> bool:
@@ -163,7 +165,7 @@ class Worker:
         return commands
 
     def _woken(self) -> None:
-        """Tells those who wait that something has come, once a step for each event loop."""
+        """Wakes those who wait, since something has come: once a step for each event loop."""
         fresh, self._fresh = self._fresh, {}
         wake: Wake = {}
         with self.changed:
@@ -198,26 +200,26 @@ class Mail:
         self._gone = False
 
     def begin(self, core: Core, request: Request) -> None:
-        """On the thread of the worker."""
+        """Begins the request, on the thread of the worker."""
         self._job = core.submit(request, self._deliver)
         self.completion = self._job.completion
         if self._gone:
             core.cancel(self._job)
 
     def cancel(self, core: Core) -> None:
-        """On the thread of the worker."""
+        """Cancels the request, on the thread of the worker."""
         self._gone = True
         if self._job is not None:
             core.cancel(self._job)
 
     def wait(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future:
-        """What is set when something comes."""
+        """A future that is set when something comes."""
         waiter = loop.create_future()
         self._waiter = loop, waiter
         return waiter
 
     def _deliver(self, token: Token | None, error: JtileError | None) -> None:
-        """On the thread of the worker; the client hears of it with those of the others."""
+        """Adds a token, an error or the end, on the thread of the worker; `_woken` then tells all clients together."""
         self._fresh.append((token, error))
         self._worker.deliver(self)
 

@@ -31,15 +31,15 @@ class Answer:
     def __post_init__(self):
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
-        self._offsets: dict[int, int] = {}  # of each choice how many characters it has so far
-        self._readers: dict[int, CallReader] = {}  # of each choice, in pieces
+        self._offsets: dict[int, int] = {}  # by choice: how many characters it has so far
+        self._readers: dict[int, CallReader] = {}  # by choice, where answers come in pieces
 
     @property
     def chat(self) -> bool:
         return self.form == "chat.completion"
 
     def whole(self, completions: Sequence[Completion], usage: dict) -> dict:
-        """Of all choices at once."""
+        """The body of an answer that has all choices at once."""
         choices = []
         for i, completion in enumerate(completions):
             held, reason = {"text": self._prompt(i) + completion.text}, completion.finish_reason
@@ -54,12 +54,12 @@ class Answer:
         return self._frame(self.form, choices) | {"usage": usage}
 
     def first(self, i: int) -> dict:
-        """What begins choice i."""
+        """The piece that begins choice i."""
         held = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": self._prompt(i)}
         return self._piece(i, held, None, None)
 
     def piece(self, i: int, token: Token) -> dict | None:
-        """A token of choice i; None if there is nothing to be said of it yet."""
+        """The piece for a token of choice i; None if there is nothing to send yet."""
         text = token.text
         if self.tools:
             text = self._readers.setdefault(i, CallReader(self.tools)).push(text)
@@ -68,7 +68,7 @@ class Answer:
         return self._piece(i, self._text(text), self._rates(i, [token]), None)
 
     def last(self, i: int, reason: str | None) -> list[dict]:
-        """What ends choice i."""
+        """The pieces that end choice i."""
         rest, calls = self._readers[i].finish() if i in self._readers else ("", [])
         pieces = [self._piece(i, self._text(rest), None, None)] if rest else []
         if calls:
@@ -90,7 +90,7 @@ class Answer:
         return free + rest, calls
 
     def usage(self, usage: dict) -> dict:
-        """Behind all choices."""
+        """The piece with the numbers of tokens, which follows all choices."""
         return self._frame(self._piece_form, []) | {"usage": usage}
 
     @property
@@ -132,7 +132,7 @@ class Answer:
 
 
 def usage_of(completions: Sequence[Completion], n: int) -> dict:
-    """Tokens of `n` choices a prompt; each prompt counts once."""
+    """The numbers of tokens of completions with `n` choices for each prompt; a prompt counts once."""
     prompt = sum(completion.prompt_tokens for completion in completions[::n])
     cached = sum(completion.cached_tokens for completion in completions[::n])
     made = sum(len(completion.tokens) for completion in completions)

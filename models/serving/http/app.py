@@ -1,4 +1,4 @@
-"""The application: paths, and what every request goes through."""
+"""The application: its paths, and the layers that every request goes through."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def make_app(
     """OpenAI's interface to an engine.
 
     Args:
-      name: of the model, as requests name it.
+      name: the name of the model in requests.
       api_keys: a request takes one of them as `Authorization: Bearer KEY`; none: no key is asked for.
-      origins: of web pages that may use it (CORS); "*" for all.
-      body_limit: bytes of the body of a request.
-      requests_per_minute: of each key, or of each address where there are no keys; others get 429. None: any number.
+      origins: the origins of web pages that may use the server (CORS); "*" for all.
+      body_limit: the most bytes of the body of a request.
+      requests_per_minute: the most of each key, or of each address if there are no keys; further requests get 429.
+        None: any number.
 
     `app.state.server` is the `Server`: while its `stopping` is true new requests get 503.
     """
@@ -98,14 +99,14 @@ class Watched:
             await self._app(scope, receive, noted)
         finally:
             self._server.open -= 1
-            path = getattr(scope.get("route"), "path", "other")  # few names, whatever clients ask for
+            path = getattr(scope.get("route"), "path", "other")  # so that there are few names, whatever clients ask for
             self._server.metrics.responded(path, status)
             line = {"method": scope["method"], "path": scope["path"], "status": status}
             LOG.info(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
 
 
 class Guarded:
-    """Asks for a key, and refuses what comes while the server stops, or too often."""
+    """Asks for a key, and refuses requests that come while the server stops, or too often."""
 
     def __init__(self, app: ASGIApp, server: Server, keys: tuple[str, ...], rates: Rates | None):
         self._app, self._server, self._rates = app, server, rates
@@ -132,7 +133,7 @@ class Guarded:
         await (_too_often(rates.limit, wait).response() if wait else self._app)(scope, receive, told)
 
     def _client(self, scope: Scope) -> str:
-        """Whose requests are counted together."""
+        """The client whose requests are counted together: a key, or an address."""
         if self._keys:
             return dict(scope["headers"])[b"authorization"].decode("latin1")
         return (scope.get("client") or ("",))[0]

@@ -1,4 +1,4 @@
-"""What each path does."""
+"""The endpoints: what the server does for each path."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ Prompt = str | Sequence[int]
 
 @dataclasses.dataclass
 class Server:
-    """What the endpoints share. name: of the model; limit: bytes of a body; stopping: whether new requests are refused
-    because the server ends; open: requests that are being answered; embedding: lets one request for embeddings run."""
+    """What the endpoints share. name: the name of the model; limit: the most bytes of a body; stopping: whether new
+    requests are refused because the server ends; open: requests that are being answered; embedding: lets one request
+    for embeddings run."""
 
     engine: Engine
     name: str
@@ -59,7 +60,7 @@ class Server:
         return JSONResponse(self._model(self._named(request.path_params["name"])))
 
     def _names(self) -> list[str]:
-        """What requests may name: the model, and its adapters."""
+        """The names that requests may give as their model: that of the model, and those of its adapters."""
         return [self.name, *self.engine.settings.adapters]
 
     def _model(self, name: str) -> dict:
@@ -98,7 +99,7 @@ class Server:
         return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
 
     def _embed(self, body: EmbeddingBody) -> tuple[list, int]:
-        """(the embeddings in the form that is asked for, how many tokens the inputs have), in a thread."""
+        """(the embeddings in the form that is asked for, how many tokens the inputs have); it runs in a thread."""
         lm = self.engine.lm
         size = lm.config.hidden_size if body.dimensions is None else body.dimensions
         if not 1 <= size <= lm.config.hidden_size:
@@ -158,7 +159,7 @@ class Server:
         name = self._named(body.model)
         adapter = self.engine.adapter(None if name == self.name else name)
 
-        def prepare() -> list[Prepared]:  # in a thread: long texts take their time
+        def prepare() -> list[Prepared]:  # runs in a thread, since long texts take a while
             found, options = prompts(), body.sampling()
             if len(found) * body.n > CHOICES:
                 raise PromptError(f"one request has at most {CHOICES} answers, this one {len(found)} times {body.n}")
@@ -184,7 +185,7 @@ class Server:
         return await self._whole(request, streams, answer, body.n)
 
     def _submit(self, requests: Sequence[Prepared]) -> list[Stream]:
-        """All of them, or none."""
+        """Submits all requests, or none of them if one is refused."""
         streams: list[Stream] = []
         try:
             for prepared in requests:
@@ -254,7 +255,7 @@ def cancel(streams: Sequence[Stream]) -> None:
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Token | None]]:
-    """(which stream, its token, or None at its end) as they come."""
+    """Yields (number of a stream, its next token, or None at its end) as tokens come."""
     following = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
         while following:
@@ -270,7 +271,7 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Token | 
 
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Does the work.
+    """Does the work while the client is there.
 
     Raises:
       ClientDisconnect: the client went away first; the work is cancelled.
@@ -292,7 +293,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: a JSON document each, and `[DONE]`. The streams behind them end with the connection."""
+    """Server-sent events, each a JSON document, and `[DONE]`. The streams that they come from end with the
+    connection."""
 
     media_type = "text/event-stream"
 
@@ -304,7 +306,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send(send))
-        except (ClientDisconnect, OSError):  # nobody is there to be told
+        except (ClientDisconnect, OSError):  # the client has gone
             pass
         finally:
             cancel(self._streams)
@@ -317,7 +319,7 @@ class EventStream(Response):
             await send(_event("[DONE]"))
         except OSError:
             raise
-        except Exception as error:  # the status is sent already
+        except Exception as error:  # the status has been sent already
             await send(_event(json.dumps(api_error(error).content)))
         await send({"type": "http.response.body", "body": b""})
 

@@ -14,7 +14,7 @@ INVALID, DENIED, MISSING, BUSY, SERVER = (
 )  # fmt: skip
 
 
-FORMS = {  # names of types in pydantic's places
+FORMS = {  # names of types, as pydantic's places have them
     "str": "a text", "list[int]": "a list of ints", "list[str]": "a list of texts",
     "list[list[int]]": "a list of lists of ints", "list[Part]": 'a list of parts, {"type": "text", "text": ...}',
     "literal['none','auto','required']": "'none', 'auto', 'required'",
@@ -23,7 +23,8 @@ FORMS = {  # names of types in pydantic's places
 
 
 class ApiError(Exception):
-    """An answer of the HTTP status `status` that says what is wrong; retry: seconds until it may be another one."""
+    """An answer of the HTTP status `status` that says what is wrong; retry: seconds after which another attempt may
+    succeed."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ def content(message: str, kind: str, param: str | None = None, code: str | None 
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error."""
+    """The answer that a client gets for an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -70,7 +71,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _of_body(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and where."""
+    """The answer that names the first thing that is wrong with a body, and its place."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
@@ -84,8 +85,8 @@ def _of_body(error: ValidationError) -> ApiError:
 
 
 def _forms(error: ValidationError, loc: tuple) -> list[str]:
-    """The forms that something may have, where it has none of several: pydantic has an error, and a part of the place,
-    for each of them."""
+    """The forms that a value may have, if it has none of several: pydantic reports an error for each form, whose name
+    is a part of the place."""
     at = next((i for i, part in enumerate(loc) if _is_form(part)), None)
     if at is None:
         return []

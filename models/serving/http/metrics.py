@@ -30,7 +30,7 @@ class _OfEngine(Collector):
 
 
 class Metrics:
-    """A registry of its own for one server."""
+    """The metrics of one server, in a registry of their own."""
 
     def __init__(self, engine: Engine):
         self._registry = CollectorRegistry()
@@ -41,14 +41,14 @@ class Metrics:
         self._between = Histogram("jtile_between_tokens_seconds", "from token to token", buckets=BETWEEN, **of)
 
     def page(self) -> tuple[bytes, int, None, str]:
-        """Content, status, headers, media type."""
+        """The page for Prometheus: content, status, headers, media type."""
         return generate_latest(self._registry), 200, None, CONTENT_TYPE_LATEST
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
 
     async def timed(self, tokens: AsyncIterator[tuple[int, Token | None]]) -> AsyncIterator[tuple[int, Token | None]]:
-        """The same; the times between them are noted."""
+        """Passes the tokens on, and notes the times between them."""
         last: dict[int, float] = {}
         start = time.perf_counter()
         async for i, token in tokens:

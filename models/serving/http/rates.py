@@ -13,14 +13,14 @@ KNOWN = 10_000  # clients that are remembered; the one that came longest ago is 
 
 @dataclasses.dataclass
 class _Bucket:
-    """Requests that a client may make at once, at a time."""
+    """How many requests a client may make at once, as of a time."""
 
     left: float
     at: float
 
 
 class Rates:
-    """Each client may make `limit` requests at once, and gets them back evenly within a minute."""
+    """Each client may make `limit` requests at once, and each request becomes free again within a minute, evenly."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic):
         self.limit, self._clock = limit, clock
@@ -41,7 +41,7 @@ class Rates:
         return 0.0
 
     def headers(self, client: str) -> dict[str, str]:
-        """What OpenAI's servers tell with each answer."""
+        """The headers about the limit that OpenAI's servers send with each answer."""
         bucket = self._buckets.get(client, _Bucket(self.limit, 0))
         full = (self.limit - bucket.left) * 60 / self.limit
         return {

@@ -1,5 +1,5 @@
-"""The bodies of requests, in the form of OpenAI's interface. Other fields are ignored, as clients send many; those that
-ask for what this server cannot do are refused."""
+"""The bodies of requests, in the form of OpenAI's interface. Unknown fields are ignored, as clients send many; fields
+that ask for what this server cannot do are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def several(given: str | Ids | list[str] | list[Ids]) -> list[str | Ids]:
 
 
 class Body(BaseModel):
-    """Of any request: numbers are numbers, not texts of them."""
+    """The body of any request: numbers are numbers, not texts of them."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -63,7 +63,7 @@ class ResponseFormat(Body):
 
 
 class Generated(Body):
-    """What chats and completions have in common; from top_k to ignore_eos the fields are not OpenAI's."""
+    """The fields that chats and completions share; those from top_k to ignore_eos are not OpenAI's."""
 
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     stream: bool = False
@@ -82,7 +82,7 @@ class Generated(Body):
     response_format: ResponseFormat | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to be."""
+        """The form that the answer must have; None for any text."""
         return self.response_format.grammar() if self.response_format else None
 
     def sampling(self) -> SamplingOptions:
@@ -106,7 +106,7 @@ class Generated(Body):
 
 
 class CompletionBody(Generated):
-    """Of `/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     prompt: str | Ids | list[str] | list[Ids]
     max_tokens: int | None = 16
@@ -126,7 +126,7 @@ class CompletionBody(Generated):
         return self
 
     def prompts(self) -> list[str | Ids]:
-        """One or several, each text or token ids."""
+        """The prompts, each text or token ids."""
         return several(self.prompt)
 
 
@@ -174,7 +174,7 @@ class Call(Body):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """For a chat template, which takes arguments as they are, not as text."""
+        """The call for a chat template, which takes arguments as a mapping, not as text."""
         try:
             arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError) as error:
@@ -190,7 +190,7 @@ class Message(Body):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For a chat template: its content is one text."""
+        """The message for a chat template: its content is one text."""
         content = self.content
         parts = [Part(type="text", text=content)] if isinstance(content, str) else content or []
         for part in parts:
@@ -204,7 +204,7 @@ class Message(Body):
 
 
 class ChatBody(Generated):
-    """Of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: int | None = None
@@ -228,7 +228,7 @@ class ChatBody(Generated):
         return self
 
     def forced(self) -> list[Function]:
-        """The tools of which the answer has to call one; none if it need not."""
+        """The tools of which the answer must call one; empty if it need not call any."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, Choice):
             return [function for function in functions if function.name == self.tool_choice.function.name]
@@ -245,17 +245,17 @@ class ChatBody(Generated):
 
 
 class EmbeddingBody(Body):
-    """Of `/v1/embeddings`."""
+    """The body of `/v1/embeddings`."""
 
     input: str | Ids | list[str] | list[Ids]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
     def inputs(self) -> list[str | Ids]:
-        """One or several, each text or token ids.
+        """The texts to embed, each text or token ids.
 
         Raises:
-          PromptError: too many.
+          PromptError: there are too many texts.
         """
         inputs = several(self.input)
         if len(inputs) > INPUTS:
@@ -264,7 +264,7 @@ class EmbeddingBody(Body):
 
 
 class TokenizeBody(Body):
-    """Of `/tokenize`: a text, or the messages of a chat."""
+    """The body of `/tokenize`: a text, or the messages of a chat."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -278,6 +278,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Of `/detokenize`."""
+    """The body of `/detokenize`."""
 
     tokens: Ids

@@ -21,8 +21,8 @@ from .endpoints import Server
 
 
 class Graceful(uvicorn.Server):
-    """At the first signal new requests get 503, and the server ends when those under way have their answers; at the
-    second one at once."""
+    """A server that ends gracefully: after the first signal new requests get 503, and it ends when those under way have
+    their answers; after the second one it ends at once."""
 
     def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
@@ -79,7 +79,7 @@ def serve(
 
 
 class _progress:  # noqa: N801
-    """A bar on a terminal, for `Engine`'s `progress`; nothing where there is none."""
+    """A progress bar for `Engine`'s `progress`; it writes nothing where there is no terminal."""
 
     def __enter__(self) -> Callable[[int, int], None] | None:
         if not sys.stderr.isatty():

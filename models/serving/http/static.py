@@ -11,20 +11,20 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 FOLDER = Path(__file__).parent / "page"
-# What a model writes is never HTML here, and would be of no use if it were: scripts, styles and requests are of this
-# server only, and a script cannot turn text into elements.
+# The text of a model is never used as HTML here, and would do no harm if it were: scripts, styles and requests of the
+# page may only go to this server, and a script cannot turn text into elements.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asked for again each time, answered by 304: a new version is seen at once
+    "Cache-Control": "no-cache",  # browsers ask each time (and get 304), so that a new version is seen at once
 }
 
 
 class Files(StaticFiles):
-    """With the headers above."""
+    """Files of the page, sent with the headers above."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -33,7 +33,7 @@ class Files(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/` and the files that it names, below `/page`."""
+    """The routes of the page: `/`, and the files that it names, below `/page`."""
     files = Files(directory=FOLDER)
 
     async def index(request: Request) -> Response:

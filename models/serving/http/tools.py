@@ -17,7 +17,8 @@ _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def call_schema(tools: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """The JSON schema of a call of one of the tools, by name the schemas of their arguments, None for any."""
+    """The JSON schema of a call of one of `tools`, which gives the schema of the arguments by name, None for any
+    arguments."""
     calls, shared = [], {}
     for i, (name, parameters) in enumerate(tools.items()):
         shared[str(i)] = _moved(parameters or {"type": "object"}, i)
@@ -28,7 +29,7 @@ def call_schema(tools: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]
 
 
 def _moved(schema: Any, i: int) -> Any:
-    """A part of schema number i, whose references are to the place where all of it lies among the definitions."""
+    """A part of schema number i, its references changed to the place that the schema has among the definitions."""
     if isinstance(schema, list):
         return [_moved(item, i) for item in schema]
     if not isinstance(schema, Mapping):
@@ -40,7 +41,8 @@ def _moved(schema: Any, i: int) -> Any:
 
 
 class CallReader:
-    """Parts the text of an answer from its calls of the tools `names`. What may be a call is held back to the end."""
+    """Parts the text of an answer from its calls of the tools `names`. Text that may be a call is held back to the
+    end."""
 
     def __init__(self, names: Collection[str]):
         self._names = frozenset(names)
@@ -57,7 +59,7 @@ class CallReader:
             return ""
         at = self._held.find(BEGIN)
         self._begun = at >= 0
-        if not self._begun:  # the end may be the beginning of a mark
+        if not self._begun:  # the last characters may begin a mark
             ends = (n for n in range(len(BEGIN) - 1, 0, -1) if self._held.endswith(BEGIN[:n]))
             at = len(self._held) - next(ends, 0)
         free, self._held = self._held[:at], self._held[at:]
@@ -65,12 +67,12 @@ class CallReader:
         return free
 
     def finish(self) -> tuple[str, list[dict]]:
-        """(what is left of the text, the calls)."""
+        """(the rest of the text, the calls), at the end of the answer."""
         calls = self._calls()
         return ("", calls) if calls else (self._held, [])
 
     def _calls(self) -> list[dict]:
-        """Of what was held back; none if any part of it is no call of a tool that there is."""
+        """The calls in the text that was held back; none if any part of it is no call of a known tool."""
         text = self._held.strip().removeprefix("[TOOL_CALLS]")
         calls: list[dict] = []
         for body in _BLOCK.findall(text) if BEGIN in text else [text]:
