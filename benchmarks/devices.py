@@ -95,7 +95,7 @@ def repeated(
     run: Callable[[list[jax.Array]], Any], arrays: list[jax.Array], rounds: int, calls: int
 ) -> list[jax.Array]:
     """`rounds` times `calls` calls, each of the result of the call before: it is the next operand, or, where shapes
-    differ, one number of it is added to the operand, which costs a tiny kernel."""
+    differ, one number of it replaces one of the operand, which costs a tiny kernel."""
 
     def step(_, arrays):
         for _ in range(calls):

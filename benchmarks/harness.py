@@ -1,4 +1,4 @@
-"""What a benchmark is, how it is measured, and the record that is kept of it."""
+"""The description of a benchmark, its measurement, and the record that is kept of it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Record:
     """One line of the results, as `--json` writes it. Times are medians in microseconds; `ratio` is the best peer's
     time over ours; `bound_us` is what the roofline allows, `bound_frac` how much of that we reach; `error` is the
     relative error against the reference; `timed` says how XLA ran the calls of one program, where that matters.
-    Of language models `peer_error` is the error of a peer of the same dtypes, and `kernels` what each kernel takes: by
-    runner and name how often it runs, and its microseconds in all."""
+    For language models `peer_error` is the error of a peer of the same dtypes, and `kernels` the time of each kernel:
+    by runner and name how often it runs, and its microseconds in all."""
 
     workload: str
     config: str
@@ -75,7 +75,7 @@ class WrongResultError(AssertionError):
 
 
 def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
-    """Check `case` against its reference, then time ours and the peers in turns."""
+    """Checks `case` against its reference, then time ours and the peers in turns."""
     functions = {"ours": case.ours, **case.peers}
     args = {name: case.peer_args.get(name, case.args) for name in functions}
     jitted = {name: jax.jit(function) for name, function in functions.items()}

@@ -18,9 +18,10 @@ from benchmarks.data import size
 from jtile.testing import time_alternating
 
 FOLDER = Path(__file__).parent / "numpy_scripts"
-ELEMENTS = 1_000_000  # of the largest arrays
-ROUNDS = 8  # before the clock runs: a program is compiled when that pays, so that the first rounds run in NumPy
-# What jax.numpy runs as it is, under `jax.jit`: nothing is assigned to elements, and no result is looked at.
+ELEMENTS = 1_000_000  # elements of the largest arrays
+ROUNDS = 8  # rounds before the clock runs: a program is compiled when that pays, so that the first rounds run in NumPy
+# The scripts that jax.numpy runs unchanged, under `jax.jit`: nothing is assigned to elements, and no result is looked
+# at.
 FUNCTIONAL = """bessel black_scholes collatz day_of_week gray_scott haversine julia_set kepler logistic_map lorenz
 n_body pendulums simpson"""
 
@@ -30,7 +31,7 @@ def names() -> list[str]:
 
 
 class _Changed(importlib.machinery.SourceFileLoader):
-    """A script whose first import is another one."""
+    """A loader of a script whose first import is replaced."""
 
     module = "jtile.numpy"
 
@@ -59,7 +60,7 @@ def script(name: str, module: str = "numpy") -> ModuleType:
 
 
 def looked_at(results: Any) -> list[numpy.ndarray]:
-    """All values of what a script gives."""
+    """All results of a script as arrays of NumPy."""
     return [numpy.asarray(value) for value in (results if isinstance(results, tuple) else (results,))]
 
 

@@ -75,7 +75,7 @@ def segment_operands(seed, n: int, f: int, segments: int, in_order: bool):
 
 
 def summed(segments: int, in_order: bool):
-    """`segment_sum` of the library, and of JAX."""
+    """(`segment_sum` of jtile, that of JAX)."""
     ours = lambda data, ids: ops.segment_sum(data, ids, segments, sorted=in_order)
     return ours, lambda data, ids: jax.ops.segment_sum(data, ids, segments, indices_are_sorted=in_order)
 
@@ -104,7 +104,7 @@ STEPS = 8
 
 
 def adam_step(step):
-    """Several steps of parameters with gradients and both means, in place: what comes from outside is copied once."""
+    """Several steps of parameters with gradients and both means, in place: arguments are copied once."""
 
     def run(p, g, m, v):
         state = ops.AdamState(jnp.full((), 2, jnp.int32), m, v * v)
@@ -121,7 +121,7 @@ def _filters() -> Iterator[Case]:
 
 
 def filter_cases(n: int, cube: int, seed: int = 0) -> Iterator[tuple[str, str, Any, Any, tuple]]:
-    """(name, config, ours, the jnp form, arguments) of chains of stencils and filters."""
+    """Yields (name, config, ours, the jnp form, arguments) for chains of stencils and filters."""
     plane, steps = normal(2 * seed, n, n), 4
     once = ops.stencil, filters.stencil_reference
     yield "stencil", f"{n}x{n}, 3x3", *once, (plane, normal(2 * seed + 1, 3, 3))
@@ -160,7 +160,7 @@ def _convolutions() -> Iterator[Case]:
 
 
 def convolution_case(name: str, batch: int, dtype: str, seed=0):
-    """Ours, XLA's, the arguments, and the operations that are needed."""
+    """(our convolution, XLA's, the arguments, the operations that are needed)."""
     shape, window, options = CONVOLUTIONS[name]
     x, w = normal(2 * seed, batch, *shape, dtype=dtype), normal(2 * seed + 1, *window, dtype=dtype)
     ours = functools.partial(ops.convolution, **options)
@@ -180,7 +180,8 @@ def convolution_case(name: str, batch: int, dtype: str, seed=0):
 
 
 def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, Any]]:
-    """(from a seed to the arguments, what a case has besides) of kernels over arrays that are no layers of models."""
+    """Yields (a function from a seed to the arguments, the other fields of a case) for kernels that are no layers of
+    models."""
     side = (lambda n, big: 16 if tiny else big if large else n)  # fmt: skip
     for n, rows in ((1024, side(1024, 16384)), (4096, side(256, 4096))):
         n = 32 if tiny else n
@@ -246,7 +247,7 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, Any]]:
 
 
 def _two_of_four(large: bool, side: Any) -> Iterator[tuple[Any, Any]]:
-    """Weights with two of four numbers; the peer has the same one as a dense matrix."""
+    """Weights of which two in four numbers are kept; the peer has the same matrix as a dense one."""
     dtype, unit = ("bfloat16", "bf16") if large else ("float32", "f32")
     n = k = side(4096, 8192)
     for m in (1, 16, side(256, 4096)):
@@ -285,5 +286,5 @@ def segmented(data, columns, starts, b):
 
 
 def by_bcsr(data, columns, starts, b):
-    """The same by `jax.experimental.sparse`."""
+    """A sparse product by `jax.experimental.sparse`."""
     return sparse.BCSR((data, columns, starts), shape=(starts.shape[0] - 1, b.shape[0])) @ b

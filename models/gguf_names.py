@@ -57,7 +57,8 @@ YARN = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 
-# The three tables name tensors of the model, those of a block (without "weight" or "bias"), and those of one expert.
+# names in files -> names of transformers: `TOP_NAMES` for tensors of the model, `BLOCK_NAMES` for those of a block,
+# without "weight" or "bias"; `EXPERTS` begins the names of one expert's tensors
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

@@ -26,7 +26,7 @@ from benchmarks.harness import Result, result
 from jtile.testing import Timing
 
 LINKS = 200
-# XLA puts five or more kernels in a row into a command buffer (a CUDA graph), ours too; loops only where it is asked to
+# XLA puts five or more kernels in a row into a command buffer (a CUDA graph), jtile's too; loops only if asked to
 FLAGS = {
     ", loops in command buffers": (
         "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -60,7 +60,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
 
 
 def measure(repeats: int, tiny: bool = False) -> dict[str, dict[str, tuple[float, float]]]:
-    """Config -> "ours" and "xla" -> (median, minimum) in microseconds."""
+    """{config: {"ours" or "xla": (median, minimum)}} in microseconds."""
     x = jnp.linspace(0, 1, 256, dtype=jnp.float32)
     # the barrier keeps XLA from fusing the chain into one kernel
     links = {"ours": sine, "xla": lambda x: lax.optimization_barrier(jnp.sin(x))}
@@ -114,7 +114,7 @@ def _host_to_host(program: Callable, x) -> float:
 
 
 def _enqueue(program: Callable, x, busy: Callable, a) -> float:
-    """Microseconds until the call returns while the device is at something else: none of the device's time."""
+    """Microseconds until the call returns while the device is busy with other work, so that no device time is in it."""
     before = busy(a)
     start = time.perf_counter()
     y = program(x)

@@ -30,14 +30,14 @@ from jtile.models.load import default_model
 from jtile.testing import Timing
 
 PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512), (256, 512))  # rows, tokens
-MIXED = ((1, 512), (16, 512), (32, 512), (64, 512), (256, 512))  # the same of models with mixtures of experts
-QUANTISED = ((1, 512), (1, 2048))  # the same of models with quantised weights
+MIXED = ((1, 512), (16, 512), (32, 512), (64, 512), (256, 512))  # rows, tokens for models with mixtures of experts
+QUANTISED = ((1, 512), (1, 2048))  # rows, tokens for models with quantised weights
 STEPS = 32
 CHECKED = 32  # tokens of the prompt whose logits are compared
-ROUTED = 256  # the same of models with mixtures, whose routes are counted
-FAR = 0.5  # an error of ours without a peer is below it: of 16 bits, some tokens take other experts
-SHOWN = 8  # kernels of a profile
-NEAR = 1.2  # our error over the peer's, at most: roundings of activations add up over the blocks, in both alike
+ROUTED = 256  # tokens that are compared for models with mixtures, whose routes are counted
+FAR = 0.5  # the largest error of ours without a peer: in 16 bits some tokens take other experts
+SHOWN = 8  # how many kernels of a profile are printed
+NEAR = 1.2  # the most that our error over the peer's may be: in both, roundings add up over the blocks
 Runner = Callable[..., tuple[float, float]]  # seconds of a prompt, and of a step; with False the prompt alone
 
 
@@ -69,7 +69,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
 
 
 def half_told(config: str) -> bool:
-    """Whether the lines behind that of this size are of the same measurement."""
+    """Whether the lines behind the one of this size belong to the same measurement."""
     return config.endswith(", prompt") or config in llm.CONFIGS[:-1]
 
 
@@ -80,7 +80,7 @@ def _prompts(config: dict, stored: str) -> tuple[tuple[int, int], ...]:
 
 
 def _made(name: str, config: dict, stored: str, say: Callable[[str], None]) -> tuple[LanguageModel, Checked]:
-    """A model, and what is found where it is checked."""
+    """A model, and the errors that its check has found."""
     began = time.monotonic()
     lm = models.make(config, stored)
     jax.block_until_ready(jax.tree.leaves(models.model_state(lm.model)))
@@ -94,13 +94,13 @@ def _made(name: str, config: dict, stored: str, say: Callable[[str], None]) -> t
 
 
 def _lines(name: str, rows: int, tokens: int) -> tuple[str, ...]:
-    """The sizes of the records of a prompt, and of a step."""
+    """The sizes (`config`) that the records of a prompt and of a step have."""
     return tuple(f"{name}, {rows} x {tokens}, {what}" for what in ("prompt", "step"))
 
 
 class Checked(NamedTuple):
-    """Relative errors of our logits and of the peer's, both of 16-bit activations, against float32 ones of the same
-    weights, which grow with the depth of a model. chosen: of each mixture the experts of tokens, [tokens, k]."""
+    """Relative errors of our logits and of the peer's, both of 16-bit activations, against float32 logits of the
+    same weights; errors grow with the depth of a model. chosen: the experts of tokens in each mixture, [tokens, k]."""
 
     error: float
     peer: float | None = None
@@ -108,7 +108,7 @@ class Checked(NamedTuple):
 
 
 def _checked(lm: LanguageModel) -> Checked:
-    """Of a Llama beside the plain decoder; of others, which have no peer, beside our own logits in float32."""
+    """Checks a Llama beside the plain decoder, other models, which have no peer, beside our own logits in float32."""
     if not isinstance(lm.config, LlamaConfig):
         ids = _ids(lm, 1, ROUTED)
         exact, chosen = routed.logits(lm, ids, "float32")
@@ -159,7 +159,7 @@ def _measured(
     model: tuple[str, str], work: models.Work, machine: Machine, rate: float, checked: Checked,
     options: Options, say: Callable,
 ) -> Iterator[Result]:  # fmt: skip
-    """The lines of a model, which is said by its name and how its weights are stored."""
+    """The results of a model; records name it and how its weights are stored."""
     (name, stored), began, lm = model, time.monotonic(), work.lm
     ids = _ids(lm, work.rows, work.tokens)
     runners: dict[str, Runner] = {}
@@ -196,8 +196,8 @@ def _measured(
 
 
 def _profiles(runners: Mapping[str, Runner], samples: Mapping[str, list], steps: int, say: Callable) -> list[dict]:
-    """What the kernels of the prompt and of a step take, as records keep it: of ours, and of the best peer of a step,
-    both of which are said in short."""
+    """The time of each kernel in the prompt and in a step, as records keep it, for ours and for the best peer of a
+    step; `say` gets a summary of both."""
     peers = sorted((p for p in runners if p != "ours"), key=lambda p: statistics.median(s for _, s in samples[p]))
     kept: list[dict] = [{}, {}]
     for name in ("ours", *peers[:1]):

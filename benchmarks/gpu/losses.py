@@ -37,7 +37,8 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
-    """KiB that a program takes besides its arguments: its results and XLA's temporary arrays, workspaces included."""
+    """The KiB that a program takes besides its arguments: its results and XLA's temporary arrays, workspaces
+    included."""
     del options
     args = jax.eval_shape(lambda: _make(0, tiny))
     rows, vocabulary = _size(tiny)

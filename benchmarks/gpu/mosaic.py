@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def attention(d: int, causal: bool) -> Callable:
-    """Attention of heads of d; key blocks as large as shared memory takes. It takes the scores as they are: its queries
-    are `scaled`."""
+    """Attention of heads of d; key blocks are as large as shared memory takes. It does not scale the scores: its
+    queries come from `scaled`."""
 
     def run(q, k, v):
         from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -25,7 +25,7 @@ def scaled(q, k, v):
 
 
 def matmul(tall: bool) -> Callable:
-    """a @ b by blocks of 256x128 (`tall`) or 128x256."""
+    """The product a @ b by blocks of 256x128 (`tall`) or 128x256."""
 
     def run(a, b):
         from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as hopper

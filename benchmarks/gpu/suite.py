@@ -23,7 +23,7 @@ RECORDS = Path(__file__).resolve().parents[1] / "records"
 
 
 def main(arguments: Any) -> None:
-    """Run what the command line asks for; `arguments` are those of `python -m benchmarks`."""
+    """Runs what the command line asks for; `arguments` are those of `python -m benchmarks`."""
     if not arguments.tiny and jax.default_backend() == "cpu":
         sys.exit("python -m benchmarks gpu: JAX sees no GPU here (--tiny tries the code on the CPU)")
     began = time.monotonic()
@@ -72,10 +72,10 @@ def main(arguments: Any) -> None:
 
 
 class Suite:
-    """Runs workload modules; a case that fails is said and the others go on.
+    """Runs workload modules; a case that fails is reported, and the others go on.
 
     Attributes:
-      failed: keys of the records of cases that raised or were wrong. skipped: of those that the deadline left out.
+      failed: keys of the records of cases that raised or were wrong. skipped: keys of those that the deadline left out.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Suite:
         self.skipped: list[tuple[str, str, str]] = []
 
     def run(self, module: Any) -> Iterator[Result]:
-        """The results of one module that are asked for: of its `cases(tiny)`, then what its `results(...)` gives. The
-        deadline does not part lines of one measurement: those behind a size of which `half_told` is true."""
+        """The results of one module that are asked for: those of its `cases(tiny)`, then those of its `results(...)`.
+        The deadline does not separate lines of one measurement, which follow a size for which `half_told` is true."""
         for case in module.cases(self._tiny) if hasattr(module, "cases") else ():
             if not self._options.takes(case.config, case.dtype):
                 continue
@@ -133,5 +133,5 @@ def summary(result: Result) -> str:
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     print(text, file=sys.stderr, flush=True)

@@ -19,16 +19,16 @@ from jtile.testing import Timing
 # for one: results have moved, and its command buffer is recorded again.
 _PROGRAM_US = 4_000.0
 _SAMPLE_US = 10_000.0  # timed in one sample, or four programs
-_FRONT_US = 25_000.0  # of the programs in front of those
-_MOST_CALLS = 320  # of 12 us; compiling and recording a program takes longer with each
+_FRONT_US = 25_000.0  # device time of the programs that run before the timed ones
+_MOST_CALLS = 320  # calls of 12 us each; compiling and recording a program takes longer with each
 _MOST_TURNS, _MOST_FRONT = 4, 26  # XLA lets 32 programs be under way
 _GRAPH = 5  # xla_gpu_graph_min_graph_size
-_MOST_BYTES = 8 << 30  # of the results of one program, all of which are kept
+_MOST_BYTES = 8 << 30  # bytes of the results of one program, all of which are kept
 
 
 def call_count(estimate_us: float, sets: int, result_bytes: int = 0, most: int | None = None) -> int:
-    """Calls in one program of work that takes at least `estimate_us`: whole rounds over the `sets` of arguments, and no
-    more than `most` of them if they are not more than that themselves."""
+    """Calls in one program of work that takes at least `estimate_us`: whole rounds over the `sets` of arguments, and at
+    most `most` calls unless there are more sets than that."""
     room = max(1, _MOST_BYTES // max(result_bytes, 1))
     wanted = min(most or _MOST_CALLS, room, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
     return sets * math.ceil(wanted / sets)
@@ -52,9 +52,7 @@ def repeated(function: Callable, calls: int) -> Callable:
         out = []
         for i in range(calls):
             args = sets[i % len(sets)]
-            if (
-                out
-            ):  # what the barrier gives of the result is used too: else XLA takes it out, and calls are equal again
+            if out:  # the barrier's copy of the result is used, too: else XLA drops it, and calls are equal again
                 leaves, tree = jax.tree.flatten(out[-1])
                 args, leaves[0] = lax.optimization_barrier((args, leaves[0]))
                 out[-1] = jax.tree.unflatten(tree, leaves)
@@ -69,13 +67,13 @@ class JaxRunner:
 
     def __init__(self, program: Callable, sets: Sequence[tuple[Any, ...]], calls: int):
         self._program, self._sets, self.calls = program, sets, calls
-        self.output = jax.block_until_ready(program(sets))[0]  # of the first set; whoever checks it drops it
+        self.output = jax.block_until_ready(program(sets))[0]  # the result for the first set; its check drops it
 
     def run(self, turns: int, front: int = 1) -> float:
         """Microseconds of one call, over `turns` programs behind `front` others.
 
-        While those run, the host gets ahead of the device, and what it needs to start a program (up to a millisecond,
-        since results have moved) is in nobody's way. If it is behind, its time counts.
+        While those others run, the host gets ahead of the device, so that its time to start a program (up to a
+        millisecond, since results have moved) does not count. If the host is behind, its time counts.
         """
         begin = time.perf_counter()
         for _ in range(front):
@@ -89,7 +87,7 @@ class JaxRunner:
         jax.block_until_ready(y)
         end = time.perf_counter()
         whole = (end - begin) / (front + turns)  # a little too much: the start of the first program is in it
-        seconds = whole if behind else max((end - start) / turns, 0.9 * whole)  # whoever wakes up late sees too little
+        seconds = whole if behind else max((end - start) / turns, 0.9 * whole)  # a late host sees too little
         return 1e6 * seconds / self.calls
 
 
@@ -105,8 +103,8 @@ def sampler(runner: Any) -> Callable[[], float]:
 def alternate(
     samplers: Mapping[str, Callable[[], float]], *, repeats: int, budget_s: float, clock: Callable = time.monotonic
 ) -> dict[str, list[float]]:
-    """Samples of each by turns, in an order that is drawn for every round (the same in every run): none always follows
-    the same one, since a card is quicker behind what takes less power.
+    """The samples of each function, taken in turns, in an order that is drawn for every round (the same in every run):
+    none always follows the same one, since a card is quicker behind what takes less power.
 
     Stops after `budget_s` seconds, but not before three rounds. The peers are sampled once more at the very end.
     """

@@ -1,4 +1,5 @@
-"""The same decoder in torch, its prompt and its step each a CUDA graph: a peer on the memory of the same arrays."""
+"""The decoder of plain.py in torch, its prompt and its step each a CUDA graph: a peer on the memory of the same
+arrays."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ class TorchDecoder:
         self.tokens = torch.zeros((rows, 1), dtype=torch.long, device=self._device)
 
     def prompt(self) -> Any:
-        """The next tokens; the caches hold the prompt."""
+        """Runs the prompt: returns the next tokens; the caches then hold the prompt."""
         self.tokens.copy_(self._forward(self._ids, 0))
         return self.tokens
 
     def step(self) -> Any:
-        """The next tokens."""
+        """Runs a step: returns the next tokens."""
         self.tokens.copy_(self._forward(self.tokens, self._at))
         return self.tokens
 
@@ -89,7 +90,7 @@ class Graph:
         self.seconds(1)
 
     def seconds(self, times: int) -> float:
-        """Of one of so many replays."""
+        """The seconds of one replay, the mean of so many."""
         start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(times):

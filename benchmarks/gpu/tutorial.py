@@ -117,7 +117,7 @@ def ring(a, b, o, *, bm=128, bn=128, bk=64, slots=4):
             acc = jt.dot_wait(jt.dot_async(A.at(k), B.at(k), acc), pending=1)  # the product before this one has ended
             jt.role_barrier()
             if k + slots - 1 < rounds:
-                start(k + slots - 1)  # into the slot that it has read
+                start(k + slots - 1)  # into the slot that this product has read
         o.tiles(bm, bn)[i, j] = jt.dot_wait(acc).astype(o.dtype)
 
 
@@ -185,8 +185,8 @@ def banded(t, rows: int, columns: int, band: int):
 
 
 def resident() -> int:
-    """As many blocks of these kernels as run at once: the multiprocessors of the GPU at hand, or, to compile and to
-    interpret without one, of an H200."""
+    """The number of blocks of these kernels that run at once: the multiprocessors of the GPU at hand, or, to compile
+    and to interpret without one, of an H200."""
     target = jt.target()
     if "warpgroup products" not in target.features:
         with jt.config(arch="sm_90"):
@@ -200,7 +200,8 @@ def _blocks(a: Any, b: Any, *, bm: int, bn: int, blocks: int | None, **_: Any) -
 
 @jt.function
 def consume(A, B, full, empty, rounds: int, it, acc):
-    """The products of one tile, rounds `it` to `it + rounds` of the ring: the next round, and the sum."""
+    """Computes the products of one tile, rounds `it` to `it + rounds` of the ring; returns the next round and the
+    sum."""
     for k in jt.range(rounds):
         full.at(it).wait()
         acc = jt.dot_wait(jt.dot_async(A.at(it), B.at(it), acc, keep=k > 0), pending=1)
@@ -213,7 +214,7 @@ def consume(A, B, full, empty, rounds: int, it, acc):
 
 @jt.function
 def fill(a, b, i, j, A, B, full, empty, rounds: int, it):
-    """The copies of one tile, into the same rounds."""
+    """Starts the copies of one tile, for the rounds in which `consume` reads them."""
     for k in jt.range(rounds):
         empty.at(it).wait(before=True)
         full.at(it).expect(len(A) * A[0].nbytes + B.nbytes)
@@ -250,7 +251,7 @@ def persistent(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=None, band=8):
 
 
 def pieces(x, width: int) -> list:
-    """The tile in pieces of `width` columns, by halves: registers are renamed, none moves."""
+    """The tile in pieces of `width` columns, halved again and again: registers are renamed, no number moves."""
     n = x.shape[1]
     return [x] if n <= width else [*pieces(x[:, : n // 2], width), *pieces(x[:, n // 2 :], width)]
 
@@ -289,7 +290,7 @@ STEPS = (
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
-    """A case a size and step, in turns with cuBLAS alone: on a card whose clock follows its power, each step is
+    """A case for each size and step, in turns with cuBLAS alone: on a card whose clock follows its power, each step is
     measured beside the same neighbour."""
     steps = [(j, step) for j, step in enumerate(STEPS) if not tiny or j in (0, 2, len(STEPS) - 1)]
     for m, n, k in TINY if tiny else SIZES:

@@ -38,7 +38,8 @@ def _loads(tiny: bool) -> dict[str, Load]:
 
 
 def records(options: argparse.Namespace, deadline: float, say: Callable[[str], None]) -> Iterator[dict]:
-    """For each dtype all requests at once, and the overhead of a step; with bf16 what prefix cache and chunks bring."""
+    """The records: for each dtype all requests at once, and the overhead of a step; with bf16 also the gain by the
+    prefix cache and by chunks."""
     name = "tiny" if options.tiny else "Llama-3.1-8B"
     config = (models.TINY if options.tiny else models.SHAPES)[name]
     loads = _loads(options.tiny)
@@ -55,7 +56,7 @@ def records(options: argparse.Namespace, deadline: float, say: Callable[[str], N
         say(f"{name} {stored}: weights made in {time.monotonic() - began:.0f} s")
         rows = loads["all"].requests
         shapes = (24, 64) if options.tiny else (rows, options.chunk or budget_of(rows))
-        with responsive():  # as in a server
+        with responsive():  # a server does so, too
             for kind, runs in _measured(lm, loads, stored, shapes, deadline, say):
                 cache = f", cache {options.cache_dtype}" if options.cache_dtype else ""
                 yield {"config": f"{name}, {loads[kind].name}{cache}", "dtype": stored, "runs": runs}
@@ -121,9 +122,9 @@ class _Engines:
         gc.collect()
 
     def run(self, load: Load, **options) -> tuple[dict, float | None]:
-        """(what clients saw, seconds of a step while all of them decode)."""
+        """(the summary of what clients saw, seconds of a step while all of them decode)."""
         engine = self._of(**options)
-        engine._core.scheduler.reset()  # it is idle; what earlier loads left would be found
+        engine._core.scheduler.reset()  # the engine is idle; the cache must not hold tokens of earlier loads
         before = engine.stats()
         seen = asyncio.run(run(load, of_engine(engine), self._lm.config.vocab_size))
         after = engine.stats()
@@ -135,7 +136,8 @@ class _Engines:
         return numbers, all_decode(seen) if not numbers["failed"] else None
 
     def overhead(self, load: Load) -> dict:
-        """A step of the engine while all decode, and the bare loop over the same programs, of the same lengths."""
+        """The time of a step of the engine while all decode, and that of a bare loop over the same programs and
+        lengths."""
         numbers, step = self.run(load)
         context = load.prompt.median + load.answer.median // 2
         bare = self._bare(context, 10 if self._rows < 16 else 50)
@@ -173,5 +175,5 @@ class _Engines:
 
         loop(3)
         seconds = min(loop(turns) for _ in range(2))
-        engine._core.scheduler.reset()  # the pages hold something else now
+        engine._core.scheduler.reset()  # the pages hold other tokens now
         return seconds

@@ -1,4 +1,4 @@
-"""The load of a server: which requests come when; and what their clients saw."""
+"""The load of a server: which requests come when, and what their clients see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Arrivals = Literal["together", "fixed", "poisson"]
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts or answers: the median, and the deviation of their logarithm; 0: all alike. At most `most`."""
+    """The numbers of tokens of prompts or answers: their median, and the standard deviation of their logarithm, 0 if
+    all are equal; none is above `most`."""
 
     median: int
     spread: float = 0.0
@@ -30,8 +31,8 @@ class Lengths:
 @dataclasses.dataclass(frozen=True)
 class Load:
     """requests: how many. arrivals: all at once, or `rate` of them a second, evenly or as a Poisson process. clients:
-    so many there are, each of which waits for its answer before it asks again; None for one for each request. shared:
-    tokens with which all prompts begin. beside: another load that goes on meanwhile and is not counted."""
+    how many clients there are, each of which waits for its answer before it asks again; None: one for each request.
+    shared: how many tokens all prompts begin with. beside: another load that runs meanwhile and is not counted."""
 
     name: str
     requests: int
@@ -44,7 +45,7 @@ class Load:
     beside: Load | None = None
 
     def calls(self, vocab: int, seed: int = 0) -> list[Call]:
-        """Its requests, in the order in which they come: the same ones each time."""
+        """The requests of the load, in the order in which they come; equal seeds give equal requests."""
         rng = np.random.default_rng(seed)
         prompts, answers = self.prompt.draw(rng, self.requests), self.answer.draw(rng, self.requests)
         gaps = {
@@ -64,7 +65,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A request: after so many seconds, token ids, and how many tokens it wants."""
+    """A request: the seconds after which it comes, the ids of its prompt, and how many tokens it asks for."""
 
     at: float
     prompt: list[int]
@@ -118,7 +119,7 @@ async def run(load: Load, answer: Answer, vocab: int) -> list[Seen]:
     if load.beside is not None:
         others = load.beside.calls(vocab, seed=1)
         background = asyncio.ensure_future(drive(others, answer, load.beside.clients))
-        await asyncio.sleep(1.0)  # it is under way
+        await asyncio.sleep(1.0)  # until the other load is under way
     try:
         return await drive(load.calls(vocab), answer, load.clients)
     finally:
@@ -129,7 +130,7 @@ async def run(load: Load, answer: Answer, vocab: int) -> list[Seen]:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What a client is content with: milliseconds to the first token, and from token to token on average."""
+    """The longest times that a client accepts: milliseconds to the first token, and from token to token on average."""
 
     first_ms: float
     between_ms: float
@@ -139,8 +140,8 @@ class Goal:
 
 
 def summary(seen: Sequence[Seen], goal: Goal) -> dict[str, float | int | str | None]:
-    """Numbers of a load: rates are of the time from the first request to the last token; times are in milliseconds,
-    those between tokens of all tokens of all answers. goodput: requests a second that met the goal."""
+    """The numbers of a load: rates are over the time from the first request to the last token; times are in
+    milliseconds, those between tokens of all tokens of all answers. goodput: requests a second that met the goal."""
     good = [one for one in seen if one.error is None and one.times]
     failed = next((one.error or "no token" for one in seen if one not in good), None)
     if not good:
