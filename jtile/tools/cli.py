@@ -48,6 +48,7 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A GGUF file, or a folder with config.json and safetensors; SmolLM2 if it is left out."),
 ]
+Temperature = Annotated[float, typer.Option(min=0.0, help="How freely tokens are drawn; 0 takes the most likely one.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Draw each token from this many of the most likely ones.")]
 TopP = Annotated[
     float | None, typer.Option(help="Draw each token from the most likely ones that together have this probability.")
@@ -81,9 +82,7 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=0, help="End the answer after this many tokens.")
     ] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="How freely tokens are drawn; 0 takes the most likely one.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
@@ -146,9 +145,7 @@ def chat(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="The largest number of tokens of the whole conversation.")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="How freely tokens are drawn; 0 takes the most likely one.")
-    ] = 0.7,
+    temperature: Temperature = 0.7,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,

@@ -9,7 +9,6 @@ import pytest
 
 import jtile as jt
 from benchmarks.fuse import attention_with_bias, causal_attention, masked_attention
-from jtile.fusion import costs
 from jtile.fusion.chains import Chain
 from jtile.testing.evaluate import evaluated
 
@@ -18,12 +17,7 @@ Q, K, V = (jnp.asarray(rng.standard_normal((2, 12, 4, 8)), jnp.float32) for _ in
 BIAS = jnp.asarray(rng.standard_normal((4, 12, 12)), jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    monkeypatch.setattr(costs, "LEAST", 0)
-    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def grouped(q, k, v):

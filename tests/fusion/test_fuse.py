@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jtile as jt
 from benchmarks.fuse import chain, layer_norm, mandelbrot, programs
 from jtile.errors import KernelTypeError
-from jtile.fusion import costs, groups
+from jtile.fusion import groups
 from jtile.fusion.bodies import GroupKernel, kernel_of
 from jtile.fusion.fused import _by_equations, evaluate
 from jtile.fusion.groups import plan_of
@@ -22,14 +22,7 @@ from jtile.testing.evaluate import evaluated, walked
 rng = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    """Small arrays are worth kernels, too; and JAX as it comes, which promotes."""
-    monkeypatch.setattr(costs, "LEAST", 0)
-    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
-    monkeypatch.setattr(costs, "ROWS_ON_CPUS", True)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_size_and_rows")
 
 
 def array(*shape, dtype="float32"):

@@ -18,14 +18,7 @@ from jtile.testing.evaluate import evaluated
 rng = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    """Small arrays and whole rows are worth kernels, too; and JAX as it comes, which promotes."""
-    monkeypatch.setattr(costs, "LEAST", 0)
-    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
-    monkeypatch.setattr(costs, "ROWS_ON_CPUS", True)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_size_and_rows")
 
 
 def array(*shape):

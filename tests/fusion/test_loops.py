@@ -9,7 +9,6 @@ import pytest
 
 import jtile as jt
 from benchmarks.fuse import selective_scan
-from jtile.fusion import costs
 from jtile.fusion.bodies import kernel_of
 from jtile.fusion.fused import evaluate
 from jtile.fusion.loops import Loop
@@ -18,12 +17,7 @@ from jtile.testing.evaluate import evaluated
 rng = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    monkeypatch.setattr(costs, "LEAST", 0)
-    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def array(*shape):

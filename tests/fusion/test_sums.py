@@ -18,15 +18,11 @@ rng = np.random.default_rng(0)
 
 
 @pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    """Small arrays are worth kernels; a program has room for few elements."""
-    monkeypatch.setattr(costs, "LEAST", 0)
-    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
+def few_elements(any_size, monkeypatch):
+    """A program has room for few elements."""
     monkeypatch.setattr(costs, "ALONE", 0)
     monkeypatch.setattr(costs, "ROW_CPU", 64)
     monkeypatch.setattr(groups, "LARGE", 0)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def array(*shape, dtype="float32"):
