@@ -331,7 +331,9 @@ bool Launcher::is_node() const {
   // A kernel that XLA traces is a graph of its own, in front of which everything ends, and runs 6 to 15 % faster so
   // (rows of an H200): nodes are kernels that start early, and those that let others do so. XLA would load the image of
   // a node once more, maybe while a device waits for this one.
-  return (record_.node || record_.programmatic) && record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites && !record_.talking;
+  const bool overlaps = record_.node || record_.programmatic;
+  return overlaps && record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites &&
+         !record_.talking;
 }
 
 void Launcher::record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,
