@@ -59,7 +59,7 @@ class Config:
         Code for other platforms is always optimised.
       timeout: seconds for which a kernel waits for other devices before its call fails.
       gpu_peers: kernels that talk to other devices run on NVIDIA's GPUs, too; False makes them a typed error there, and
-        models keep to XLA's collectives.
+        `jt.exchange` and models keep to XLA's collectives.
     """
 
     cache_dir: str = dataclasses.field(default_factory=_default_cache_dir)

@@ -19,14 +19,18 @@ from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 LARGE = 4 << 20  # bytes sent to other devices that are worth a meeting of the devices on the host
 
 
-def _few(parts: int, meetings: int = 1):
-    """A function that says why an array is not for engines. parts: 0 where all of an array is sent to each device, 1
-    where a part is; meetings: how many times `LARGE` the bytes have to be that are sent."""
+def _few_bytes(*, whole: bool, least: int = LARGE):
+    """A function that says why an array is not for engines.
+
+    Args:
+      whole: each device is sent all of the array, and not a part of it.
+      least: the bytes that a device has to send.
+    """
 
     def misfit(x, *, axis: str) -> str | None:
         count = math.prod(x.shape) if all(isinstance(s, int) for s in x.shape) else 0
-        others = (jt.axis_size(axis) - 1) / (jt.axis_size(axis) if parts else 1)
-        return first_unmet((count * x.dtype.itemsize * others >= meetings * LARGE, "there are few bytes"))
+        others = (jt.axis_size(axis) - 1) / (1 if whole else jt.axis_size(axis))
+        return first_unmet((count * x.dtype.itemsize * others >= least, "there are few bytes"))
 
     return misfit
 
@@ -61,11 +65,11 @@ def _added_everywhere(x, *, axis: str):
     return _gathered(_added(x, axis=axis), axis=axis)
 
 
-_gather = _op("parts of all devices", _gathered, gather_parts, _few(0))
-_exchange = _op("parts for each device", _swapped, exchange_parts, _few(1))
-_sum = _op("sum of parts", _added, sum_parts, _few(1))
+_gather = _op("parts of all devices", _gathered, gather_parts, _few_bytes(whole=True))
+_exchange = _op("parts for each device", _swapped, exchange_parts, _few_bytes(whole=False))
+_sum = _op("sum of parts", _added, sum_parts, _few_bytes(whole=False))
 # On two H200s kernels take 79 us for 16 MiB, and 170 us for 32 MiB, where engines take some 10 us less.
-_sum_all = _op("sum of parts, gathered", _added_everywhere, sum_all_in_two, _few(1, 3))
+_sum_all = _op("sum of parts, gathered", _added_everywhere, sum_all_in_two, _few_bytes(whole=False, least=3 * LARGE))
 
 
 def _linear(forward: Op, transpose: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from jtile._compat import is_eager_shard_map, need_devices
+from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.language.devices import axis_size_of
 from jtile.primitive.batching import to_front
@@ -193,18 +194,20 @@ def _by_collectives(
     return run(x) if into is None else run(x, into)
 
 
-def _rule(args: Sequence[Any], dims: Sequence[int | None], *, lanes: int, **options: Any):
-    _, _, args = to_front(args, dims, range(len(args)))
-    return exchange_p.bind(*args, lanes=lanes + 1, **options), 0
+def _batched(run: Callable[..., jax.Array]) -> Callable:
+    """The batching rule of a primitive: `run` gets operands whose first axis is the new one."""
+
+    def rule(args: Sequence[Any], dims: Sequence[int | None], **options: Any):
+        _, _, args = to_front(args, dims, range(len(args)))
+        return run(*args, **options), 0
+
+    return rule
 
 
-def _rule_exchanged(args: Sequence[Any], dims: Sequence[int | None]):
-    _, _, args = to_front(args, dims, range(len(args)))
-    return exchanged_p.bind(*args), 0
-
-
-batching.primitive_batchers[exchange_p] = _rule
-batching.primitive_batchers[exchanged_p] = _rule_exchanged
+batching.primitive_batchers[exchange_p] = _batched(
+    lambda *args, lanes, **options: exchange_p.bind(*args, lanes=lanes + 1, **options)
+)
+batching.primitive_batchers[exchanged_p] = _batched(exchanged_p.bind)
 exchange_p.def_impl(_by_collectives)
 _elsewhere = mlir.lower_fun(_by_collectives, multiple_results=False)
 mlir.register_lowering(exchange_p, _elsewhere)
@@ -231,10 +234,13 @@ def pieces(x: Any, into: Any, *, n: int, mode: str, own: bool, start: int, rows:
 
 def _groups(ctx: mlir.LoweringRuleContext, axes: Sequence[str]) -> np.ndarray | None:
     """`device_groups`, or None where XLA moves the parts, in both calls: for devices of other processes and in exports,
-    since XLA knows how to reach any, and of arrays without elements, which have no addresses of their own."""
+    since XLA knows how to reach any; of arrays without elements, which have no addresses of their own; and where the
+    option `gpu_peers` forbids GPUs to reach each other's memory."""
     (out,) = ctx.avals_out
+    if not (current().gpu_peers and out.size):
+        return None
     try:
-        return device_groups(axes, ctx, "an exchange between devices", None) if out.size else None
+        return device_groups(axes, ctx, "an exchange between devices", None)
     except UnsupportedError:
         return None
 

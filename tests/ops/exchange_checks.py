@@ -227,13 +227,16 @@ def check_no_wait_is_left_out():
 
 
 def check_where_xla_moves_the_parts():
-    """Both calls, or neither: an export has no devices, and arrays without elements have no addresses of their own."""
+    """Both calls, or neither: an export has no devices, arrays without elements have no addresses of their own, and
+    `gpu_peers` may forbid GPUs to reach each other."""
     run = lambda x: jt.exchanged(jt.exchange(x, "x"))
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     exported = jax.export.export(f, platforms=["cuda"])(jax.ShapeDtypeStruct((8, 4), jnp.float32))
     assert "all_gather" in exported.mlir_module()
     assert "jtile_cuda" not in exported.mlir_module() and "jtile_cuda" not in lowered(lambda x: run(x[:0]))
+    with jt.config(gpu_peers=False):
+        assert "jtile_cuda" not in lowered(run)
 
 
 def check_one_device():
