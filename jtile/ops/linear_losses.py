@@ -1,7 +1,8 @@
 """Cross-entropy of a linear layer whose logits are never in memory as a whole (Wijmans et al. 2024, Hsu et al. 2024).
 
 A tile of logits is made, reduced to two numbers a row, and forgotten. Backwards it is made again, for as many classes
-at a time as a fixed amount of memory holds.
+at a time as a fixed amount of memory holds. On a CPU, where a product takes longer than reading what it has given, the
+forward pass of a gradient keeps the logits of as many classes as another fixed amount holds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from jtile.ops.losses import cross_entropy_reference
 from jtile.ops.matmul import tiles
 from jtile.ops.parts import BLOCK, summed
 
-HELD = 64 << 20  # bytes of cotangents of logits that the backward pass holds at a time; on a CPU a fourth of it
+# Bytes of cotangents of logits that the backward pass holds at a time. On a CPU it holds a fourth of that, and what the
+# forward pass keeps for it are as many bytes of logits.
+HELD = 64 << 20
 
 
 def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
@@ -44,22 +47,27 @@ def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
     return z, (j * bn + jt.arange(bn) < w.shape[0])[None, :]
 
 
-def _parts_type(x, w, *_, bn: int, **__):
+def _parts_type(x, w, *_, bn: int, kept: int, **__):
     part = jax.ShapeDtypeStruct((jt.cdiv(w.shape[0], bn), x.shape[0]), sums_in(x))
-    return part, part
+    return (part, part, jax.ShapeDtypeStruct((x.shape[0], kept), part.dtype)) if kept else (part, part)
 
 
 @jt.kernel(
     out_type=_parts_type,
     grid=lambda x, w, *_, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(w.shape[0], bn)),
 )
-def linear_cross_entropy_parts(x, w, bias, labels, lse, aim, *, bm: int, bn: int, bk: int, smoothing: float):
+def linear_cross_entropy_parts(
+    x, w, bias, labels, lse, aim, logits=None, *, bm: int, bn: int, bk: int, smoothing: float, kept: int
+):
     """x [rows, k], w [vocab, k], bias [vocab] or None, labels int32 [rows], -1 for none; lse, aim [blocks of `bn`
-    classes, rows]: the log-sum-exp of a row's logits in a block, and their sum weighted by the target."""
+    classes, rows]: the log-sum-exp of a row's logits in a block, and their sum weighted by the target; with `kept`
+    also the logits [rows, kept] of the first classes."""
     # z = x w^T + b     lse_ji = log sum_{v in block j} exp z_iv     aim_ji = sum_{v in block j} q_iv z_iv
     # q_iv = (1 - a) [v = label_i] + a / vocab
     i, j = jt.program_id(0), jt.program_id(1)
     z, inside = _logits(x, w, bias, i, j, bm, bn, bk)
+    if logits is not None:
+        logits.tiles(bm, bn)[i, j] = z
     at = jt.arange(bn)[None, :] + j * bn
     aimed = jnp.where(at == labels.tiles(bm)[i][:, None], z, 0.0).sum(1)
     if smoothing:
@@ -76,14 +84,19 @@ def linear_cross_entropy_parts(x, w, bias, labels, lse, aim, *, bm: int, bn: int
     grid=lambda x, *_, bm, bn, classes, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(classes, bn)),
 )
 def linear_cross_entropy_cotangents(
-    x, w, bias, labels, lse, ct_lse, ct_aim, first, d, *, bm: int, bn: int, bk: int, classes: int, smoothing: float
-):
+    x, w, bias, labels, logits, lse, ct_lse, ct_aim, first, d, *,
+    bm: int, bn: int, bk: int, classes: int, smoothing: float,
+):  # fmt: skip
     """d [rows, classes], cotangents of the logits of `classes` classes from block `first` on, for those of the
-    results of `linear_cross_entropy_parts`; rows without a label have none, whatever their logits are."""
+    first two results of `linear_cross_entropy_parts`; logits: the third one, or None where these classes have none;
+    rows without a label have no cotangents, whatever their logits are."""
     # d_iv = exp(z_iv - lse_ji) lse'_ji + q_iv aim'_ji
     i, j = jt.program_id(0), jt.program_id(1)
     block = first[...] + j
-    z, inside = _logits(x, w, bias, i, block, bm, bn, bk)
+    if logits is None:
+        z, inside = _logits(x, w, bias, i, block, bm, bn, bk)
+    else:
+        z, inside = logits.tiles(bm, bn)[i, block], (block * bn + jt.arange(bn) < w.shape[0])[None, :]
     label = labels.tiles(bm, pad=-1)[i]
     here, of_lse, of_aim = (a.tiles(None, bm)[block, i][:, None] for a in (lse, ct_lse, ct_aim))
     target = jnp.where(jt.arange(bn)[None, :] + block * bn == label[:, None], 1.0 - smoothing, 0.0)
@@ -136,24 +149,27 @@ def _tuned(kernel: jt.Kernel, itemsize: int, m, n, k, **of):
     return tuned(kernel, **gpu_tiles.product_options(sides["bm"], sides["bn"], itemsize)), sides
 
 
-def _forward(x, w, bias, labels, **meta):
-    lse, aim = linear_cross_entropy_parts(x, w, bias, labels, **meta)
-    return (lse, aim), (x, w, bias, labels, lse)
+def _forward(x, w, bias, labels, *, kept: int, bn: int, **meta):
+    keep = kept or _classes_to_keep(x, w, bn)
+    found = linear_cross_entropy_parts(x, w, bias, labels, kept=keep, bn=bn, **meta)
+    return found if kept else found[:2], (x, w, bias, labels, found[0], found[2] if keep else None)
 
 
-def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float):
-    x, w, bias, labels, lse = residuals
+def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kept: int):
+    x, w, bias, labels, lse, logits = residuals
     (rows, k), vocab, itemsize = x.shape, w.shape[0], x.dtype.itemsize
-    blocks = jt.cdiv(vocab, bn)
-    per = _blocks_at_a_time(blocks, bn, known(rows) * itemsize)
+    blocks, per = jt.cdiv(vocab, bn), _blocks_at_a_time(x, w, bn)
     make = linear_cross_entropy_cotangents
     make = tuned(make, **gpu_tiles.product_options(bm, bn, itemsize)) if small_tiles() else make
-    wide = sums_in(x)
+    wide, options = sums_in(x), {"bm": bm, "bn": bn, "bk": bk, "smoothing": smoothing}
+    further = jnp.pad(ct[2], ((0, 0), (0, blocks * bn - kept))) if kept else None
 
-    def step(block, so_far, blocks):
+    def step(block, so_far, blocks, logits):
         dx, dw, db = so_far
         classes = min(blocks * bn, vocab)
-        d = make(x, w, bias, labels, lse, *ct, block, bm=bm, bn=bn, bk=bk, classes=classes, smoothing=smoothing)
+        d = make(x, w, bias, labels, logits, lse, *ct[:2], block, classes=classes, **options)
+        if further is not None:
+            d += jax.lax.dynamic_slice_in_dim(further, block * bn, classes, 1).astype(d.dtype)
         add, sides = _tuned(linear_cross_entropy_dx, itemsize, rows, k, classes)
         put, others = _tuned(linear_cross_entropy_dw, itemsize, classes, k, rows, left=True)
         dx, dw = add(d, w, block * bn, dx, **sides), put(d, x, block * bn, dw, **others)
@@ -161,20 +177,43 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float):
             db = jax.lax.dynamic_update_slice(db, d.astype(wide).sum(0), (block * bn,))
         return dx, dw, db
 
-    times, rest = divmod(blocks, per)
-    at = lambda n: jnp.asarray(n, jnp.int32) * jnp.int32(per)
-    so_far = step(at(0), (None, jnp.zeros_like(w), None if bias is None else jnp.zeros(blocks * bn, wide)), per)
-    if times > 1:
-        so_far = jax.lax.fori_loop(1, times, lambda n, so_far: step(at(n), so_far, per), so_far)
-    dx, dw, db = step(at(times), so_far, rest) if rest else so_far
+    so_far = None, jnp.zeros_like(w), None if bias is None else jnp.zeros(blocks * bn, wide)
+    for first, times, n, held in _stretches(blocks, per, 0 if logits is None else jt.cdiv(logits.shape[1], bn)):
+
+        def run(m, so_far, first=first, n=n, there=logits if held else None):
+            return step(jnp.int32(first) + jnp.asarray(m, jnp.int32) * jnp.int32(n), so_far, n, there)
+
+        so_far = run(0, so_far) if times == 1 else jax.lax.fori_loop(0, times, run, so_far)
+    dx, dw, db = so_far
     return dx.astype(x.dtype), dw, None if bias is None else db[:vocab].astype(bias.dtype), None
 
 
-def _blocks_at_a_time(blocks: int, bn: int, column: int) -> int:
-    """How many blocks of `bn` classes, `column` bytes of cotangents each, the backward pass takes at a time: as
-    many as `HELD` allows, and if possible a divisor of `blocks`: a smaller number at the end takes further kernels."""
+def _stretches(blocks: int, per: int, kept: int) -> list[tuple[int, int, int, bool]]:
+    """The steps of the backward pass, `per` blocks each and fewer in the last: (first block, number of steps, blocks of
+    a step, whether the logits are kept), for logits of the first `kept` blocks; the first step stands alone."""
+    (whole, rest), held = divmod(blocks, per), kept // per
+    behind = max(held, 1)
+    steps = [
+        (0, 1, per, held > 0), (per, held - 1, per, True), (behind * per, whole - behind, per, False),
+        (whole * per, int(rest > 0), rest, kept == blocks),
+    ]  # fmt: skip
+    return [step for step in steps if step[1] > 0]
+
+
+def _blocks_at_a_time(x, w, bn: int) -> int:
+    """How many blocks of `bn` classes, with their cotangents for the rows of x, the backward pass takes at a time: as
+    many as `HELD` allows, and if possible a divisor of all: a smaller number at the end takes further kernels."""
+    blocks, column = jt.cdiv(w.shape[0], bn), known(x.shape[0]) * x.dtype.itemsize
     most = min(blocks, max(1, (HELD // 4 if machine().whole else HELD) // (bn * column)))
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
+
+
+def _classes_to_keep(x, w, bn: int) -> int:
+    """Of how many classes the forward pass keeps the logits: whole steps of the backward pass, or all."""
+    if not machine().whole:
+        return 0
+    per, most = _blocks_at_a_time(x, w, bn), HELD // (bn * known(x.shape[0]) * sums_in(x).itemsize)
+    return w.shape[0] if most * bn >= w.shape[0] else most // per * per * bn
 
 
 linear_cross_entropy_parts.defvjp(_forward, _backward)
@@ -194,9 +233,9 @@ def linear_cross_entropy(
     """`cross_entropy(x @ weight.T + bias, labels)` of each row, with no array of logits.
 
     Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 64 MiB
-    of logits at a time (16 MiB on CPUs), which are computed again. Differentiable in x, weight and bias; a row that is
-    ignored, or has no such label, has no gradient. Products of 16-bit operands round the cotangents of logits to their
-    dtype.
+    of logits at a time, which are computed again; on CPUs 16 MiB at a time, and 64 MiB of logits that a gradient keeps
+    and does not compute again. Differentiable in x, weight and bias; a row that is ignored, or has no such label, has
+    no gradient. Products of 16-bit operands round the cotangents of logits to their dtype.
 
     Args:
       x: float array [..., features].
@@ -220,7 +259,7 @@ def linear_cross_entropy(
     outside = (flat < 0) | (flat >= vocab)
     ignored = jnp.zeros(flat.shape, bool) if ignore is None else flat == ignore
     known_labels = jnp.where(outside | ignored, -1, flat).astype(jnp.int32)
-    options: dict[str, Any] = {"smoothing": float(label_smoothing)}
+    options: dict[str, Any] = {"smoothing": float(label_smoothing), "kept": 0}
     kernel, sides = _tuned(linear_cross_entropy_parts, x.dtype.itemsize, labels.size, vocab, k, transposed=True)
     if vector_cores():  # an NPU's memory has to hold the logits of a tile, and what becomes of them
         sides |= {"bm": max(sides["bm"] // 2, 16)}

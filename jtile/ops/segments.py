@@ -39,6 +39,21 @@ def _type(data, *_, segments: int, parts: int, **__):
 
 
 @jt.kernel(
+    out_type=lambda ids, *, segments, **_: jt.like(ids, shape=(segments + 1,)),
+    grid=lambda ids, *, segments, bs: jt.cdiv(segments + 1, bs),
+)
+def segment_starts(ids, starts, *, segments: int, bs: int):
+    """starts [segments + 1] of ascending ids: how many ids are below s. A program searches for `bs` of them at once."""
+    i, n = jt.program_id(0), ids.shape[0]
+    s, low, high = i * bs + jt.arange(bs), jnp.zeros((bs,), jnp.int32), jnp.full((bs,), n, jnp.int32)
+    for _ in jt.range(n.bit_length() if isinstance(n, int) else 31):
+        middle = (low + high) // 2  # is n when low is
+        below = (low < high) & (ids[middle] < s)
+        low, high = jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+    starts.tiles(bs)[i] = low
+
+
+@jt.kernel(
     out_type=_type,
     grid=lambda data, *_, segments, parts, bf, **__: (segments, parts, jt.cdiv(data.shape[1], bf)),
 )
@@ -79,7 +94,8 @@ def segment_columns(init: float, how: str) -> jt.Kernel:
         X, Y, n = data.tiles(None, bf), y.tiles(None, None, bf), data.shape[0]
         per = jt.cdiv(n, parts)
         for i in jt.range(part * per, jnp.minimum((part + 1) * per, n)):
-            s = jnp.clip(ids[i], 0, segments - 1)  # ids are in this range, but only so is it known
+            s = jnp.where(ids[i] < 0, segments - 1, ids[i])  # the last row is that of ids which are in no segment
+            s = jnp.clip(s, 0, segments - 1)
             Y[part, s, j] = _JOIN[how](Y[part, s, j], X[i, j].astype(y.dtype))
 
     grid = lambda data, *_, parts, bf, **__: (parts, jt.cdiv(data.shape[1], bf))
@@ -123,13 +139,16 @@ segment_runs.defvjp(_runs_forward, _runs_backward)
 
 
 def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
-    """The joined rows by runs of sorted ids, which are in [-1, segments]."""
+    """The joined rows by runs of sorted ids."""
     order = None
     ordered = ids
     if not in_order:
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
         ordered = ids[order]
-    starts = jnp.searchsorted(ordered, jnp.arange(segments + 1, dtype=jnp.int32)).astype(jnp.int32)
+    if machine().whole:
+        starts = segment_starts(ordered, segments=segments, bs=fit(segments + 1, 256))
+    else:  # the kernel has not been measured there
+        starts = jnp.searchsorted(ordered, jnp.arange(segments + 1, dtype=jnp.int32)).astype(jnp.int32)
     n, f = map(known, data.shape)
     rows = jt.cdiv(n, segments)
     bf = fit(f, 1024)
@@ -146,17 +165,16 @@ def _in_columns(data, ids, *, segments: int, how: str, in_order: bool):
     # Every part has a table of its own, which should stay in a cache: there are no more parts than cores.
     parts = (os.cpu_count() or 1) // jt.cdiv(f, bf) if how == "sum" else 1
     parts = max(1, min(parts, n // (4 * segments)))  # the results of all parts are a fourth of the rows at most
-    ids = jnp.where(ids < 0, segments, ids)  # one segment more for rows that are in none
     kernel = segment_columns(_neutral(_sums(data.dtype), how), how)
-    return kernel(data, ids, segments=segments + 1, parts=parts, bf=bf)[:, :segments]
+    y = kernel(data, ids, segments=segments + 1, parts=parts, bf=bf)  # one segment more for rows that are in none
+    return functools.reduce(jnp.add, [part[:segments] for part in y])[None]
 
 
 def _no_columns(data, ids, *, in_order: bool, **_) -> str | None:
     return first_unmet((machine().whole, "many programs would wait for few"), (not in_order, "the ids are in order"))
 
 
-# The rows of each segment joined, [parts, segments, f]; ids are int32; a row outside of the segments has
-# -1 or `segments`.
+# The rows of each segment joined, [parts, segments, f]; ids are int32.
 _joined = Op(
     "segments",
     Implementation("columns of rows in any order", _in_columns, _no_columns),
@@ -171,8 +189,9 @@ def _reduced(op: str, data, ids, num_segments: int, in_order: bool, how: str):
     f = math.prod(data.shape[1:])
     if 0 in (*shape, data.shape[0]):
         return jnp.full(shape, _neutral(data.dtype, how), _sums(data.dtype))
-    ids = ids if ids.dtype.itemsize >= 4 else ids.astype(jnp.int32)
-    ids = jnp.clip(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0, num_segments).astype(jnp.int32)
+    if jnp.iinfo(ids.dtype).max > jnp.iinfo(jnp.int32).max:  # ids that would be others in int32
+        ids = jnp.clip(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0, num_segments)
+    ids = ids.astype(jnp.int32)
     y = _joined(data.reshape(-1, f), ids, segments=num_segments, how=how, in_order=bool(in_order))
     return (y[0] if y.shape[0] == 1 else y.sum(0, dtype=y.dtype)).reshape(shape)
 

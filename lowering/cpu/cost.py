@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jtile import ir
 from jtile._compat import is_symbolic
 
@@ -19,7 +21,7 @@ DEFAULT_TRIPS = 8
 
 def program_cost_ns(kernel: ir.Kernel) -> int:
     """Estimated nanoseconds of one program of a kernel."""
-    return max(1, int(_block(kernel.body)))
+    return max(1, int(_Program(kernel).block(kernel.body)))
 
 
 def predicted_us(kernel: ir.Kernel) -> float:
@@ -42,18 +44,57 @@ def cost_of_call(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]
     return {"cost": program_cost_ns(ir.concrete(kernel, values))}
 
 
-def _block(block: ir.Block) -> float:
-    return sum(_op(op) for op in block.ops)
+class _Program:
+    """The program in the middle of the grid, whose loops stand for those of all programs."""
+
+    def __init__(self, kernel: ir.Kernel):
+        self.grid = kernel.grid
+        self.known: dict[ir.Value, np.ndarray | None] = {}
+
+    def block(self, block: ir.Block) -> float:
+        return sum(map(self.op, block.ops))
+
+    def op(self, op: ir.Op) -> float:
+        match op:
+            case ir.For():
+                return self.trips(op) * self.block(op.body)
+            case ir.While():
+                return DEFAULT_TRIPS * (self.block(op.body) + self.block(op.cond))
+            case ir.If():
+                return max(self.block(op.then), self.block(op.orelse))
+        return _alone(op)
+
+    def trips(self, op: ir.For) -> float:
+        """How often a loop runs, in whose body its index is that of the round in the middle."""
+        lo, hi, step = map(self.number, (op.lo, op.hi, op.step))
+        if lo is None or hi is None or step is None or step == 0:
+            return DEFAULT_TRIPS
+        rounds = range(int(lo), int(hi), int(step))
+        if rounds:
+            self.known[op.body.params[0]] = np.asarray(rounds[len(rounds) // 2], lo.dtype)
+        return len(rounds)
+
+    def number(self, v: ir.Value) -> np.ndarray | None:
+        """The integer that a scalar is in this program; None where memory decides it."""
+        if v not in self.known:
+            self.known[v] = None if v.op is None or v.type.rank else self._number(v.op)
+        return self.known[v]
+
+    def _number(self, op: ir.Op) -> np.ndarray | None:
+        if isinstance(op, ir.ProgramId | ir.NumPrograms):
+            side = self.grid[op.axis] if op.axis < len(self.grid) else 1
+            if not isinstance(side, int):
+                return None
+            return np.asarray(side if isinstance(op, ir.NumPrograms) else side // 2, np.int32)
+        if not isinstance(op, ir.Full | ir.Map | ir.Cast | ir.Select):
+            return None
+        values = [self.number(v) for v in op.operands()]
+        return None if any(x is None for x in values) else np.asarray(op.reference(*values))
 
 
-def _op(op: ir.Op) -> float:
+def _alone(op: ir.Op) -> float:
+    """What an op without blocks costs."""
     match op:
-        case ir.For():
-            return _trips(op) * _block(op.body)
-        case ir.While():
-            return DEFAULT_TRIPS * (_block(op.body) + _block(op.cond))
-        case ir.If():
-            return max(_block(op.then), _block(op.orelse))
         case ir.Dot():
             batch, m, n, k = op.sizes()
             return 2.0 * math.prod(batch) * m * n * k / FLOPS_PER_NS
@@ -71,10 +112,3 @@ def _op(op: ir.Op) -> float:
         8 if isinstance(op, ir.Cumulative | ir.UserScan | ir.UserReduce | ir.Scatter) else max(plan.op_cost(op), 0.5)
     )
     return size * heavy / ELEMENTS_PER_NS
-
-
-def _trips(op: ir.For) -> float:
-    ends = [v.op.value if isinstance(v.op, ir.Full) else None for v in (op.lo, op.hi, op.step)]
-    if None in ends or ends[2] == 0:
-        return DEFAULT_TRIPS
-    return len(range(int(ends[0]), int(ends[1]), int(ends[2])))

@@ -52,6 +52,17 @@ def test_gradients_in_parts(monkeypatch, held):
         assert relative_error(*(evaluated(jax.vmap(f, (0, None, None)))(*stacked()) for f in both())) < 1e-6
 
 
+@pytest.mark.parametrize("held", [0, 4, 8, 52])
+def test_gradients_with_logits_that_are_kept(monkeypatch, held):
+    """Of none of 13 blocks of classes, 4 (one at a time), 8 (two at a time), and all of them."""
+    monkeypatch.setattr(linear_losses, "HELD", 11 * 4 * 8 * held)
+    monkeypatch.setattr(linear_losses, "tiles", lambda *_, **__: {"bm": 16, "bn": 8, "bk": 0})
+    x, w, b = operands()
+    kept = 8 * min(held, 13)
+    assert linear_losses._classes_to_keep(x, w, 8) == min(kept, 100)
+    gradients_agree(*both(np.abs(LABELS) % 100, **OPTIONS), x, w, b)
+
+
 def stacked():
     x, w, b = operands()
     return np.stack([x, -np.asarray(x)]), w, b

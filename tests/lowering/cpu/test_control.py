@@ -8,6 +8,7 @@ from native import run_native
 
 from jtile import ir
 from jtile.interpret import interpret
+from jtile.lowering.cpu.cost import program_cost_ns
 
 CASES = {
     "in place": """
@@ -202,3 +203,24 @@ def test_against_the_interpreter(name):
     (want,) = interpret(kernel, inputs)
     (got,) = run_native(kernel, inputs)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_the_cost_of_loops_that_the_place_of_a_program_bounds():
+    """Such a loop counts as in the program in the middle of the grid, a loop inside of it as in the round in the
+    middle; what memory bounds is a guess."""
+    text = """
+    kernel @bounded(%n: ref<1xi32>, %o: ref<8192xf32, out>) grid(64) {{
+      %z = full 0 : i32    %s = full 128 : i32    %one = full 1 : i32
+      %read = load %n[%z] : i32
+      %p = program_id 0 : i32    %lo = mul %p, %s : i32    %q = add %p, %one : i32    %end = mul %q, %s : i32
+      for %k in {lo}..{hi} step %one {{
+        for %j in %lo..%k step %one {{
+          %x = full 1.0 : f32
+          store %o[%k], %x
+        }}
+      }}
+    }}"""
+    cost = lambda lo, hi: program_cost_ns(ir.parse_kernel(text.format(lo=lo, hi=hi)))
+    assert cost("%lo", "%lo") < 10
+    assert cost("%lo", "%end") == pytest.approx(128 * 64 * 1.3, rel=0.1)
+    assert cost("%z", "%read") < 8 * 8 * 2
