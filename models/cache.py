@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile import ops
+from jtile.ops.mixed_attention import mixed_attention, together
 from jtile.ops.step_attention import step_attention
 
 from . import kernels
@@ -165,6 +166,10 @@ class Slots:
         options = {"scales": scales, "scale": scale, "softcap": softcap, "sinks": sinks, "splits": self.splits}
         if self.context is None:
             options["window"] = window
+        if self.tiles is not None and self.table is not None and self.context is None:
+            rounded = q if scales else q.astype(keys.dtype)
+            options |= {"tiles": self.tiles}
+            return mixed_attention(rounded, keys, values, self._longer(q), self.table, **options).astype(q.dtype)
         decode = self._over_context(ops.decode_attention, "decode_attention")
         run = lambda q, lengths, table: decode(q, keys, values, lengths, pages=table, **options)
         return self._attended(run, q if scales else q.astype(keys.dtype)).astype(q.dtype)
@@ -203,10 +208,7 @@ class Slots:
         last = slice(n + t - 1, None, t)
         one = run(q[:n], lengths[:n], table[:n])
         many = run(q[n:].reshape(-1, t, *q.shape[1:]), lengths[last], table[last])
-        many = many.reshape(-1, *many.shape[2:])
-        # two copies: as one concatenation XLA made a kernel that took 14 times the time of its bytes on an H200
-        whole = jnp.pad(one, ((0, many.shape[0]), (0, 0), (0, 0)))
-        return jax.lax.dynamic_update_slice_in_dim(whole, many, n, 0)
+        return together(one, many)
 
     def _longer(self, tokens):
         """The lengths behind a step with these tokens."""

@@ -39,7 +39,7 @@ def _types(q, k, v, lengths, table, *, parts: int, **_):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class Work:
     """What all roles of a program know.
 
     Attributes:
@@ -85,6 +85,10 @@ class _Work:
         last = self.lengths.shape[0] - 1
         return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)], 0, self.units.slots)
 
+    def positions(self, rows: int, length):
+        """Where the queries of a tile stand among the keys: [rows, 1]."""
+        return length - self.t + jt.arange(rows)[:, None] // (self.q.shape[1] // self.t)
+
     @property
     def side(self) -> int:
         """Keys of a copy: a unit, or a page where that is less."""
@@ -100,6 +104,23 @@ class _Work:
         page = lambda block: jnp.clip(table[b, jax.lax.div(block, of_page)], 0, last)
         return [(page(block), jax.lax.rem(block, of_page)) for block in blocks]
 
+    def queries(self, one: int):
+        """The buffer of the queries of consumer `one`, and its barriers."""
+        del one
+        return self.Q, self.q_full, self.q_empty
+
+    def fetch_queries(self, r, b, head, turn):
+        """Start the copy of the queries of row-and-head r, of row b and this head."""
+        del b, head
+        self.q_empty.at(turn).wait(before=True)
+        self.q_full.at(turn).expect(self.Q.nbytes)
+        jt.async_copy(self.q.tiles(None, ROWS, self.q.shape[2]).at[r, 0, 0], self.Q, self.q_full.at(turn))
+
+    def clear(self, one: int, c, turn, key, length):
+        """Make values behind the length zeros in round c, the last one of a row, before consumer `one` reads them."""
+        del one, turn
+        zero_behind(self.V.at(c), key, length)
+
     def fetch(self, x, places, head, buffer, full):
         """Start the copies of a unit of keys or values."""
         full.expect(buffer.nbytes)
@@ -109,9 +130,9 @@ class _Work:
 
 
 @jt.function
-def _copies(w: _Work):
+def copies(w: Work):
     """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
-    d, heads = w.q.shape[2], w.units.heads
+    heads = w.units.heads
     begin, end, r, start, _ = w.share()
     c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
@@ -124,9 +145,7 @@ def _copies(w: _Work):
             w.k_empty.at(c).wait(before=True)
             w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
             if u == lo:
-                w.q_empty.at(turn).wait(before=True)
-                w.q_full.at(turn).expect(w.Q.nbytes)
-                jt.async_copy(w.q.tiles(None, ROWS, d).at[r, 0, 0], w.Q, w.q_full.at(turn))
+                w.fetch_queries(r, b, head, turn)
             w.v_empty.at(c).wait(before=True)
             w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
             c = c + 1
@@ -134,17 +153,16 @@ def _copies(w: _Work):
 
 
 @jt.function
-def _seen(s, key, length, w: _Work):
+def _seen(s, key, length, w: Work):
     """The scores of the keys from `key` on, -inf where a query does not see a key."""
     rows, bk = s.shape
     if key + bk > length - w.t + 1:
-        position = length - w.t + jt.arange(rows)[:, None] // (w.q.shape[1] // w.t)
-        s = jnp.where(key + jt.arange(bk)[None, :] <= position, s, -math.inf)
+        s = jnp.where(key + jt.arange(bk)[None, :] <= w.positions(rows, length), s, -math.inf)
     return s
 
 
 @jt.function
-def _zero_behind(buffer, key, length):
+def zero_behind(buffer, key, length):
     """Store zeros behind the length: memory there may hold NaN, and 0 times NaN is NaN."""
     bk, d = buffer.shape
     if key + bk > length:
@@ -155,7 +173,7 @@ def _zero_behind(buffer, key, length):
         jt.fence_shared()
 
 
-def _weights(s, key, length, m, l, w: _Work, scale: float, softcap: float | None):
+def weights(s, key, length, m, l, w: Work, scale: float, softcap: float | None):
     """The weights of finished scores s, in the dtype of the values; the new maxima and sums, and the factor that older
     sums fade by."""
     unit = scale * LOG2_E if softcap is None else 1.0
@@ -166,38 +184,49 @@ def _weights(s, key, length, m, l, w: _Work, scale: float, softcap: float | None
 
 
 @jt.function
-def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | None, last: bool):
-    """The role that multiplies: the scores of a unit run beside the weighted values of the one before."""
-    d, bk = w.q.shape[2], w.units.size
+def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: float, softcap: float | None):
+    """What the units from `lo` to `hi` of a row that begins at `start` give the queries of consumer `one`: weighted
+    values, maxima and sums, and the number of the next unit. The scores of a unit run beside the weighted values of the
+    one before."""
+    d, bk = w.V.shape[1], w.units.size
+    Q, q_full, q_empty = w.queries(one)
+    q_full.at(turn).wait()
+    w.k_full.at(c).wait()
+    s = jt.dot_wait(jt.dot_async(Q, w.K.at(c).T), pending=0)
+    w.k_empty.at(c).arrive()
+    m, l = jt.full((ROWS,), NOTHING, jnp.float32), jt.zeros((ROWS,), jnp.float32)
+    acc = jt.zeros((ROWS, d), jnp.float32)
+    p, m, l, _ = weights(s, (lo - start) * bk, length, m, l, w, scale, softcap)
+    for u in jt.range(lo + 1, hi):
+        w.k_full.at(c + 1).wait()
+        s = jt.dot_async(Q, w.K.at(c + 1).T)
+        w.v_full.at(c).wait()
+        acc = jt.dot_async(p, w.V.at(c), acc)
+        s = jt.dot_wait(s, pending=1)
+        w.k_empty.at(c + 1).arrive()
+        p_next, m, l, fade = weights(s, (u - start) * bk, length, m, l, w, scale, softcap)
+        acc = jt.dot_wait(acc, pending=0) * fade[:, None]
+        w.v_empty.at(c).arrive()
+        p, c = p_next, c + 1
+    q_empty.at(turn).arrive()
+    w.v_full.at(c).wait()
+    w.clear(one, c, turn, (hi - 1 - start) * bk, length)
+    acc = jt.dot_wait(jt.dot_async(p, w.V.at(c), acc), pending=0)
+    w.v_empty.at(c).arrive()
+    return acc, m, l, c + 1
+
+
+@jt.function
+def _products(w: Work, o, o_part, lse_part, *, scale: float, softcap: float | None, last: bool):
+    """The role that multiplies."""
+    d = w.q.shape[2]
     begin, end, r, start, size = w.share()
     c, turn, ahead = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
         length, ahead = ahead, w.length(r + 1)
         n = w.units.of(length)
         lo, hi = w.inside(begin, end, start, n)
-        w.q_full.at(turn).wait()
-        w.k_full.at(c).wait()
-        s = jt.dot_wait(jt.dot_async(w.Q, w.K.at(c).T), pending=0)
-        w.k_empty.at(c).arrive()
-        m, l = jt.full((ROWS,), NOTHING, jnp.float32), jt.zeros((ROWS,), jnp.float32)
-        acc = jt.zeros((ROWS, d), jnp.float32)
-        p, m, l, _ = _weights(s, (lo - start) * bk, length, m, l, w, scale, softcap)
-        for u in jt.range(lo + 1, hi):
-            w.k_full.at(c + 1).wait()
-            s = jt.dot_async(w.Q, w.K.at(c + 1).T)
-            w.v_full.at(c).wait()
-            acc = jt.dot_async(p, w.V.at(c), acc)
-            s = jt.dot_wait(s, pending=1)
-            w.k_empty.at(c + 1).arrive()
-            p_next, m, l, fade = _weights(s, (u - start) * bk, length, m, l, w, scale, softcap)
-            acc = jt.dot_wait(acc, pending=0) * fade[:, None]
-            w.v_empty.at(c).arrive()
-            p, c = p_next, c + 1
-        w.q_empty.at(turn).arrive()
-        w.v_full.at(c).wait()
-        _zero_behind(w.V.at(c), (hi - 1 - start) * bk, length)
-        acc = jt.dot_wait(jt.dot_async(p, w.V.at(c), acc), pending=0)
-        w.v_empty.at(c).arrive()
+        acc, m, l, c = sums_of_row(w, 0, c, turn, lo, hi, start, length, scale=scale, softcap=softcap)
         acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
         if w.whole or (lo == start) & (hi == start + n):
             o.tiles(None, ROWS, d)[r, 0, 0] = acc.astype(o.dtype)
@@ -207,11 +236,11 @@ def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | N
             lse_part.tiles(None, ROWS)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
             if last:
                 _meet(w, r, *parts_of(start, n, size), o, o_part, lse_part)
-        r, start, c, turn = r + 1, start + n, c + 1, turn + 1
+        r, start, turn = r + 1, start + n, turn + 1
 
 
 @jt.function
-def _meet(w: _Work, r, first, last, o, o_part, lse_part):
+def _meet(w: Work, r, first, last, o, o_part, lse_part):
     """The last to come of the programs that have keys of a row puts together what they gave."""
     _, queries, d = o.shape
     if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
@@ -239,11 +268,11 @@ def hopper_decode(
     q_full, q_empty = jt.barrier(1), jt.barrier(1)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    w = _Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
+    w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
     with jt.role("products", warps=4):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
     with jt.role("copies", warps=1, registers=40):
-        _copies(w)
+        copies(w)
 
 
 def misfit(
@@ -300,16 +329,23 @@ def mapped(scale: float, softcap: float | None, whole: bool = False):
     return run
 
 
-def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, whole: bool = False):
-    """The result of `decode`, without its rule for vmap. `whole`: a program takes all keys of a row and head, unit by
-    unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
-    (batch, t, heads, d), (page, kvs) = q.shape, k.shape[1:3]
+def units_of(k, table) -> Units:
+    """How the keys of a cache are counted, in the order in which a program adds them up."""
+    page, kvs, d = k.shape[1:]
     size = 128 if d < 256 and (table is None or page % 128 == 0) else 64
-    units = Units(slots=page * (1 if table is None else table.shape[1]), size=size, heads=kvs)
+    return Units(slots=page * (1 if table is None else table.shape[1]), size=size, heads=kvs)
+
+
+def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, whole: bool = False):
+    """The result of `decode`, without its rule for vmap. q may have more rows than there are lengths; the first ones
+    count, and the others of the output are not written. `whole`: a program takes all keys of a row and head, unit by
+    unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
+    (batch, t, heads, d), kvs = q.shape, k.shape[2]
+    units = units_of(k, table)
     group = heads // kvs
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
     parts = gpu_tiles.processors()
-    last = whole or by_the_last(batch * kvs, t * group, d, parts)
+    last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)

@@ -206,8 +206,9 @@ def test_every_code_of_8_bits_is_the_number_that_it_says():
 
 def rounded_to_8_bits(x, groups):
     parts = x.astype(np.float32).reshape(x.shape[0], groups, -1)
-    scale = abs(parts).max(-1, keepdims=True) / np.float32(448)
-    return ((parts / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale).reshape(x.shape)
+    top, largest = abs(parts).max(-1, keepdims=True), np.float32(448)
+    codes = (parts * (largest / top)).astype(jnp.float8_e4m3fn)
+    return (codes.astype(np.float32) * (top / largest)).reshape(x.shape)
 
 
 @pytest.mark.parametrize(("activations", "packed"), [("rows", True), ("blocks", False)])

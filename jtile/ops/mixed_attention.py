@@ -1,0 +1,154 @@
+"""Attention of a server's step over a cache in pages: of tokens that stand alone, and of chunks of prompts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
+from jtile.ops._shapes import check_rank
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
+from jtile.ops.hopper_shares import by_the_last
+from jtile.ops.split_attention import decode_attention, decode_attention_reference
+
+
+def mixed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    pages: jax.Array,
+    *,
+    tiles: tuple[int, int],
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    splits: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`decode_attention` of tokens of many rows, of which those behind the first ones come in tiles.
+
+    Args:
+      q: float array [tokens, heads, d].
+      k, v: the cache in pages, [pages, slots of a page, kv_heads, d].
+      lengths: int [tokens], slots that each token sees, itself included; less than 1 for padding.
+      pages: int [tokens, n], the pages of the row of each token in order.
+      tiles: (n, t): the first n tokens stand alone; each t tokens behind them are consecutive tokens of one row, a
+        tile, which may begin with padding.
+      scales, scale, softcap, window, splits, sinks: see `decode_attention`.
+    Returns:
+      An array like `q`; a token that sees no key gives zeros.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
+    """
+    check_rank("mixed_attention", "q", q, 3, "[tokens, heads, d]")
+    n, t = tiles
+    if t < 1 or not 0 <= n <= len(q) or (len(q) - n) % t:
+        raise KernelValueError(
+            f"mixed_attention: {len(q)} tokens are not {n} and whole tiles of {t}; tiles is (tokens in front, tokens "
+            "of a tile)"
+        )
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    options = {"tiles": (n, t), "scale": scale, "softcap": softcap, "window": window, "splits": splits}
+    scales = () if scales is None else tuple(scales)
+    return _op(q, k, v, lengths.astype(jnp.int32), pages.astype(jnp.int32), scales, sinks, **options)
+
+
+def _apart(q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, int], **options):
+    """The attention of both in calls of their own, put together."""
+    n, t = tiles
+    options |= {"scales": scales or None, "sinks": sinks}
+    last = slice(n + t - 1, None, t)
+    one = decode_attention(q[:n], k, v, lengths[:n], pages=table[:n], **options)
+    many = q[n:].reshape(-1, t, *q.shape[1:])
+    return together(one, decode_attention(many, k, v, lengths[last], pages=table[last], **options))
+
+
+def together(one, many):
+    """What tokens that stand alone get, [n, heads, d], and behind it what tiles get, [m, t, heads, d], as one array."""
+    many = many.reshape(-1, *many.shape[2:])
+    # two copies: as one concatenation XLA made a kernel that took 14 times the time of its bytes on an H200
+    whole = jnp.pad(one, ((0, many.shape[0]), (0, 0), (0, 0)))
+    return jax.lax.dynamic_update_slice_in_dim(whole, many, one.shape[0], 0)
+
+
+def _misfit(
+    q, k, v, lengths, table, scales, sinks,
+    *, tiles: tuple[int, int], scale: float, softcap: float | None, window: int | None, splits: int | None,
+) -> str | None:  # fmt: skip
+    """Why `_in_one` cannot run this call, None where it can."""
+    del softcap
+    arrays = (q, k, table)
+    if not all(isinstance(size, int) for x in arrays for size in x.shape):
+        return "sizes are not known"
+    queries = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
+    rows, group = tiles[0] * k.shape[2], q.shape[1] // k.shape[2]
+    parts = gpu_tiles.processors()
+    return first_unmet(
+        (0 < tiles[0] < len(q), "there are no tiles, or tiles alone"),
+        (sinks is None, "there are sinks"),
+        (splits == 1 or by_the_last(rows, group, q.shape[2], parts), "rows in parts take a kernel of their own"),
+    ) or (
+        hopper_decode.misfit(queries, k, v, lengths, table, scales, scale=scale, window=window, splits=splits)
+        or hopper_chunks.misfit(q, k, v, lengths, table, tiles=tiles)
+    )
+
+
+def _in_one(q, k, v, lengths, table, scales, sinks, *, scale, softcap, window, **options):
+    """The attention of both in one array, which two kernels write; each device takes its heads."""
+    del scales, window, sinks
+    grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
+    run = _of_a_device(scale, softcap, **options)
+    rule = "_ h _ _, _ _ h _, _ _ h _, _, _ _ -> _ h _ _"
+    return jt.partitioned(run, rule)(grouped, k, v, lengths, table).reshape(q.shape)
+
+
+def of_batch(
+    q, k, v, lengths, table, *, tiles: tuple[int, int], scale: float, softcap: float | None, splits: int | None
+):  # fmt: skip
+    """The result of the two kernels, without a rule for vmap. The second one writes behind what the first has
+    written."""
+    (n, t), options = tiles, {"scale": scale, "softcap": softcap}
+    last = slice(n + t - 1, None, t)
+    into = hopper_decode.of_batch(q[:, None], k, v, lengths[:n], table[:n], whole=splits == 1, **options)
+    return hopper_chunks.chunks(q, k, v, lengths[last], table[last], into[:, 0], t=t, **options)
+
+
+@functools.lru_cache(maxsize=128)
+def _of_a_device(scale: float, softcap: float | None, tiles: tuple[int, int], splits: int | None):
+    """The function for `jt.partitioned`, of q [tokens, kv heads, group, d]; under vmap it is the one with two calls."""
+    options = {"tiles": tiles, "scale": scale, "softcap": softcap, "splits": splits}
+
+    def flat(run):
+        return lambda q, *others: run(q.reshape(q.shape[0], -1, q.shape[3]), *others).reshape(q.shape)
+
+    def attend_in_tiles(q, k, v, lengths, table):
+        return flat(functools.partial(of_batch, **options))(q, k, v, lengths, table)
+
+    run = jax.custom_batching.custom_vmap(attend_in_tiles)
+
+    @run.def_vmap
+    def _(size: int, batched, *operands):
+        apart = lambda *operands: _apart(*operands, (), None, window=None, **options)
+        axes = [0 if there else None for there in batched]
+        return jax.vmap(flat(apart), axes, axis_size=size)(*operands), True
+
+    return run
+
+
+_op = Op(
+    "mixed_attention",
+    Implementation("two kernels for one array", _in_one, _misfit, BLOCK_LEVEL, portable=False),
+    Implementation("apart, then together", _apart),
+)
+
+
+def mixed_attention_reference(q, k, v, lengths, pages, *, tiles, scales=None, scale=None, **options):
+    """`mixed_attention` in jnp: each token is a row of its own."""
+    del tiles
+    return decode_attention_reference(q, k, v, lengths, pages=pages, scales=scales, scale=scale, **options)
