@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ class Case:
         outside the timing.
       tolerance: the largest relative error that counts as right.
       calls: the most calls in one program, where XLA compiles long.
+      budget_s: seconds of samples at most, where that is less than what the command line says.
     """
 
     workload: str
@@ -47,6 +49,7 @@ class Case:
     prepare: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     tolerance: float = 1e-2
     calls: int | None = None
+    budget_s: float = math.inf
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -14,6 +14,8 @@ from benchmarks.data import normal, size
 from benchmarks.gpu.case import Case
 
 TIMES = 4  # the sides of the programs for CPUs
+AHEAD = True  # all of the programs are compiled before the first is measured
+BUDGET_S = 0.8  # seconds of samples of a program, since there are many
 CALLS = 32  # calls in one program, since XLA takes seconds to compile some of these
 
 
@@ -31,18 +33,45 @@ def cases(tiny: bool = False) -> Iterator[Case]:
         make = jax.jit(lambda seed, name=name: made(seed)[name])  # the arguments of the others are left out
         yield Case(
             "fuse", name, "float32", make=make, ours=jt.fuse(fun), peers={"xla": fun}, reference=_exact(fun),
-            bytes=size(shapes[name], jax.eval_shape(fun, *shapes[name])), calls=CALLS, tolerance=3e-3,
+            bytes=size(shapes[name], jax.eval_shape(fun, *shapes[name])), calls=CALLS, budget_s=BUDGET_S,
+            tolerance=3e-3,
         )  # fmt: skip
+    yield from _attentions(tiny)
+
+
+def _attentions(tiny: bool) -> Iterator[Case]:
+    """Attention of many tokens in bfloat16: of all keys, causal, with a bias of every head, and of some keys only."""
     tokens, heads, d = (64, 2, 16) if tiny else (8192, 16, 128)
-    for causal in (False, True):
-        fun = fuse.causal_attention if causal else fuse.plain_attention
-        cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+    draw = lambda seed, *shape: normal(seed, *shape, dtype="bfloat16")
+    kinds = {
+        "": (fuse.plain_attention, lambda seed: (), _cudnn),
+        ", causal": (fuse.causal_attention, lambda seed: (), functools.partial(_cudnn, is_causal=True)),
+        ", bias": (
+            fuse.attention_with_bias,
+            lambda seed: (draw(seed, heads, tokens, tokens),),
+            lambda q, k, v, bias: _cudnn(q, k, v, bias=bias[None]),
+        ),
+        ", mask": (
+            fuse.masked_attention,
+            lambda seed: (jnp.arange(tokens) % 3 > 0,),
+            lambda q, k, v, mask: _cudnn(q, k, v, mask=jnp.broadcast_to(mask, (1, 1, tokens, tokens))),
+        ),
+    }
+    for kind, (fun, more, cudnn) in kinds.items():
+        make = lambda seed, more=more: (
+            *(draw(4 * seed + i, 1, tokens, heads, d) for i in range(3)),
+            *more(4 * seed + 3),
+        )
         yield Case(
-            "fuse", f"attention of {tokens} tokens" + ", causal" * causal, "bfloat16",
-            make=lambda seed: tuple(normal(3 * seed + i, 1, tokens, heads, d, dtype="bfloat16") for i in range(3)),
-            ours=jt.fuse(fun), peers={"xla": fun} | ({} if tiny else {"cudnn": cudnn}), reference=_exact(fun),
-            bytes=8 * tokens * heads * d, flops=(2 if causal else 4) * tokens**2 * heads * d, tolerance=3e-2,
+            "fuse", f"attention of {tokens} tokens{kind}", "bfloat16", make=make, ours=jt.fuse(fun),
+            peers={"xla": fun} | ({} if tiny else {"cudnn": cudnn}), reference=_exact(fun),
+            bytes=8 * tokens * heads * d + (2 * tokens**2 * heads if kind == ", bias" else 0),
+            flops=(2 if kind == ", causal" else 4) * tokens**2 * heads * d, tolerance=3e-2, calls=CALLS,
+            budget_s=BUDGET_S,
         )  # fmt: skip
+
+
+_cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 
 def _exact(fun):

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -48,23 +49,68 @@ def set_count(case: Case, options: Options) -> int:
     return 1 if case.warm else max(1, min(_MOST_SETS, math.ceil(options.cold_bytes / one)))
 
 
-def measure(case: Case, machine: Machine, options: Options, say: Callable[[str], None] = print) -> Result:
-    """The result of one case; a peer that fails or is wrong is left out, and `say` says why.
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """The programs of a case that compile while others do: of each function that of all calls, the reference, and what
+    makes the arguments."""
+
+    programs: Mapping[str, Future]
+    reference: Future
+    make: Future
+
+
+def compiled_ahead(
+    cases: Sequence[Case], machine: Machine, options: Options, say: Callable[[str], None] = print
+) -> dict[tuple[str, str, str], Ahead]:
+    """The programs of cases without peers in torch, compiled in as many threads as the machine has. Nothing else runs
+    meanwhile, since XLA times its candidates."""
+    found = {}
+    with concurrent.futures.ThreadPoolExecutor(machine.threads) as pool:
+        for case in cases:
+            shapes = jax.eval_shape(case.make, 0)
+            count = set_count(case, options)
+            calls, many = _calls(case, machine, shapes, count), [shapes] * count
+            programs = {
+                name: pool.submit(_compiled, timing.repeated(f, calls), many)
+                for name, f in _chosen(case, options, say).items()
+                if not isinstance(f, Torch)
+            }
+            reference = pool.submit(_compiled, jax.jit(case.reference), *shapes, untuned=True)
+            found[case.key] = Ahead(programs, reference, pool.submit(_compiled, jax.jit(case.make), 0))
+    return found
+
+
+def _compiled(f: Any, *args: Any, untuned: bool = False) -> Any:
+    return f.lower(*args).compile(compiler_options=_UNTUNED if untuned else None)
+
+
+def _calls(case: Case, machine: Machine, args: tuple, sets: int) -> int:
+    """Of how many calls a program is."""
+    bound = machine.bound_us(case.bytes, case.flops, case.unit)
+    return timing.call_count(bound, sets, size(jax.eval_shape(case.reference, *args)), case.calls)
+
+
+def measure(
+    case: Case, machine: Machine, options: Options, say: Callable[[str], None] = print, ahead: Ahead | None = None
+) -> Result:
+    """The result of one case, whose programs may have been compiled `ahead`; a peer that fails or is wrong is left out,
+    and `say` says why.
 
     Raises:
       WrongResultError: ours is wrong. Errors that ours raises pass through.
     """
     began = time.monotonic()
     bound = machine.bound_us(case.bytes, case.flops, case.unit)
-    sets = [case.make(seed) for seed in range(set_count(case, options))]
-    results = size(jax.eval_shape(case.reference, *sets[0]))
-    calls = timing.call_count(bound, len(sets), results, case.calls)
-    runners, reference = _runners(case, sets, calls, options, say)
+    make = ahead.make.result() if ahead else case.make
+    sets = [make(seed) for seed in range(set_count(case, options))]
+    calls = _calls(case, machine, sets[0], len(sets))
+    runners, reference = _runners(case, sets, calls, options, say, ahead)
     errors = _errors(case, reference(*sets[0]), runners, say)
     samplers = {name: timing.sampler(runner) for name, runner in runners.items()}
     for sample in samplers.values():
         sample()  # after a pause a card is quicker than it stays
-    samples = timing.alternate(samplers, repeats=options.repeats, budget_s=options.budget_s)
+    budget = min(options.budget_s, case.budget_s)
+    samples = timing.alternate(samplers, repeats=options.repeats, budget_s=budget)
     times = timing.timings(samples)
     how = {"bound_us": bound, "error": errors["ours"], "timed": timing.way(calls)}
     got = result(*case.key, machine.device, times, **how)
@@ -73,7 +119,7 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
 
 
 def _runners(
-    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable
+    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable, ahead: Ahead | None
 ) -> tuple[dict[str, Any], Callable]:
     """(the runners by name, compiled and run once; the reference, compiled).
 
@@ -85,11 +131,15 @@ def _runners(
     for name in functions:
         with _left_out_on_error(case, name, say):
             own[name] = _prepared(case, name, sets)
-    in_jax = {name: f for name in own if not isinstance(f := functions[name], Torch)}
-    build = lambda name: timing.repeated(in_jax[name], calls).lower(own[name]).compile()
-    with concurrent.futures.ThreadPoolExecutor(len(in_jax) + 1) as pool:
-        programs = {name: pool.submit(build, name) for name in in_jax}
-        reference = pool.submit(lambda: jax.jit(case.reference).lower(*sets[0]).compile(compiler_options=_UNTUNED))
+    if ahead:
+        programs, reference = ahead.programs, ahead.reference
+    else:
+        in_jax = {name: f for name in own if not isinstance(f := functions[name], Torch)}
+        with concurrent.futures.ThreadPoolExecutor(len(in_jax) + 1) as pool:
+            programs = {
+                name: pool.submit(_compiled, timing.repeated(f, calls), own[name]) for name, f in in_jax.items()
+            }
+            reference = pool.submit(_compiled, jax.jit(case.reference), *sets[0], untuned=True)
     for name, args in own.items():
         with _left_out_on_error(case, name, say):
             f = functions[name]

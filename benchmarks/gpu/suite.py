@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from benchmarks import report
 from benchmarks.gpu import WORKLOADS, torch_peers
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.machine import measure as measure_machine
-from benchmarks.gpu.measure import Options, measure, short
+from benchmarks.gpu.measure import Options, compiled_ahead, measure, short
 from benchmarks.harness import Result
 
+SLOWER = 0.97  # ratios below are named: more than two runs of one program are apart
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 
 
@@ -58,6 +60,8 @@ def main(arguments: Any) -> None:
         report.table(done)
     else:
         print("\n".join(map(summary, done)))  # short, for logs that keep only their end
+    for text in means(done):
+        print(text)
     for key in suite.failed:
         say(f"FAILED: {' '.join(key)}")
     for key in suite.skipped:
@@ -90,14 +94,19 @@ class Suite:
     def run(self, module: Any) -> Iterator[Result]:
         """The results of one module that are asked for: those of its `cases(tiny)`, then those of its `results(...)`.
         The deadline does not separate lines of one measurement, which follow a size for which `half_told` is true."""
-        for case in module.cases(self._tiny) if hasattr(module, "cases") else ():
-            if not self._options.takes(case.config, case.dtype):
-                continue
+        cases = module.cases(self._tiny) if hasattr(module, "cases") else ()
+        cases = (case for case in cases if self._options.takes(case.config, case.dtype))
+        ready = {}
+        if getattr(module, "AHEAD", False):
+            cases = [*cases]
+            ready = compiled_ahead(cases, self._machine, self._options, say)
+        for case in cases:
             if self._late():
                 self.skipped.append(case.key)
                 continue
             try:
-                yield self._measure(case, self._machine, self._options, say)
+                ahead = (ready.pop(case.key),) if case.key in ready else ()
+                yield self._measure(case, self._machine, self._options, say, *ahead)
             except Exception as error:
                 self.failed.append(case.key)
                 say(f"{' '.join(case.key)}: FAILED, {short(error, 1500)}")
@@ -130,6 +139,16 @@ def summary(result: Result) -> str:
     if r.peers:
         text += f", ratio {r.ratio:.3g} to {min(r.peers, key=lambda name: r.peers[name])}"
     return text + (f", {100 * r.bound_frac:.0f} % of bound" if r.bound_frac else "")
+
+
+def means(results: Sequence[Result]) -> Iterator[str]:
+    """Of each workload that has several ratios a line with their geometric mean, and with those that are below 0.97."""
+    for name in dict.fromkeys(r.record.workload for r in results):
+        ratios = {r.record.config: r.record.ratio for r in results if r.record.workload == name and r.record.ratio}
+        if len(ratios) > 1:
+            slow = ", ".join(f"{config} {ratio:.3g}" for config, ratio in ratios.items() if ratio < SLOWER)
+            text = f"{name}: geometric mean of {len(ratios)} ratios {statistics.geometric_mean(ratios.values()):.3f}"
+            yield text + (f"; below {SLOWER}: {slow}" if slow else f", none below {SLOWER}")
 
 
 def say(text: str) -> None:

@@ -119,6 +119,22 @@ def test_wrong_and_failing_peers_are_left_out():
 
 
 @pytest.mark.usefixtures("few_calls")
+def test_programs_may_be_compiled_before_the_first_case_is_measured():
+    def broken(x):
+        raise ValueError("no kernel")
+
+    cases = [case(lambda x: 1 + x, {"xla": lambda x: x + 1, "broken": broken}, budget_s=0.01)]
+    module = types.SimpleNamespace(cases=lambda tiny: cases, AHEAD=True, __name__="ahead")
+    one = suite.Suite(MACHINE, QUICK, True, deadline=float("inf"))
+    (got,) = one.run(module)
+    assert got.record.peers.keys() == {"xla"} and not one.failed
+    slow = harness.Result(dataclasses.replace(got.record, config="slow", ratio=0.5), got.min_ratio)
+    fast = harness.Result(dataclasses.replace(got.record, config="fast", ratio=2.0), got.min_ratio)
+    assert [*suite.means([slow, fast])] == ["add: geometric mean of 2 ratios 1.000; below 0.97: slow 0.5"]
+    assert not [*suite.means([fast])]
+
+
+@pytest.mark.usefixtures("few_calls")
 def test_arguments_of_one_function():
     ours = lambda y: y / 2
     got, _ = run(case(ours, prepare={"ours": lambda x: (2 * (x + 1),)}))
