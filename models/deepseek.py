@@ -141,7 +141,7 @@ class Router(nnx.Module):
         self.bias = nnx.Param(as_float32(weight(f"{prefix}e_score_correction_bias", (config.experts,))))
 
     def __call__(self, x):
-        """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
+        """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
         c, tokens = self.config, x.shape[0]
         scores = jax.nn.sigmoid(few_tokens.scores(x, self.weight.get_value()))
         ranking = (scores + self.bias.get_value()[None, :]).reshape(tokens, c.groups, -1)

@@ -21,7 +21,6 @@ from .config import WeightSource
 from .parallel import ALONE, Axes
 
 Matrix = jax.Array | QuantizedTensor
-COMPARED = 512  # up to so many choices of experts, each is compared with each other one
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -47,13 +46,9 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
         return few_tokens.mixture(x, experts, weights, gate_up, down)
     if ops.routes_unsorted(tokens * k, down):
         return _by_tokens(x, experts, weights, gate_up, down, biases, gated)
-    chosen = experts.reshape(tokens * k)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # sorted row r belongs to token order[r] // k
-    sizes = jnp.zeros((down.shape[0],), jnp.int32).at[chosen].add(1)
-    y = sorted_mixture(x[order // k], sizes, gate_up, down, biases, gated)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    shares = y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None]
-    return shares.sum(1).astype(x.dtype)
+    rows, places, sizes = ops.route(x, experts, down.shape[0])
+    shares = sorted_mixture(rows, sizes, gate_up, down, biases, gated)[places].astype(jnp.float32)
+    return (shares * weights[:, :, None]).sum(1).astype(x.dtype)
 
 
 def sorted_mixture(x, sizes, gate_up, down, biases=(None, None), gated: Callable = ops.swiglu):
@@ -71,7 +66,13 @@ def sorted_mixture(x, sizes, gate_up, down, biases=(None, None), gated: Callable
         of = jnp.searchsorted(ends, rows, side="right", method="compare_all")
         return (y.astype(jnp.float32) + bias[jnp.minimum(of, sizes.size - 1)]).astype(y.dtype)
 
-    return product(gated(product(x, gate_up, biases[0])), down, biases[1])
+    if gated is ops.swiglu and biases[0] is None and not isinstance(gate_up, tuple):
+        hidden = ops.grouped_matmul(
+            _beside(x, gate_up), gate_up, sizes, transpose_w=True, activation="silu", out_dtype=x.dtype
+        )
+    else:
+        hidden = gated(product(x, gate_up, biases[0]))
+    return product(hidden, down, biases[1])
 
 
 def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
@@ -93,32 +94,15 @@ def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
     return shares.sum(1).astype(x.dtype)
 
 
-def _places(keys):
-    """(the place of each key in the sorted order, the key at each place), both int32 [n], of a stable sort of keys
-    int32 [n]. Few keys are compared with each other, which is two kernels on a GPU; a sort with a scatter is many."""
-    n = keys.size
-    numbers = jnp.arange(n, dtype=jnp.int32)
-    if n > COMPARED:
-        order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-        return jnp.zeros_like(order).at[order].set(numbers, unique_indices=True), order
-    mine, others = keys[:, None], keys[None, :]
-    before = (others < mine) | ((others == mine) & (numbers[None, :] < numbers[:, None]))
-    place = before.sum(1, dtype=jnp.int32)
-    return place, jnp.where(place[:, None] == numbers[None, :], numbers[:, None], 0).sum(0, dtype=jnp.int32)
-
-
 def _of_own(x, experts, weights, count: int, run: Callable):
     """`mixture` of the first `count` experts only: float32 [tokens, hidden] for x [tokens, hidden] and experts int32
     [tokens, k], in which numbers of other experts add nothing.
 
     run: takes rows [n, hidden] sorted by expert, with those of other experts behind them, and the sizes of the groups;
     gives [n, hidden]."""
-    tokens, k = experts.shape
     here = (experts >= 0) & (experts < count)
-    chosen = jnp.where(here, experts, count).reshape(-1)
-    place, order = _places(chosen)
-    y = run(x[order // k], (chosen[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :]).sum(0, dtype=jnp.int32))
-    shares = jnp.where(here[..., None], y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None], 0)
+    rows, places, sizes = ops.route(x, experts, count)
+    shares = jnp.where(here[..., None], run(rows, sizes)[places].astype(jnp.float32) * weights[:, :, None], 0)
     return shares.sum(1)
 
 
@@ -190,7 +174,7 @@ def stacked(matrices: list[Matrix]) -> Matrix:
 class Mixture(nnx.Module):
     """The weighted sum of the experts that a router chooses, and the output of `shared`, an MLP for every token.
 
-    router: x float32 [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k]). On several
+    router: x float [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k]). On several
     devices each has an equal part of the experts, or of the features of each. `weighted_rows`: weights multiply the
     inputs of experts, not their outputs."""
 
@@ -212,7 +196,7 @@ class Mixture(nnx.Module):
         gathers = self.over.gathers(rows)
         if gathers:
             rows = self.over.of_all(rows)
-        chosen, weights = self.router(rows.astype(jnp.float32))
+        chosen, weights = self.router(rows)
         if self.weighted_rows:
             tokens, k = chosen.shape
             rows = (rows.astype(jnp.float32)[:, None, :] * weights[:, :, None]).astype(x.dtype).reshape(tokens * k, -1)

@@ -19,9 +19,10 @@ from jtile.ops import QuantizedTensor
 from . import layers
 
 MOST = 128  # up to so many tokens, programs of a few experts compute the scores; for more, tiles are as fast
-TOGETHER = 8  # tokens for which a program uses the weights that it holds at a time
 ROWS = 4  # rows of a matrix in a program
 WIDEST = 4096  # columns of a matrix that a program holds at once
+_EXPERTS, _TERMS = 16, 128  # experts and terms of a program of scores
+_LANES = 256  # experts whose scores one warp holds
 
 
 def _threads() -> bool:
@@ -29,52 +30,76 @@ def _threads() -> bool:
     return "warps" in jt.target().features
 
 
+def _on_nvidia(kernel: jt.Kernel, warps: int) -> jt.Kernel:
+    """The kernel with so many warps where their number was measured."""
+    return kernel.with_options(num_warps=warps) if jt.target().platform == "cuda" else kernel
+
+
 # -- which experts -----------------------------------------------------------------------------------------------------
 
 
 @jt.kernel(
-    out_type=lambda x, w, **_: jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32),
-    grid=lambda x, w, *, bt, bn, **_: (jt.cdiv(x.shape[0], bt), jt.cdiv(w.shape[0], bn)),
+    out_type=lambda x, w, *, parts, **_: jax.ShapeDtypeStruct((parts, x.shape[0], w.shape[0]), jnp.float32),
+    grid=lambda x, w, *, bt, bn, parts, **_: (jt.cdiv(x.shape[0], bt), jt.cdiv(w.shape[0], bn), parts),
 )
-def router_scores(x, w, y, *, bt: int, bn: int):
-    """y [tokens, experts] = x [tokens, hidden] times the transposed w [experts, hidden]; a program computes `bn`
-    experts of `bt` tokens."""
-    # y = x W^T
-    i, j, hidden = jt.program_id(0), jt.program_id(1), x.shape[1]
-    W = w.tiles(bn, hidden)[j, 0].astype(jnp.float32)
-    for t in range(bt):
-        X = x.tiles(None, hidden)[i * bt + t, 0].astype(jnp.float32)
-        y.tiles(None, bn)[i * bt + t, j] = (W * X[None, :]).sum(1)
+def router_scores(x, w, y, *, bt: int, bn: int, bk: int, parts: int):
+    """y [parts, tokens, experts], whose sum over the parts is x [tokens, hidden] times the transposed w [experts,
+    hidden]; a part has an equal share of the terms, so that many programs read w at once."""
+    # y_p = X_p W_p^T
+    i, j, p = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    X, W = x.tiles(bt, bk), w.tiles(bn, bk)
+    each = jt.cdiv(X.shape[1], parts)
+    total = jnp.zeros((bt, bn), jnp.float32)
+    for q in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
+        total = jt.dot(X[i, q].astype(jnp.float32), W[j, q].astype(jnp.float32).T, total)
+    y.tiles(None, bt, bn)[p, i, j] = total
 
 
-def _scores_backward(residuals, dy, **_):
+def _scores_backward(residuals, dy, *, bk: int, parts: int, **_):
     x, w = residuals
-    dx, dw = ops.matmul(dy, w.astype(jnp.float32)), ops.matmul(dy, x.astype(jnp.float32), transpose_a=True)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    hidden = x.shape[1]
+    size = jt.cdiv(jt.cdiv(hidden, bk), parts) * bk
+
+    def by_part(a):
+        a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, parts * size - hidden)))
+        return a.reshape(a.shape[0], parts, size).swapaxes(0, 1)
+
+    whole = lambda a: a.swapaxes(0, 1).reshape(-1, parts * size)[:, :hidden]
+    dx, dw = ops.matmul(dy, by_part(w)), ops.matmul(dy, by_part(x), transpose_a=True)
+    return whole(dx).astype(x.dtype), whole(dw).astype(w.dtype)
 
 
 router_scores.defvjp(lambda x, w, **meta: (router_scores(x, w, **meta), (x, w)), _scores_backward)
 
 
-def scores(x, w):
-    """The products of x float32 [tokens, hidden] with the router's rows w: float32 [tokens, experts]."""
+def _score_parts(x, w):
+    """`router_scores` [parts, tokens, experts] where it is made for these operands, None elsewhere."""
     tokens = x.shape[0]
-    few = isinstance(tokens, int) and 0 < tokens <= MOST and x.shape[1] <= WIDEST
+    few = isinstance(tokens, int) and 0 < tokens <= MOST
     if not few or not _threads() or isinstance(w, QuantizedTensor):
-        return layers.linear(x, w)
-    return router_scores(x, w, bt=min(tokens, TOGETHER), bn=ROWS)
+        return None
+    bt = min(max(jt.next_power_of_2(tokens), 16), 64)
+    steps, blocks = jt.cdiv(x.shape[1], _TERMS), jt.cdiv(tokens, bt) * jt.cdiv(w.shape[0], _EXPERTS)
+    parts = min(jt.next_power_of_2(steps), max(1 << (128 // blocks).bit_length() - 1 if blocks <= 128 else 1, 1))
+    return router_scores(x, w, bt=bt, bn=_EXPERTS, bk=_TERMS, parts=parts)
+
+
+def scores(x, w):
+    """The products of x float [tokens, hidden] with the router's rows w: float32 [tokens, experts]."""
+    found = _score_parts(x, w)
+    return layers.linear(x.astype(jnp.float32), w) if found is None else found.sum(0)
 
 
 @jt.kernel(
-    out_type=lambda s, *, k, **_: tuple(jax.ShapeDtypeStruct((s.shape[0], k), d) for d in (jnp.int32, jnp.float32)),
-    grid=lambda s, **_: s.shape[0],
+    out_type=lambda s, *, k, **_: tuple(jax.ShapeDtypeStruct((s.shape[1], k), d) for d in (jnp.int32, jnp.float32)),
+    grid=lambda s, **_: s.shape[1],
 )
 def most_probable(s, experts, weights, *, k: int, normalised: bool):
-    """The `k` experts of each token with the largest scores s [tokens, experts], and their probabilities in the softmax
-    of all experts, or of these k if `normalised`."""
+    """The `k` experts of each token with the largest scores, the sums of s [parts, tokens, experts] over the parts, and
+    their probabilities in the softmax of all experts, or of these k if `normalised`."""
     # p = e^(s - max s) / sum e^(s - max s)
-    i, n = jt.program_id(0), s.shape[1]
-    row, column = s[i, :], jt.arange(n)
+    i, n = jt.program_id(0), s.shape[2]
+    row, column = s[:, i, :].sum(0), jt.arange(n)
     top = row.max()
     shares = jnp.exp(row - top)
     left, total, found = jnp.ones((n,), jnp.bool_), jnp.float32(0), []
@@ -91,7 +116,7 @@ def most_probable(s, experts, weights, *, k: int, normalised: bool):
 
 
 def _shares(s, experts, normalised: bool):
-    p = jax.nn.softmax(s)
+    p = jax.nn.softmax(s.sum(0))
     w = jnp.take_along_axis(p, experts, axis=1)
     return w / w.sum(1, keepdims=True) if normalised else w
 
@@ -109,12 +134,14 @@ def _probable_backward(residuals, cts, *, normalised: bool, **_):
 most_probable.defvjp(_probable_forward, _probable_backward)
 
 
-def choose(s, k: int, normalised: bool):
-    """The experts int32 [tokens, k] of the largest of the scores float32 [tokens, experts], and their weights float32:
-    probabilities, divided by their sum if `normalised`."""
-    if _threads() and s.shape[0] and k <= 16:
-        return most_probable(s, k=k, normalised=normalised)
-    weights, experts = ops.top_k(ops.softmax(s), k)
+def choose(x, w, k: int, normalised: bool):
+    """The experts int32 [tokens, k] of the largest `scores` of x float [tokens, hidden] and w [experts, hidden], and
+    their weights float32: probabilities, divided by their sum if `normalised`."""
+    parts = _score_parts(x, w)
+    if _threads() and x.shape[0] and k <= 16:
+        parts = scores(x, w)[None] if parts is None else parts
+        return _on_nvidia(most_probable, 1 if parts.shape[2] <= _LANES else 4)(parts, k=k, normalised=normalised)
+    weights, experts = ops.top_k(ops.softmax(scores(x, w)), k)
     return experts, weights / weights.sum(1, keepdims=True) if normalised else weights
 
 
@@ -196,5 +223,5 @@ def mixture(x, experts, weights, gate_up, down):
     bk = min(jt.next_power_of_2(x.shape[1]), WIDEST // 2)
     h = chosen_gated(rows, gate_up, experts.reshape(-1), bn=ROWS, bk=bk)
     # a program reads k matrices at once: it has fewer rows and threads, so that several share a multiprocessor
-    last = chosen_sum.with_options(num_warps=4) if jt.target().platform == "cuda" else chosen_sum
+    last = _on_nvidia(chosen_sum, 4)
     return last(h.reshape(*experts.shape, -1), down, experts, weights, bn=ROWS // 2).astype(x.dtype)

@@ -77,7 +77,7 @@ class Router(nnx.Module):
         self.bias = nnx.Param(as_float32(weight(f"{prefix}bias", (config.experts,))))
 
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
-        """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
+        """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
         scores = layers.with_bias(few_tokens.scores(x, self.weight.get_value()), self.bias.get_value())
         best, experts = ops.top_k(scores, self.chosen)
         return experts, ops.softmax(best)

@@ -137,7 +137,7 @@ class Router(nnx.Module):
         self.weight = nnx.Param(as_float32(weight(f"{prefix}weight", (config.experts, hidden))))
 
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
-        """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
+        """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
         best, experts = ops.top_k(few_tokens.scores(x, self.weight.get_value()), self.chosen)
         return experts, jax.nn.sigmoid(best)
 

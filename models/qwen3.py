@@ -100,6 +100,5 @@ class Router(nnx.Module):
         self.weight = nnx.Param(as_float32(weight(f"{prefix}weight", (config.experts, hidden))))
 
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
-        """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
-        scores = few_tokens.scores(x, self.weight.get_value())
-        return few_tokens.choose(scores, self.config.chosen, self.config.normalised)
+        """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
+        return few_tokens.choose(x, self.weight.get_value(), self.config.chosen, self.config.normalised)

@@ -55,6 +55,7 @@ from jtile.ops.quantized_tensor import quantize as quantize
 from jtile.ops.rotary import rope as rope
 from jtile.ops.routed_matmul import routed_matmul as routed_matmul
 from jtile.ops.routed_matmul import routes_unsorted as routes_unsorted
+from jtile.ops.routing import route as route
 from jtile.ops.rwkv import rwkv7 as rwkv7
 from jtile.ops.sampling import sample_top_p as sample_top_p
 from jtile.ops.scaled_matmul import scaled_matmul as scaled_matmul

@@ -12,30 +12,43 @@ import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import dispatch, gpu_tiles, grouped_quantized, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, float_dtype, known, machine, sums_in, tuned
+from jtile.ops.activations import swiglu
+from jtile.ops.epilogues import ACTIVATIONS, check_activation
 from jtile.ops.hopper_tiles import Form, Product
 from jtile.ops.operands import Shaped
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.row_groups import most_tiles, padded, place, tiles_of_groups
 
 
-def _out_type(x, w, sizes, *, out_dtype, tw, **_):
-    return jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if tw else 2]), out_dtype)
+def _columns(w, tw: bool, activation: str | None):
+    """Columns of the result."""
+    n = w.shape[1 if tw else 2]
+    return n if activation is None else n // 2
 
 
-def _grid(x, w, sizes, *, tw, bm, bn, **_):
-    return most_tiles(x.shape[0], w.shape[0], bm), jt.cdiv(w.shape[1 if tw else 2], bn)
+def _out_type(x, w, sizes, *, out_dtype, tw, activation=None, **_):
+    return jax.ShapeDtypeStruct((x.shape[0], _columns(w, tw, activation)), out_dtype)
 
 
-def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4, band: int = 8):
-    """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups or more] -> y [rows, n].
+def _grid(x, w, sizes, *, tw, bm, bn, activation=None, **_):
+    return most_tiles(x.shape[0], w.shape[0], bm), jt.cdiv(_columns(w, tw, activation), bn)
+
+
+def _body(
+    x, w, sizes, y,
+    *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4, band: int = 8, activation: str | None = None,
+):  # fmt: skip
+    """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups or more] -> y [rows, n]; with an
+    activation y [rows, n / 2], and the first half of the columns of a matrix are gates of the others.
 
     Sizes behind those of the groups are 0: their number is a power of two, as tiles have to be on some targets.
     """
-    # y_r = x_r W_g     for the rows r of group g; zero behind the groups
+    # y_r = x_r W_g, or act(x_r G_g) * (x_r U_g)     for the rows r of group g; zero behind the groups
     rows, k = x.shape
     last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
-    acc = jt.zeros((bm, bn), sums_in(x))
+    acc = other = jt.zeros((bm, bn), sums_in(x))
+    beside = y.shape[1] // bn  # from a tile of gates to that of what they gate
     # Bands are of tiles that there are: programs without a tile come last, so that processors share the others evenly.
     t, j = jt.swizzle(jt.program_id(0), jt.program_id(1), tiles, group=band)
     if jt.program_id(0) * jt.num_programs(1) + jt.program_id(1) < tiles * jt.num_programs(1):
@@ -43,8 +56,11 @@ def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, sta
         for p in jt.range(jnp.where(inside, jt.cdiv(k, bk), 0), stages=stages):
             a = x[jt.ds(first, bm), jt.ds(p * bk, bk)]
             acc = jt.dot(a, W[g, j, p].T if tw else W[g, p, j], acc)
+            if activation is not None:
+                other = jt.dot(a, W[g, beside + j, p].T if tw else W[g, p, beside + j], other)
+        out = acc if activation is None else ACTIVATIONS[activation](acc) * other
         mine = (first + jt.arange(bm) < end)[:, None]
-        jt.store(y, (jt.ds(first, bm), jt.ds(j * bn, bn)), acc.astype(out_dtype), mask=jnp.broadcast_to(mine, (bm, bn)))
+        jt.store(y, (jt.ds(first, bm), jt.ds(j * bn, bn)), out.astype(out_dtype), mask=jnp.broadcast_to(mine, (bm, bn)))
 
 
 # The kernels by `tw`. Their sharding is given, since the order of the tiles hides that columns of y follow those of w.
@@ -62,6 +78,10 @@ def _outer_type(x, dy, sizes, *_, groups, out_dtype, **__):
 
 def _outer_grid(x, dy, sizes, *_, groups, bm, bn, **__):
     return groups, jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
+
+
+_READS = 96  # rows of a group, up to which a product is bound by reading the matrices
+_GATES = 64  # columns of a tile of gates, and of what they gate
 
 
 class LastRows[T: Shaped](NamedTuple):
@@ -120,7 +140,7 @@ def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, i
     each = jt.cdiv(known(rows), max(groups, 1))
     if machine().whole:
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
-    if each <= 96 and itemsize == 2 and k >= 128:  # bound by reading the matrices: lines of 256 bytes
+    if each <= _READS and itemsize == 2 and k >= 128:  # lines of 256 bytes
         return {"bm": 64, "bn": min(128, max(16, jt.next_power_of_2(n))), "bk": 128}
     sides = hopper_tiles.candidates(Product(max(each, 65), n, k, itemsize)) if gpu_tiles.warpgroups() else ()
     if not sides:
@@ -149,6 +169,24 @@ def _forward(x, w, sizes, **meta):
     return _with_warps(x, w, sizes, **meta), (x, w, sizes)
 
 
+def _gates(x, w, sizes, *, activation: str, out_dtype: str, tw: bool):
+    """The gated products, as one kernel where reading the matrices is what takes the time."""
+    each = jt.cdiv(known(x.shape[0]), w.shape[0])
+    n, k = _columns(w, tw, activation), x.shape[1]
+    if each <= _READS and x.dtype.itemsize == 2 and k >= 128 and n % _GATES == 0 and dispatch.has(jt.target(), "warps"):
+        tiles = {"bm": 64, "bn": _GATES, "bk": 128}
+        return _with_warps(x, w, sizes, activation=activation, out_dtype=out_dtype, tw=tw, **tiles)
+    return _joined(_rows(x, w, sizes, out_dtype=out_dtype, tw=tw), activation, out_dtype)
+
+
+def _joined(y, activation: str, out_dtype: str):
+    """The result from the products with both halves of a matrix."""
+    if activation == "silu":
+        return swiglu(y).astype(out_dtype)
+    gate, up = jnp.split(y.astype(sums_in(y)), 2, axis=1)
+    return (ACTIVATIONS[activation](gate) * up).astype(out_dtype)
+
+
 def _gradients(left, right, sizes, groups: int, out_dtype: str):
     """The gradients of the matrices: [groups, n, k] for left [rows, n] and right [rows, k], or the other way round."""
     each = jt.cdiv(known(left.shape[0]), groups)
@@ -169,8 +207,11 @@ def _gradients(left, right, sizes, groups: int, out_dtype: str):
     return kernel(left, right, sizes, last, groups=groups, out_dtype=out_dtype, **tiles)
 
 
-def _backward(residuals, dy, *, tw: bool, **_):
+def _backward(residuals, dy, *, tw: bool, out_dtype: str, activation: str | None = None, **_):
     x, w, sizes = residuals
+    if activation is not None:
+        apart = lambda x, w: _joined(_rows(x, w, sizes, out_dtype=sums_in(x).name, tw=tw), activation, out_dtype)
+        return *jax.vjp(apart, x, w)[1](dy), None
     dy = dy.astype(x.dtype)
     left, right = (dy, x) if tw else (x, dy)
     dw = _gradients(left, right, sizes, w.shape[0], w.dtype.name)
@@ -182,7 +223,13 @@ for _kernel in grouped_rows.values():
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QuantizedTensor, group_sizes: jax.Array, *, transpose_w: bool = False, out_dtype=None
+    x: jax.Array,
+    w: jax.Array | QuantizedTensor,
+    group_sizes: jax.Array,
+    *,
+    transpose_w: bool = False,
+    activation: str | None = None,
+    out_dtype=None,
 ) -> jax.Array:
     """`y[r] = x[r] @ w[g]` for the rows r of group g; rows stand in the order of their groups.
 
@@ -195,10 +242,13 @@ def grouped_matmul(
         kind, with `transpose_w`: a stack, see `QuantizedTensor.stack`. Beside 16-bit x, products of many rows round its
         weights to x's dtype.
       group_sizes: int [groups], none negative; their sum is at most `rows`.
+      activation: of a gated layer, "silu", "gelu" (erf), "gelu_tanh" or "relu": the first half of the columns of the
+        products are gates g, the others u, and the result is `activation(g) * u`. None: the products as they are.
       out_dtype: dtype of the result; default that of x.
 
     Returns:
-      [rows, n], summed in float32 (float64 for float64); zero in the rows behind the last group.
+      [rows, n], with an activation [rows, n / 2], summed in float32 (float64 for float64); zero in the rows behind the
+      last group.
 
     Raises:
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes that do not fit.
@@ -223,14 +273,27 @@ def grouped_matmul(
             f"and {n} columns: x is [rows, {k}], group_sizes [{groups}]"
         )
     out_dtype = float_dtype("grouped_matmul", out_dtype, x.dtype)
+    _check_gates(activation, n)
     if 0 in (groups, k) or math.prod((x.shape[0], n)) == 0:
-        return jnp.zeros((x.shape[0], n), out_dtype)
+        return jnp.zeros((x.shape[0], n if activation is None else n // 2), out_dtype)
     if isinstance(w, QuantizedTensor):
-        return grouped_quantized.product(x, w, padded(sizes), out_dtype=out_dtype.name)
+        y = grouped_quantized.product(x, w, padded(sizes), out_dtype=out_dtype.name)
+        return y if activation is None else _joined(y, activation, out_dtype.name)
+    if activation is not None:
+        return _gates(x, w, padded(sizes), activation=activation, out_dtype=out_dtype.name, tw=transpose_w)
     return _rows(x, w, padded(sizes), out_dtype=out_dtype.name, tw=transpose_w)
 
 
-def grouped_matmul_reference(x, w, group_sizes, *, transpose_w: bool = False, out_dtype=None) -> jax.Array:
+def _check_gates(activation: str | None, n: int) -> None:
+    if activation is not None:
+        check_activation("grouped_matmul", activation)
+        if n % 2:
+            raise KernelValueError(f"grouped_matmul: {n} columns are no gates and as many that they gate")
+
+
+def grouped_matmul_reference(
+    x, w, group_sizes, *, transpose_w: bool = False, activation: str | None = None, out_dtype=None
+) -> jax.Array:
     """`grouped_matmul` in `jnp`: every row is multiplied with every matrix, and the right product chosen."""
     wide = sums_in(x)
     w = w.dequantize() if isinstance(w, QuantizedTensor) else w
@@ -239,4 +302,5 @@ def grouped_matmul_reference(x, w, group_sizes, *, transpose_w: bool = False, ou
     mine = (rows < ends[None, :]) & (rows >= (ends - group_sizes)[None, :])
     spelling = "rk,gnk,rg->rn" if transpose_w else "rk,gkn,rg->rn"
     y = jnp.einsum(spelling, x.astype(wide), w.astype(wide), mine.astype(wide), precision="highest")
-    return y.astype(out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
+    return y.astype(out_dtype) if activation is None else _joined(y, activation, out_dtype)

@@ -188,12 +188,3 @@ def test_logits_are_those_of_the_dequantised_model(data, name):
         attention = quantised.blocks[0].attention
         assert {attention.down.get_value().kind, attention.query.get_value().kind} == {"q4_1"}
         assert attention.key.get_value().dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("n", [0, 1, 40, 600])
-def test_places(n):
-    """Of few keys and of many."""
-    keys = np.random.default_rng(n).integers(0, 7, n).astype(np.int32)
-    place, order = experts._places(jnp.asarray(keys))
-    np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
-    np.testing.assert_array_equal(np.asarray(place)[np.asarray(order)], np.arange(n))

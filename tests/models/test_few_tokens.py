@@ -16,36 +16,49 @@ def normal(*shape, seed, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def test_scores():
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_scores(parts):
+    """In parts of which the last has fewer terms, or none."""
     x, w = normal(11, 60, seed=0), normal(10, 60, seed=1)
-    got = few_tokens.router_scores(x, w, bt=4, bn=4)
-    assert relative_error(got, x @ w.T) < 1e-6
+    run = lambda x, w: few_tokens.router_scores(x, w, bt=4, bn=4, bk=16, parts=parts).sum(0)
+    assert relative_error(run(x, w), x @ w.T) < 1e-6
     total = lambda run: evaluated(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)))(x, w)
-    for a, b in zip(total(lambda x, w: few_tokens.router_scores(x, w, bt=4, bn=4)), total(lambda x, w: x @ w.T)):
+    for a, b in zip(total(run), total(lambda x, w: x @ w.T)):
         assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_scores_of_routers_of_any_dtype(monkeypatch, dtype):
-    """As GPUs take them, which is what `layers.linear` gives."""
-    x, w = normal(3, 64, seed=0), normal(12, 64, seed=1, dtype=dtype)
-    expected = few_tokens.scores(x, w)
+    """As GPUs take them, which is what `layers.linear` gives; also for rows of 16 bits."""
+    x, w = normal(3, 264, seed=0), normal(12, 264, seed=1, dtype=dtype)
+    half = x.astype(jnp.bfloat16)
+    expected = few_tokens.scores(x, w), few_tokens.scores(half, w)
     monkeypatch.setattr(few_tokens, "_threads", lambda: True)
-    got = few_tokens.scores(x, w)
-    assert got.dtype == jnp.float32 and relative_error(got, expected) < 1e-5
+    for got, want in zip((few_tokens.scores(x, w), few_tokens.scores(half, w)), expected, strict=True):
+        assert got.dtype == jnp.float32 and relative_error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("normalised", [False, True])
 def test_the_most_probable_experts(normalised):
-    """Of equal scores the first one counts, as elsewhere."""
+    """Of equal scores the first one counts, as elsewhere. The scores come in two parts."""
     s = normal(5, 12, seed=2).at[1].set(0.5).at[2, 3:].set(-jnp.inf)
-    got, weights = few_tokens.most_probable(s, k=3, normalised=normalised)
+    parts = jnp.stack([s, jnp.zeros_like(s)])
+    got, weights = few_tokens.most_probable(parts, k=3, normalised=normalised)
     share, chosen = jax.lax.top_k(jax.nn.softmax(s), 3)
     share = share / share.sum(1, keepdims=True) if normalised else share
     assert np.array_equal(got, chosen) and relative_error(weights, share) < 1e-6
-    of = lambda run: evaluated(jax.grad(lambda s: (run(s) * normal(1, 3, seed=3)).sum()))(s[:1])
+    of = lambda run: evaluated(jax.grad(lambda s: (run(s) * normal(1, 3, seed=3)).sum()))(parts[:, :1])
     ours = of(lambda s: few_tokens.most_probable(s, k=3, normalised=normalised)[1])
     assert relative_error(ours, of(lambda s: few_tokens._shares(s, chosen[:1], normalised))) < 1e-5
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_choices_on_any_target(monkeypatch, normalised):
+    x, w = normal(3, 264, seed=0), normal(12, 264, seed=1)
+    expected = few_tokens.choose(x, w, 4, normalised)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
+    got = few_tokens.choose(x, w, 4, normalised)
+    assert np.array_equal(got[0], expected[0]) and relative_error(got[1], expected[1]) < 1e-5
 
 
 def test_products_and_their_gradients():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from library import agree, gradients_agree, normal
 
+import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.grouped_matmul import LastRows, grouped_matmul_reference, grouped_outer, last_rows
@@ -34,6 +37,19 @@ def test_sizes(sizes, transpose):
 def test_dtypes(dtype):
     x, w = operands(150, 96, 40, 3, dtype)
     agree(ops.grouped_matmul, grouped_matmul_reference, x, w, jnp.asarray([64, 1, 80]), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 42), ("bfloat16", 256), ("bfloat16", 80)])
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+def test_gated_products(dtype, n, arch):
+    """Gates and what they gate in one kernel on GPUs, where their columns are whole tiles, and apart elsewhere."""
+    x, w = operands(87, 160, n, 5, dtype, transpose=True)
+    sizes, tolerance = jnp.asarray(SIZES[0]), 10 * TOLERANCE[dtype]
+    run = functools.partial(ops.grouped_matmul, transpose_w=True, activation="silu")
+    expected = functools.partial(grouped_matmul_reference, transpose_w=True, activation="silu")
+    with jt.config(arch=arch):
+        agree(run, expected, x, w, sizes, tolerance=tolerance)
+        gradients_agree(run, expected, x, w, sizes, of=2, tolerance=tolerance)
 
 
 def test_rows_behind_the_groups_are_zero_and_one_program_serves_all_sizes():
@@ -114,4 +130,9 @@ def test_refuses():
         ops.grouped_matmul(x[:, :3], w, jnp.asarray([1, 2]))
     with pytest.raises(KernelValueError):
         ops.grouped_matmul(x, w, jnp.asarray([1, 2, 3]))
+    with pytest.raises(KernelValueError, match="activation"):
+        ops.grouped_matmul(x, w, jnp.asarray([1, 2]), activation="tan")
+    with pytest.raises(KernelValueError, match="gates"):
+        ops.grouped_matmul(x, w[..., :5], jnp.asarray([1, 2]), activation="silu")
     assert ops.grouped_matmul(x[:0], w, jnp.asarray([0, 0])).shape == (0, 6)
+    assert ops.grouped_matmul(x[:0], w, jnp.asarray([0, 0]), activation="silu").shape == (0, 3)
