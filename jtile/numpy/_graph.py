@@ -76,8 +76,9 @@ class Constant(Node):
     __slots__ = ()
 
     def __init__(self, value: Any):
-        array = numpy.asarray(value)
-        super().__init__(None, (), (), array.dtype, array[()])
+        if not isinstance(value, numpy.generic):
+            value = numpy.asarray(value)[()]
+        super().__init__(None, (), (), value.dtype, value)
 
 
 _OPS: Recent[Hashable, Op] = Recent(8192)

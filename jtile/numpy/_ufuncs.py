@@ -16,7 +16,7 @@ from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back, picked, written
 from jtile.numpy._casts import cast, text
 from jtile.numpy._graph import DEVICE_DTYPES, Constant, Node, Op, Shape, interned
-from jtile.numpy._now import Later, changed, memory, now, small_result
+from jtile.numpy._now import SMALL, Later, changed, memory, now, small_result
 from jtile.numpy._record import record
 
 _PLAIN = (bool, int, float, complex)
@@ -96,6 +96,7 @@ class ufunc:  # noqa: N801
         self.numpy = of
         self.device = _DEVICE.get(of.__name__, getattr(jnp, of.__name__, None))
         self.cost = 10.0 if of.__name__ in _SLOW.split() else 1.0
+        self._known: dict[tuple, tuple[Op, tuple, Any]] = {}
         self.nin, self.nout, self.nargs, self.ntypes = of.nin, of.nout, of.nargs, of.ntypes
         self.types, self.identity, self.signature = of.types, of.identity, of.signature
         self.__name__ = self.__qualname__ = of.__name__
@@ -105,6 +106,10 @@ class ufunc:  # noqa: N801
         return f"<ufunc '{self.__name__}'>"
 
     def __call__(self, *args: Any, out: Any = None, where: Any = True, **kwargs: Any) -> Any:
+        if out is None and where is True and not kwargs:
+            quickly = self._recorded(args)
+            if quickly is not None:
+                return quickly
         if len(args) > self.nin:  # an output is given by position
             args, out = args[: self.nin], args[self.nin :] if out is None else out
         try:
@@ -128,9 +133,46 @@ class ufunc:  # noqa: N801
             _check_power(nodes)
         shape = self._shape(nodes)
         results = self._results(nodes, shape, dtypes)
+        if not kwargs:
+            self._remember(types, dtypes, operands, results[0]._cell.node.op)
         if where is not True or out is not None:
             return self._into(results, nodes, out, where, shape)
         return results if self.nout > 1 else results[0]
+
+    def _recorded(self, args: tuple) -> ndarray | None:
+        """The result of arrays of ours and numbers, of which one is large or pending, where a call like this one was
+        recorded before; None otherwise: the other methods then do all that has to be asked."""
+        if not _lenient():
+            return None
+        late, types = False, []
+        for a in args:
+            kind = a.__class__
+            if kind is ndarray:
+                late = late or a._cell.node.value.__class__ is not numpy.ndarray or a.size > SMALL
+                types.append(a._dtype)
+            elif kind in _NUMBERS:
+                types.append(kind)
+            else:
+                return None
+        known = self._known.get(tuple(types)) if late else None
+        if known is None:
+            return None
+        op, made, result = known
+        try:
+            nodes = [a._node() if m is None else Constant(m(a)) for a, m in zip(args, made)]
+        except OverflowError:
+            return None
+        shape = nodes[0].shape or nodes[-1].shape
+        if len(nodes) > 2 or any(n.shape and n.shape != shape for n in nodes):
+            shape = self._shape(nodes)
+        return wrap(record(op, tuple(nodes), shape, result), scalar=not shape)
+
+    def _remember(self, types: tuple, dtypes: tuple, operands: list[Any], op: Op) -> None:
+        """A call of arrays and numbers of these types needs nothing but its op, and numbers of these dtypes."""
+        plain = all(o.__class__ in _NUMBERS or o.dtype == d for o, d in zip(operands, dtypes))
+        if plain and self.nout == 1 and self.__name__ != "power" and op.device is not None:
+            made = tuple(d.type if o.__class__ in _NUMBERS else None for o, d in zip(operands, dtypes))
+            self._known[types] = op, made, dtypes[self.nin]
 
     def _now(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
         """The result, computed at once by NumPy.
@@ -173,7 +215,7 @@ class ufunc:  # noqa: N801
                 arrays = True
             elif a is None or isinstance(a, str | bytes | numpy.ndarray):  # matrices and the like
                 return True
-        return not arrays or not _STRICT.isdisjoint(numpy.geterr().values())
+        return not arrays or not _lenient()
 
     def _at_once(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
         if where is not True:
@@ -190,6 +232,8 @@ class ufunc:  # noqa: N801
         first, last = nodes[0].shape, nodes[-1].shape
         if len(nodes) < 3 and (first == last or not last):
             return first
+        if len(nodes) == 2 and not first:
+            return last
         try:
             return numpy.broadcast_shapes(*[n.shape for n in nodes])
         except ValueError:
@@ -283,6 +327,22 @@ class ufunc:  # noqa: N801
         return self.numpy.resolve_dtypes(*args, **kwargs)
 
 
+_LENIENT: list[Any] = [None]  # the state of NumPy's errors that was last found to be lenient
+_ERRORS = getattr(numpy._core.umath, "_extobj_contextvar", None)
+
+
+def _lenient() -> bool:
+    """Whether NumPy raises no errors of its own for values. NumPy keeps its state in a variable of the context, whose
+    value is another object after each change: to ask for its contents takes a third of the time of a recorded call."""
+    state = None if _ERRORS is None else _ERRORS.get()
+    if state is not None and state is _LENIENT[0]:
+        return True
+    if not _STRICT.isdisjoint(numpy.geterr().values()):
+        return False
+    _LENIENT[0] = state
+    return True
+
+
 def asnode_owned(value: numpy.ndarray) -> ndarray:
     return wrap(_array.leaf(value) if value.shape else Constant(value))
 
@@ -370,7 +430,8 @@ def _operators() -> None:
 
 def _operable(other: Any) -> bool:
     """Whether the other operand leaves the operation to arrays."""
-    return getattr(other, "__array_ufunc__", other) is not None or other is None
+    kind = other.__class__
+    return kind is ndarray or kind in _NUMBERS or getattr(other, "__array_ufunc__", other) is not None or other is None
 
 
 def install() -> dict[str, Any]:

@@ -92,11 +92,11 @@ def _i64_to_double(d: X) -> X:
 
 
 def _reduced(x: X) -> tuple[X, X, X]:
-    """`_reduce_medium`, and a branch to `_reduce_huge` when one lane is beyond its range (rare)."""
+    """`_reduce_medium`, and a branch to `_reduce_huge` when one finite lane is beyond its range (rare)."""
     code = x.code
     r, lo, q = _reduce_medium(x)
     slots = [code.var(v.ty, v.v) for v in (r, lo, q)]
-    huge = x.abs() > REDUCTION_LIMIT
+    huge = (x.abs() > REDUCTION_LIMIT) & (x.abs() < float("inf"))
     with code.when(huge.any()):
         for slot, near, far in zip(slots, (r, lo, q), _reduce_huge(x), strict=True):
             code.store(huge.where(far, near).v, slot)

@@ -54,6 +54,24 @@ def test_small_arrays_are_computed_at_once():
     assert x._cell.node.op is None and pending() == 0
 
 
+def test_a_call_like_an_earlier_one_is_recorded_as_that_was():
+    """The second round finds what the first one has asked NumPy."""
+    x, small = np.zeros(LARGE) + 1, np.zeros(LARGE, "uint8")
+    for _ in range(2):
+        y, one = 2 - x, 1 / x.sum()
+        assert (y.shape, y.dtype, one.shape) == ((LARGE,), "float64", ()) and y._cell.node.op is not None
+        assert (small + True).dtype == "uint8" and (x[:, None] * x[:3]).shape == (LARGE, 3)
+        with pytest.raises(OverflowError):
+            small + 300
+        with pytest.raises(ValueError, match="could not be broadcast"):
+            x + np.zeros(LARGE + 1)
+        with pytest.raises(FloatingPointError), np.errstate(divide="raise"):
+            x / 0.0
+        assert (x / 0.0)._cell.node.op is not None
+    few = np.array(numpy.arange(float(LARGE)))[:3]
+    assert (few + 1.0)._cell.node.op is None  # a small view of an array whose values are there
+
+
 def test_a_loop_has_one_program_whatever_its_numbers_and_its_length(programs):
     x = np.zeros(8)
     for i in range(10_000):
