@@ -91,13 +91,18 @@ class Work:
 
     @property
     def side(self) -> int:
-        """Keys of a copy: a unit, or a page where that is less."""
-        return self.units.size if self.table is None else min(self.units.size, self.k.shape[1])
+        """Keys of a copy: a unit or a piece of it, or a page where that is less."""
+        side = self.units.piece or self.units.size
+        return side if self.table is None else min(side, self.k.shape[1])
 
-    def places(self, b, j, n):
-        """Where the keys of unit j of the n of row b lie, copy by copy: the page, and which `side` keys of it."""
-        if self.table is None:
+    def places(self, b, j, n, length):
+        """Where the keys of unit j of the n of row b lie, copy by copy: the page, and which `side` keys of it. Instead
+        of pieces behind the length the last one in front of it comes, which the second-level cache has."""
+        if self.table is None and self.units.piece is None:
             return [(b, j)]
+        if self.table is None:
+            copies, last = self.units.size // self.side, jnp.maximum(jt.cdiv(length, self.side) - 1, 0)
+            return [(b, jnp.minimum(j * copies + x, last)) for x in range(copies)]
         table, copies, inside = self.table, self.units.size // self.side, jnp.minimum(j, n - 1)
         of_page, last = jnp.int32(self.k.shape[1] // self.side), self.k.shape[0] - 1
         blocks = [jnp.minimum(inside * copies + x, table.shape[1] * of_page - 1) for x in range(copies)]
@@ -136,12 +141,12 @@ def copies(w: Work):
     begin, end, r, start, _ = w.share()
     c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
-        b, n, length = row_of(r, w.units), w.units.of(length), w.length(r + 1)
+        b, n, mine, length = row_of(r, w.units), w.units.of(length), length, w.length(r + 1)
         head = r - b * heads
         lo, hi = w.inside(begin, end, start, n)
-        ahead = w.places(b, lo - start, n)
+        ahead = w.places(b, lo - start, n, mine)
         for u in jt.range(lo, hi):
-            places, ahead = ahead, w.places(b, u + 1 - start, n)
+            places, ahead = ahead, w.places(b, u + 1 - start, n, mine)
             w.k_empty.at(c).wait(before=True)
             w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
             if u == lo:

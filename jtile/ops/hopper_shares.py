@@ -25,11 +25,13 @@ _LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as ma
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """How keys are counted: a row has `slots` of them at most, a unit `size`, and each row counts `heads` times."""
+    """How keys are counted: a row has `slots` of them at most, a unit `size`, and each row counts `heads` times. A copy
+    brings `piece` keys of a unit, by default all; pieces behind the length of a row do not come from memory."""
 
     slots: int
     size: int
     heads: int = 1
+    piece: int | None = None
 
     def of(self, length):
         """The units of a row and head, for a row of this length."""
