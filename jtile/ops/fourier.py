@@ -12,7 +12,7 @@ import numpy as np
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_axis, check_float, fit, machine, tuned
-from jtile.ops.butterflies import butterfly, divisor, first_root, multiply, pair, radices, roots
+from jtile.ops.butterflies import add, butterfly, divisor, first_root, multiply, pair, radices, roots, subtract
 
 _LONGEST = (
     4096,
@@ -49,21 +49,19 @@ def fft_tiles(x, table, y, *, br: int, factors: tuple[int, ...], sign: int, scal
     y.tiles(br, n)[i, 0] = jax.lax.complex(*z)
 
 
-def _between(x, table, *, factors: tuple[int, ...], **_):
-    """Memory for the numbers between two steps: behind the first step a row for each p with all k, real parts first."""
+def _between(x, table, *_, factors: tuple[int, ...], **__):
+    """Memory for the numbers between two steps: behind the first step a row for each p with all k, real parts first;
+    behind the others the real and the imaginary parts, and room for one more."""
     n, r = x.shape[1], factors[0]
-    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n // r, 2 * r), *[(n,)] * 4)]
+    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n // r, 2 * r), *[(n + 1,)] * 4)]
 
 
-@jt.kernel(out_type=_spectrum, grid=lambda x, table, **_: x.shape[0], scratch=_between)
-def fft_rows(
-    x, table, y, begun, real, imaginary, other_real, other_imaginary, *,
-    factors: tuple[int, ...], sign: int, scale: float,
-):  # fmt: skip
-    """The transform of `fft_tiles` a row at a time, in memory of the program: vectors run along q, in the first step
-    along p."""
-    i, n, l, more = jt.program_id(0), x.shape[1], 1, [slice(None)] * (len(x.shape) - 2)
-    now, then = (real, imaginary), (other_real, other_imaginary)
+@jt.function
+def _by_steps(x, table, i, memory, put, factors: tuple[int, ...], sign: int):
+    """The transform of row i in `memory`, as `_between` has it: vectors run along q, in the first step along p. The
+    results go to `put(place, pair)`; for None into memory, whose two Refs are the result of this function."""
+    n, l, more = x.shape[1], 1, [slice(None)] * (len(x.shape) - 2)
+    begun, now, then = memory[0], memory[1:3], memory[3:5]
     for s, r in enumerate(factors):
         m, first, last = n // (r * l), first_root(factors, s), s + 1 == len(factors)
         b = divisor(m if s == 0 else l, 16)  # numbers that are taken at once: a vector or two, which stay in registers
@@ -86,11 +84,47 @@ def fft_rows(
                     continue
                 for k, v in enumerate(out):
                     at = jt.ds((p * r + k) * l + q, b)
-                    if last:
-                        y[i, at] = jax.lax.complex(*(v if scale == 1 else (v[0] * scale, v[1] * scale)))
+                    if last and put is not None:
+                        put(at, v)
                     else:
                         then[0][at], then[1][at] = v
-        now, then, l = (then, now, l * r) if s else (now, then, r)
+        now, then, l = (then, now, l * r) if s or last else (now, then, r)
+    return now
+
+
+@jt.kernel(out_type=_spectrum, grid=lambda x, table, **_: x.shape[0], scratch=_between)
+def fft_rows(
+    x, table, y, begun, real, imaginary, other_real, other_imaginary, *,
+    factors: tuple[int, ...], sign: int, scale: float,
+):  # fmt: skip
+    """The transform of `fft_tiles` a row at a time, in memory of the program."""
+    i = jt.program_id(0)
+
+    def put(at, v):
+        y[i, at] = jax.lax.complex(*(v if scale == 1 else (v[0] * scale, v[1] * scale)))
+
+    _by_steps(x, table, i, (begun, real, imaginary, other_real, other_imaginary), put, factors, sign)
+
+
+@jt.kernel(
+    out_type=lambda x, *_, **__: jax.ShapeDtypeStruct((x.shape[0], x.shape[1] + 1), jnp.complex64),
+    grid=lambda x, *_, **__: x.shape[0], scratch=_between,
+)  # fmt: skip
+def rfft_rows(
+    x, table, turns, y, begun, real, imaginary, other_real, other_imaginary, *, factors: tuple[int, ...]
+):  # fmt: skip
+    """`_real` a row at a time: z is complete before the first X_k, and stays in memory of the program."""
+    i, n = jt.program_id(0), x.shape[1]
+    re, im = _by_steps(x, table, i, (begun, real, imaginary, other_real, other_imaginary), None, factors, -1)
+    re[n], im[n] = re[0], im[0]
+    b = divisor(n, 16)
+    for c in jt.range(n // b):
+        q = c * b
+        here, there = jt.ds(q, b), jt.ds(n - b + 1 - q, b)
+        z, back = (re[here], im[here]), (jnp.flip(re[there]), -jnp.flip(im[there]))
+        odd = multiply(subtract(z, back), pair(turns[here]))
+        y[i, here] = jax.lax.complex(*(0.5 * v + w for v, w in zip(add(z, back), odd)))
+    y[i, n] = jax.lax.complex(re[0] - im[0], jnp.float32(0))
 
 
 def _forward(kernel, x, table, **meta):
@@ -105,6 +139,33 @@ def _backward(kernel, residuals, g, **meta):
 
 for _kernel in (fft_tiles, fft_rows):
     _kernel.defvjp(functools.partial(_forward, _kernel), functools.partial(_backward, _kernel))
+
+
+def _of_real_rows(residuals, g, **_):
+    (turns,) = residuals
+    like = jnp.zeros((g.shape[0], g.shape[1] - 1, 2), jnp.float32)
+    return jax.vjp(lambda x: _halves_joined(x, turns), like)[1](g)[0], None, None
+
+
+rfft_rows.defvjp(lambda x, table, turns, **meta: (rfft_rows(x, table, turns, **meta), (turns,)), _of_real_rows)
+
+
+def _real(x):
+    """The first n + 1 numbers of the transforms of 2 n real ones, for x [rows, n, 2], of neighbours."""
+    # z = even + i odd     X_k = even_k + w^k odd_k     even_k = (Z_k + conj Z_-k) / 2, odd_k = (Z_k - conj Z_-k) / 2i
+    n = x.shape[1]
+    factors, turns = radices(n, 8), (-0.5j * np.exp(-1j * np.pi * np.arange(n + 1) / n)).astype(np.complex64)
+    if machine().whole and factors and n <= _LONGEST[True]:
+        return rfft_rows(x, roots(factors, -1), turns, factors=factors)
+    return _halves_joined(x, turns)
+
+
+def _halves_joined(x, turns):
+    """`_real` by the transform of x as complex numbers, whose results are arrays."""
+    z = _rows(x, -1, 1.0) if x.shape[1] > 1 else jax.lax.complex(x[..., 0], x[..., 1])
+    z = jnp.concatenate([z, z[:, :1]], 1)
+    back = jnp.conj(jnp.flip(z, 1))
+    return (z + back) * np.complex64(0.5) + (z - back) * turns[None]
 
 
 def _rows(x, sign: int, scale: float):
@@ -228,16 +289,10 @@ def rfft(x: jax.Array, axis: int = -1) -> jax.Array:
     if n % 2:
         return jax.lax.slice_in_dim(fft(x, axis), 0, n // 2 + 1, axis=axis)
     x = jnp.moveaxis(x, axis, -1)
-    if x.size == 0 or n == 2:
-        z = fft(jax.lax.complex(*(x[..., k::2].astype(jnp.float32) for k in (0, 1))))
-    else:
-        z = _rows(x.astype(jnp.float32).reshape(-1, n // 2, 2), -1, 1.0).reshape(*x.shape[:-1], n // 2)
-    # z = even + i odd     X_k = even_k + w^k odd_k     even_k = (Z_k + conj Z_-k) / 2, odd_k = (Z_k - conj Z_-k) / 2i
-    z = jnp.concatenate([z, z[..., :1]], -1)
-    back = jnp.conj(jnp.flip(z, -1))
-    w = np.exp(-2j * np.pi * np.arange(n // 2 + 1) / n).astype(np.complex64)
-    w = w.reshape((1,) * (z.ndim - 1) + (-1,))
-    return jnp.moveaxis((z + back) * np.complex64(0.5) + (z - back) * (w * np.complex64(-0.5j)), -1, axis)
+    if x.size == 0:
+        return jnp.moveaxis(jnp.zeros((*x.shape[:-1], n // 2 + 1), jnp.complex64), -1, axis)
+    y = _real(x.astype(jnp.float32).reshape(-1, n // 2, 2)).reshape(*x.shape[:-1], n // 2 + 1)
+    return jnp.moveaxis(y, -1, axis)
 
 
 @functools.partial(jax.jit, static_argnames=("n", "axis"), inline=True)

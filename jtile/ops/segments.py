@@ -17,6 +17,7 @@ from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, m
 from jtile.ops.dispatch import Implementation, Op, first_unmet
 
 _FEW = 64  # the fewest rows of a part of a segment
+_WIDE = 64  # columns of a row that a CPU adds up alone
 _JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 _OVER = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -152,7 +153,8 @@ def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
     n, f = map(known, data.shape)
     rows = jt.cdiv(n, segments)
     bf = fit(f, 1024)
-    br = fit(rows, max(1, machine().row // bf))
+    # the sums of several vectors of one row stay in a CPU's registers, and do not wait for each other
+    br = 1 if machine().whole and bf >= _WIDE else fit(rows, max(1, machine().row // bf))
     parts = jt.cdiv(machine().programs, segments * jt.cdiv(f, bf)) if how == "sum" else 1
     parts = max(1, min(parts, rows // max(_FEW, br)))
     kernel = tuned(segment_runs, num_warps=1) if br * bf <= 256 else segment_runs
