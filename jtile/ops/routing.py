@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import dispatch
-from jtile.ops._shapes import check_float, check_int, check_rank, fit
-from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
+from jtile.ops._shapes import check_float, check_int, check_rank, fit, machine
+from jtile.ops.dispatch import Implementation, Op, first_unmet
 from jtile.ops.row_groups import within
 
-MOST = 4096  # copies of rows, at most, whose places are found by comparing each with each
+MOST, MOST_ON_CPUS = 4096, 512  # copies of rows, at most, whose places are found by comparing each with each
 _BLOCK = 512  # copies that a program compares at a time
 _COLUMNS = 2048  # numbers of a row that a program copies at a time
 
@@ -119,10 +119,10 @@ def _by_programs(x, index, *, groups: int):
 
 
 def _not_by_programs(x, index, **_) -> str | None:
-    known = all(isinstance(n, int) for n in (*x.shape, *index.shape))
+    known, most = all(isinstance(n, int) for n in (*x.shape, *index.shape)), MOST_ON_CPUS if machine().whole else MOST
     return first_unmet(
         (known, "sizes are not known"),
-        (known and index.size <= MOST, f"{index.size} copies are more than {MOST}"),
+        (known and index.size <= most, f"{index.size} copies are more than {most}"),
         (not dispatch.vector_cores(), "no kernel was tried on NPUs"),
     )
 
@@ -130,6 +130,6 @@ def _not_by_programs(x, index, **_) -> str | None:
 # From x [tokens, n] and index [tokens, k], in which `groups` names no group: what `route` returns.
 _route = Op(
     "route",
-    Implementation("programs of rows", _by_programs, _not_by_programs, WARPS),
+    Implementation("programs of rows", _by_programs, _not_by_programs),
     Implementation("XLA's sort", _sorted),
 )

@@ -70,7 +70,8 @@ def test_gradients_and_batches():
 def test_what_computes_it():
     x, index = jax.ShapeDtypeStruct((32, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((32, 8), jnp.int32)
     of = lambda index: ops.choices(lambda *a: ops.route(*a, 128), x, index)[0].implementation
-    assert of(index) == "XLA's sort"
+    assert of(index) == "programs of rows"
+    assert of(jax.ShapeDtypeStruct((32, 17), jnp.int32)) == "XLA's sort"
     for arch in ("sm_80", "sm_90", "gfx942"):
         with jt.config(arch=arch):
             assert of(index) == "programs of rows"
