@@ -14,7 +14,14 @@ _SAME = re.compile(r"^\s*(?:cvta\.param\.u64|cvt\.u64\.u32)\s+(%rd\d+), (%rd?\d+
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.[\w:.]+) (\[%r\d+\], \[(%rd\d+), [^;]*);")
 _START = re.compile(r"^\{\n", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
+FEW_PROGRAMS = 512  # of grids whose programs let the kernel behind start: see `letting`
 WAITS = "griddepcontrol.wait"  # the instruction that waits for the kernels in front
+_LETTING = f"""\t.reg .b32 %let_programs;
+\t.reg .pred %let_few;
+\tmov.u32 %let_programs, %nctaid.x;
+\tsetp.le.u32 %let_few, %let_programs, {FEW_PROGRAMS};
+\t@%let_few griddepcontrol.launch_dependents;
+"""
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 
@@ -44,10 +51,15 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
 
 
 def letting(text: str) -> str:
-    """PTX of a kernel that lets early roles of the one behind it start; one that has such roles says itself when."""
+    """PTX of a kernel that lets early roles of the one behind it start; one that has such roles says itself when.
+
+    Each program of a grid costs 0.6 ns of the whole GPU when it says so (H200): softmax of 262144 rows of 256 took 208 us
+    without, and 372 with it. So only the few programs of a small grid do, as kernels of a step of few rows have it; the
+    kernel behind a larger one starts when that has ended, as without early roles.
+    """
     if WAITS in text:
         return text
-    return _START.sub(lambda m: f"{m[0]}\tgriddepcontrol.launch_dependents;\n", text, count=1)
+    return _START.sub(lambda m: m[0] + _LETTING, text, count=1)
 
 
 def _defined(text: str) -> str:

@@ -194,6 +194,7 @@ def test_a_kernel_says_that_it_waits_for_those_in_front(early):
     assert attributes == ({"programmatic": True} if early else {})
     ptx = found.texts["ptx"]
     assert ptx.count("griddepcontrol.wait") == early and ptx.count("griddepcontrol.launch_dependents") == 1
+    assert ("@%let_few griddepcontrol.launch_dependents;" in ptx) != early  # where the grid has few programs
     assert ("role copies warps=1 early" in found.texts["block"]) == early
     text = ir.print_kernel(found.kernel)
     assert ir.print_kernel(ir.parse_kernel(text)) == text and ("early" in text) == early
