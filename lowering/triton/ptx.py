@@ -53,9 +53,9 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
 def letting(text: str) -> str:
     """PTX of a kernel that lets early roles of the one behind it start; one that has such roles says itself when.
 
-    Each program of a grid costs 0.6 ns of the whole GPU when it says so (H200): softmax of 262144 rows of 256 took 208 us
-    without, and 372 with it. So only the few programs of a small grid do, as kernels of a step of few rows have it; the
-    kernel behind a larger one starts when that has ended, as without early roles.
+    Each program of a grid costs 0.6 ns of the whole GPU when it says so (H200): softmax of 262144 rows of 256 took 208
+    us without, and 372 with it. So only the few programs of a small grid do, as kernels of a step of few rows have it;
+    the kernel behind a larger one starts when that has ended, as without early roles.
     """
     if WAITS in text:
         return text
