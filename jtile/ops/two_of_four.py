@@ -209,8 +209,11 @@ def _y(x, values, codes):
     m, (n, width) = known(x.shape[0]), codes.shape
     if machine().whole:
         if m <= 2:
-            return sparse24_rows(x, values, codes, bn=fit(n, max(1, 8192 // width))).sum(0)
-        return sparse24_tiles(x, values, codes, parts=1, bm=fit(m, 256), bn=fit(n, 128), bp=fit(width, 256)).sum(0)
+            return sparse24_rows(x, values, codes, bn=fit(n, max(1, 8192 // width)))[0]
+        # a tile of more rows of the weight packs x less often; but every core wants several
+        bm = fit(m, 256)
+        bn = fit(n, 256 if jt.cdiv(m, bm) * jt.cdiv(n, 256) >= machine().programs else 128)
+        return sparse24_tiles(x, values, codes, parts=1, bm=bm, bn=bn, bp=fit(width, 512))[0]
     bm, bn, bp = max(16, fit(m, 128)), 64 if m <= 128 else 128, max(16, fit(width, 64 // x.dtype.itemsize))
     tiles, steps = jt.cdiv(n, bn) * jt.cdiv(m, bm), jt.cdiv(width, bp)
     parts = max(1, min(machine().sums // tiles, steps // 4))
