@@ -16,7 +16,7 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.hopper_decode import ROWS, RING, Work, copies, meet, sums_of_row, units_of
+from jtile.ops.hopper_decode import RING, ROWS, Work, copies, meet, sums_of_row, units_of
 from jtile.ops.hopper_shares import Units, by_the_last, part_types, parts_of, place_of_part, row_of
 from jtile.ops.hopper_step import QUERIES, append, turned, unfit
 
