@@ -71,34 +71,39 @@ def chunked(q, k, v, log_decay=None, beta=None):
         jnp.einsum, precision="highest" if dtype == f32 else None, preferred_element_type=f32
     )  # fmt: skip
     q, k, v = cut(q) * jnp.asarray(q.shape[-1] ** -0.5, dtype), cut(k), cut(v)
-    G = jnp.zeros(q.shape[:-1], f32)[..., None] if log_decay is None else cut(log_decay.reshape(*t[:3], -1))
-    G = jnp.cumsum(G, 3)
-    ways = G[..., :, None, :] - G[..., None, :, :]
     low = jnp.tril(jnp.ones((c, c), bool))
-    fades = jnp.exp(jnp.where(low[:, :, None], ways, -jnp.inf))
-    if vectors:
-        pairs = lambda x, y: jnp.einsum("bnhtd,bnhsd,bnhtsd->bnhts", x.astype(f32), y.astype(f32), fades)
+    if log_decay is None:  # sums and exponentials of zeros would be constants, which XLA takes minutes to fold
+        pairs = lambda x, y: jnp.where(low, dot("bnhtd,bnhsd->bnhts", x, y), 0.0)
+        kept, ins, outs, since = None, q, k, k
     else:
-        pairs = lambda x, y: dot("bnhtd,bnhsd->bnhts", x, y) * fades[..., 0]
-    whole = G[..., -1:, :]
-    ins, outs, own = (q * jnp.exp(G)).astype(dtype), (k * jnp.exp(whole - G)).astype(dtype), pairs(q, k).astype(dtype)
+        G = jnp.cumsum(cut(log_decay.reshape(*t[:3], -1)), 3)
+        fades = jnp.exp(jnp.where(low[:, :, None], G[..., :, None, :] - G[..., None, :, :], -jnp.inf))
+        if vectors:
+            pairs = lambda x, y: jnp.einsum("bnhtd,bnhsd,bnhtsd->bnhts", x.astype(f32), y.astype(f32), fades)
+        else:
+            pairs = lambda x, y: dot("bnhtd,bnhsd->bnhts", x, y) * fades[..., 0]
+        whole = G[..., -1:, :]
+        ins, outs = (q * jnp.exp(G)).astype(dtype), (k * jnp.exp(whole - G)).astype(dtype)
+        kept, since = jnp.exp(whole).swapaxes(-1, -2), k.astype(f32) * jnp.exp(G)
+    own = pairs(q, k).astype(dtype)
     errors = jnp.zeros_like(k)
     if beta is not None:
         b = cut(beta[..., None])
         system = jnp.eye(c) + b * jnp.where(jnp.tril(low, -1), pairs(k, k), 0.0)
         solve = lambda x: jax.scipy.linalg.solve_triangular(system, b * x, lower=True, unit_diagonal=True).astype(dtype)
-        errors, v = solve(k.astype(f32) * jnp.exp(G)), solve(v.astype(f32))
+        errors, v = solve(since.astype(f32)), solve(v.astype(f32))
 
     def step(S, now):
-        ins, outs, errors, v, own, whole = now
+        ins, outs, errors, v, own, kept = now
         S_n = S.astype(dtype)
         u = v if beta is None else (v - dot("bhtk,bhkv->bhtv", errors, S_n)).astype(dtype)
         o = dot("bhtk,bhkv->bhtv", ins, S_n) + dot("bhts,bhsv->bhtv", own, u)
-        return S * jnp.exp(whole).swapaxes(2, 3) + dot("bhtk,bhtv->bhkv", outs, u), o.astype(dtype)
+        S = S if kept is None else S * kept
+        return S + dot("bhtk,bhtv->bhkv", outs, u), o.astype(dtype)
 
     start = jnp.zeros((t[0], t[2], k.shape[-1], v.shape[-1]), f32)
-    chunks = (x.swapaxes(0, 1) for x in (ins, outs, errors, v, own, whole))
-    _, o = jax.lax.scan(step, start, tuple(chunks))
+    chunks = jax.tree.map(lambda x: x.swapaxes(0, 1), (ins, outs, errors, v, own, kept))
+    _, o = jax.lax.scan(step, start, chunks)
     return o.swapaxes(0, 1).swapaxes(2, 3).reshape(*t[:3], -1)
 
 

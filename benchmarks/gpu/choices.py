@@ -119,13 +119,13 @@ def choice(p: Product) -> Form:
     """The form that `ours` chooses."""
     left, right = (letter == "T" for letter in p.order)
     gpu = "warps" in jt.target().features
-    of = dict(left=left, fast=p.whole) if gpu else {}
+    of = dict(left=left, fast=p.whole, cut=True) if gpu else {}
     tiles = _matmul.tiles(p.m, p.n, p.k, p.itemsize, transposed=right, batch=p.batch, **of)
     if not gpu:
         return tiles
     split = not p.whole and p.batch == 1
     sizes = p.m, p.n, p.k, p.itemsize
-    parts, sides = gpu_tiles.parts_of_product(*sizes, left=left, transposed=right) if split else (1, {})
+    parts, sides = gpu_tiles.parts_of_product(*sizes, left=left, transposed=right, cut=True) if split else (1, {})
     if parts > 1:
         return dict(parts=parts, **sides)
     if p.m > 64:  # the block level has its own warps and stages
@@ -149,7 +149,7 @@ def forms(p: Product) -> list[Form]:
         tried = [q for q in tried if like(q, USUAL) or like(q, tiles)]
     elif "warps" in jt.target().features:
         product = hopper_tiles.Product(
-            p.m, p.n, p.k, p.itemsize, batch=p.batch, fast=p.whole, left=left, transposed=right
+            p.m, p.n, p.k, p.itemsize, batch=p.batch, fast=p.whole, left=left, transposed=right, cut=True
         )
         near = hopper_tiles.near(product, whole=False)
         tried += [dict(**f._asdict(), bk=LINE // p.itemsize) for f in near if f.parts > 1]

@@ -45,6 +45,19 @@ def layer(a, b, c, r, o, *, bm=128, bn=256, bk=64):
     O[i, j] = (jax.nn.gelu(acc + C[j].astype(f32)) + R[i, j].astype(f32)).astype(o.dtype)
 
 
+@jt.kernel(out_type=lambda x, g, u, **_: jt.like(x, shape=(x.shape[0], g.shape[1])),
+           grid=lambda x, g, u, *, bm, bn, **_: (jt.cdiv(x.shape[0], bm), jt.cdiv(g.shape[1], bn)))  # fmt: skip
+def gated_mlp(x, g, u, o, *, bm=128, bn=128, bk=64):
+    """silu(x g) * (x u)"""
+    i, j = jt.program_id(0), jt.program_id(1)
+    X, G, U, O = x.tiles(bm, bk), g.tiles(bk, bn), u.tiles(bk, bn), o.tiles(bm, bn)
+    gates = ups = jt.zeros((bm, bn), f32)
+    for k in jt.range(X.shape[1]):
+        part = X[i, k]
+        gates, ups = jt.dot(part, G[k, j], gates), jt.dot(part, U[k, j], ups)
+    O[i, j] = (jax.nn.silu(gates) * ups).astype(o.dtype)
+
+
 @jt.kernel(out_type=lambda q, k, v, **_: jt.like(q),
            grid=lambda q, k, v, *, bq, **_: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)))  # fmt: skip
 def attention(q, k, v, o, *, bq=128, bk=128, causal=False):
@@ -139,6 +152,12 @@ def _products(tiny: bool) -> Iterator[Case]:
             normal(4 * seed + j, *s, dtype="bfloat16") for j, s in enumerate([(n, n), (n, n), (n,), (n, n)])
         ),
         peers={"xla": whole}, reference=exact, bytes=8 * n * n, flops=2 * n**3,
+    )  # fmt: skip
+    m, k, n = (32, 32, 48) if tiny else (4096, 4096, 14336)
+    gates = lambda x, g, u: (jax.nn.silu(product(x, g).astype(f32)) * product(x, u).astype(f32)).astype(x.dtype)
+    yield _gradient(
+        "gated_mlp", f"{m}x{k}x{n}", lambda *args: gated_mlp(*args, **small), gates,
+        [(m, n), (m, k), (k, n), (k, n)], bytes=2 * (m * n + 2 * m * k + 4 * k * n), flops=12 * m * k * n,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Chains of stencils in one pass over memory: several steps of one stencil, separable filters, morphology.
 
 A program loads a tile with the points around it that all steps together reach, and keeps the results between two steps
-in memory of its own, which stays in a cache.
+in memory of its own, which stays in a cache. On GPUs it finds the points outside of the array by their indices.
+Elsewhere a copy of the array has these points around it, since loads of whole rows are quicker there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, fit, known, machine, sums_in
-from jtile.ops.dispatch import vector_cores
+from jtile.ops._shapes import check_float, fit, known, machine, sums_in, tuned
+from jtile.ops.dispatch import has, vector_cores
 from jtile.ops.stencils import stencil_weight_sums
 
 Sides = tuple[int, ...]
@@ -30,22 +31,55 @@ def _reaches(sizes: tuple[Sides, ...]) -> Sides:
     return tuple(sum(n - 1 for n in along) for along in zip(*sizes, strict=True))
 
 
-def _valid(x, sizes) -> Sides:
-    return tuple(n - r for n, r in zip(x.shape[1:], _reaches(sizes), strict=True))
+def _valid(x, sizes, boundary: str = "") -> Sides:
+    reaches = (0,) * (x.ndim - 1) if boundary else _reaches(sizes)
+    return tuple(n - r for n, r in zip(x.shape[1:], reaches, strict=True))
+
+
+def _along(values, k: int, rank: int):
+    """Values along axis k of `rank` axes, of which the others have length 1."""
+    return values.reshape(*(-1 if d == k else 1 for d in range(rank)))
+
+
+def _point(x, b, at, shift: Sides, tile: Sides, inside: bool, boundary: str, fill: float):
+    """The tile of x[b] that begins at `at`, all of it `inside` of x, moved by `shift`; `inside` is false where it has
+    points around x itself. Points outside of x are found by the boundary."""
+    rank, places, here = len(tile), [], None
+    for k, (first, n, moved) in enumerate(zip(at, tile, shift, strict=True)):
+        size, i = x.shape[1 + k], first + moved + jt.arange(n)
+        if inside and not moved:
+            pass  # without a mask, loads of whole lines stay what they are
+        elif boundary == "zero":
+            own = _along((i >= 0) & (i < size), k, rank)
+            here = own if here is None else here & own
+        elif boundary == "wrap":
+            i = jax.lax.rem(i + size, jnp.full_like(i, size))
+        else:
+            i = jnp.where(i >= size, 2 * (size - 1) - i, jnp.abs(i)) if boundary == "reflect" else i
+            i = jnp.clip(i, 0, size - 1)
+        places.append(_along(i, k, rank))
+    return jt.load(x, (b, *places), mask=None if here is None else jnp.broadcast_to(here, tile), other=fill)
 
 
 @jt.kernel(
-    out_type=lambda x, windows, *, sizes, **_: jt.like(x, shape=(x.shape[0], *_valid(x, sizes))),
-    grid=lambda x, windows, *, sizes, inner, **_: (x.shape[0], *map(jt.cdiv, _valid(x, sizes), inner)),
-)
-def chain_tiles(x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides: Sides, how: str, outside: Any):
+    out_type=lambda x, windows, *, sizes, boundary="", **_: jt.like(x, shape=(x.shape[0], *_valid(x, sizes, boundary))),
+    grid=lambda x, windows, *, sizes, inner, boundary="", **_: (
+        x.shape[0], *map(jt.cdiv, _valid(x, sizes, boundary), inner)
+    ),
+)  # fmt: skip
+def chain_tiles(
+    x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides: Sides, how: str, outside: Any,
+    boundary: str = "", fill: float = 0.0,
+):  # fmt: skip
     """x [batch, ...] with the points around it, y [batch, ...]; windows: one for each step, of `sizes`, None for "max"
     and "min". A tile of a step has `inner` points of the last step and those that later ones take, or `sides`, where
-    they have to be powers of two. `outside`: the value of the points around y between steps; None: as computed."""
+    they have to be powers of two. `outside`: the value of the points around y between steps; None: as computed.
+    `boundary`: x is given without the points around it, which follow from this boundary, those of "zero" are `fill`."""
     # t_0 = x     t_(s+1)[i] = sum_a w_s[a] t_s[i + a], or the maximum, or minimum
     b, rank = jt.program_id(0), len(inner)
     at = [jt.program_id(1 + k) * inner[k] for k in range(rank)]
     dtype = sums_in(x) if how == "sum" else x.dtype
+    reach = tuple(r // 2 for r in _reaches(sizes))
     t, buffer = None, None
     for s, size in enumerate(sizes):
         later = _reaches(((1,) * rank, *sizes[s + 1 :]))
@@ -57,20 +91,25 @@ def chain_tiles(x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides:
         for a in itertools.product(*map(range, size)):
             first = [o if s else at[k] + o for k, o in enumerate(a)]
             here = tuple(jt.ds(f, n) for f, n in zip(first, tile, strict=True))
-            part = (buffer[here] if s else x[(b, *here)]).astype(dtype)
+            if boundary and not s:
+                shift = tuple(o - r for o, r in zip(a, reach, strict=True))
+                part = _point(x, b, at, shift, tile, len(sizes) == 1, boundary, fill)
+            else:
+                part = buffer[here] if s else x[(b, *here)]
+            part = part.astype(dtype)
             parts.append(part * windows[s][a].astype(dtype) if how == "sum" else part)
         t = functools.reduce({"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[how], parts)
         if outside is not None and s + 1 < len(sizes):
             for k in range(rank):
                 place = at[k] - later[k] // 2 + jt.arange(tile[k])
                 inside = (place >= 0) & (place < y.shape[1 + k])
-                t = jnp.where(inside.reshape(*(-1 if d == k else 1 for d in range(rank))), t, outside)
+                t = jnp.where(_along(inside, k, rank), t, outside)
     if t.shape == tuple(inner):
         y[(b, *(jt.ds(f, n) for f, n in zip(at, inner, strict=True)))] = t.astype(y.dtype)
         return
     mask = jnp.ones(t.shape, bool)
     for k in range(rank):
-        mask = mask & (jt.arange(t.shape[k]) < inner[k]).reshape(*(-1 if d == k else 1 for d in range(rank)))
+        mask = mask & _along(jt.arange(t.shape[k]) < inner[k], k, rank)
     jt.store(y, (b, *(jt.ds(f, n) for f, n in zip(at, t.shape, strict=True))), t.astype(y.dtype), mask=mask)
 
 
@@ -81,6 +120,8 @@ def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
     if machine().whole:
         return {"inner": tuple(fit(n, m) for n, m in zip(shape, most, strict=True)), "sides": ()}
     wanted = (32, 128) if rank == 2 else (8, 16, 32)
+    if rank == 2 and len(sizes) == 1:  # no points are computed twice: long lines are loaded soonest
+        wanted = (4, 1024)
     if vector_cores():  # a vector core's memory has to hold the points of all steps
         wanted = (16, 128) if rank == 2 else (4, 8, 32)
     sides = [max(min(w, jt.next_power_of_2(known(n) + r)), jt.next_power_of_2(2 * r))
@@ -89,18 +130,38 @@ def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
     return {"inner": inner, "sides": tuple(sides) if any(later) else ()}
 
 
-def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None):
-    """The chain over x [batch, ...], which has the points around it: [batch, ...] without them."""
-    sides = _tiles(_valid(x, sizes), sizes)
-    return chain_tiles(x, windows, sizes=sizes, how=how, outside=outside, **sides)
+def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None, **bounded: Any):
+    """The chain over x [batch, ...], which has the points around it: [batch, ...] without them. `bounded`: the boundary
+    and the fill of `chain_tiles`, which finds these points."""
+    sides = _tiles(_valid(x, sizes, **bounded and {"boundary": bounded["boundary"]}), sizes)
+    kernel = tuned(chain_tiles, num_warps=4) if len(sizes) == 1 and len(sizes[0]) == 2 else chain_tiles
+    return kernel(x, windows, sizes=sizes, how=how, outside=outside, **sides, **bounded)
+
+
+def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outside: Any = None, fill: float = 0.0):
+    """The chain over x [..., ...] with what stands outside, as an array like x."""
+    rank, reach = len(sizes[0]), tuple(r // 2 for r in _reaches(sizes))
+    if len(sizes) == 1 and _indexed(x.shape[-rank:], reach):
+        flat = x.reshape(-1, *x.shape[-rank:])
+        return chained(flat, windows, sizes, how, outside, boundary=boundary, fill=fill).reshape(x.shape)
+    return chained(_around(x, rank, reach, boundary, fill), windows, sizes, how, outside).reshape(x.shape)
+
+
+def _indexed(shape: Sides, reach: Sides) -> bool:
+    """Whether the points outside are found by their indices: on GPUs, where one reflection or turn leads inside."""
+    return has(jt.target(), "warps") and all(isinstance(n, int) and r < n for n, r in zip(shape, reach, strict=True))
 
 
 def _forward(x, windows, **meta):
     return chain_tiles(x, windows, **meta), (x, windows)
 
 
-def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, **_):
+def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, boundary: str = "", fill=0.0, **_):
     x, windows = residuals
+    if boundary:  # as the gradient of a chain over a copy of x with the points around it
+        reach = tuple(r // 2 for r in _reaches(sizes))
+        copied = lambda x, windows: chained(_around(x, len(reach), reach, boundary, fill), windows, sizes, how, outside)
+        return jax.vjp(copied, x, windows)[1](g)
     if how != "sum":
         return jax.vjp(lambda x: _reduced(x, sizes, how), x)[1](g)[0], None
     if len(sizes) > 1:  # reverse mode goes step by step: results between two steps are computed again
@@ -181,12 +242,11 @@ def stencil(x: jax.Array, weights: jax.Array, *, boundary: str = "zero", steps: 
         now = sizes * min(once, steps - first)
         reach = tuple(r // 2 for r in _reaches(now))
         if boundary == "wrap" and any(r > n for r, n in zip(reach, shape[-rank:], strict=True)):
-            now, reach = sizes, tuple(n // 2 for n in sizes[0])
             for _ in range(min(once, steps - first)):
-                x = chained(_around(x, rank, reach, boundary), (weights,), now, "sum").reshape(shape)
+                x = _bounded(x, (weights,), sizes, "sum", boundary)
             continue
         outside = 0.0 if boundary == "zero" and len(now) > 1 else None
-        x = chained(_around(x, rank, reach, boundary), (weights,) * len(now), now, "sum", outside).reshape(shape)
+        x = _bounded(x, (weights,) * len(now), now, "sum", boundary, outside)
     return x
 
 
@@ -220,9 +280,8 @@ def separable_filter(x: jax.Array, windows: tuple[jax.Array, ...], *, boundary: 
     _check(op, x, rank, boundary, sizes)
     if x.size == 0:
         return x
-    reach = tuple(r // 2 for r in _reaches(sizes))
     taken = tuple(windows[k].reshape(size) for k, size in zip(order, sizes, strict=True))
-    return chained(_around(x, rank, reach, boundary), taken, sizes, "sum").reshape(x.shape)
+    return _bounded(x, taken, sizes, "sum", boundary)
 
 
 def dilate(x: jax.Array, size: tuple[int, int]) -> jax.Array:
@@ -264,8 +323,7 @@ def _morphology(op: str, x, size, how: str):
     _check(op, x, 2, "zero", sizes)
     if x.size == 0:
         return x
-    reach, least = tuple(n // 2 for n in size), -math.inf if how == "max" else math.inf
-    return chained(_around(x, 2, reach, "zero", least), None, sizes, how).reshape(x.shape)
+    return _bounded(x, None, sizes, how, "zero", fill=-math.inf if how == "max" else math.inf)
 
 
 def stencil_reference(x, weights, *, boundary: str = "zero", steps: int = 1):

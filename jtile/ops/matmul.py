@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, spaces
 from jtile.ops._shapes import check_shape, known, tuned
+from jtile.ops.columns import Columns, cut_columns
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
 from jtile.ops.epilogues import ACTIVATIONS, activation_derivative, check_activation
 from jtile.ops.operands import Epilogue, Weight
@@ -130,7 +131,7 @@ def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
     """The tile sizes of op(a) op(b), for arrays [batch or 1, rows, columns]."""
     m, n, k = _sides(a, b, ta, tb)
     of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
-    of |= dict(left=ta, fast=_whole(a)) if small_tiles() else {}
+    of |= dict(left=ta, fast=_whole(a), cut=True) if small_tiles() else {}
     return tiles(m, n, k, a.dtype.itemsize, **of)
 
 
@@ -162,25 +163,29 @@ def _sides(a, b, ta: bool, tb: bool) -> tuple[Any, Any, Any]:
     return a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
 
 
-def _tile(a, b, bias, y, sums=None, *, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, save=False):
+def _tile(a, b, bias, y, sums=None, *, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, save=False, cut=False):
     # y_ij = act(s_ij)     s_ij = sum_p A_ip B_pj + bias_j, an output too with `save`; `bk` terms at a time, all for 0
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     of_a, of_b = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
     whole = isinstance(k, int) and (bk == 0 or bk >= k)
     bk = k if whole else bk or BLOCK
-    A, B = _panels(a, b, (of_a, i), (of_b, j), ta, tb, bm, bn, bk)
-    total = jnp.zeros((bm, bn), _sums(a, b))
+    columns = cut_columns(y.shape[2], bn, j) if cut else [Columns(bn, j)]
+    panels = [_panels(a, b, (of_a, i), (of_b, c.at), ta, tb, bm, c.width, bk) for c in columns]
+    A, B = panels[0][0], [right for _, right in panels]
+    totals = [jnp.zeros((bm, c.width), _sums(a, b)) for c in columns]
     if whole:
-        total = jt.dot(A(0), B(0))
+        totals = [jt.dot(A(0), B_c(0)) for B_c in B]
     else:
         for p in jt.range(jt.cdiv(k, bk), stages=stages):
-            total = jt.dot(A(p), B(p), total)
-    if bias is not None:
-        total = total + bias.tiles(None, bn)[0, j][None, :].astype(total.dtype)
-    if sums is not None:
-        sums.tiles(None, bm, bn)[e, i, j] = total
-    y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](total).astype(out_dtype)
+            A_p = A(p)
+            totals = [jt.dot(A_p, B_c(p), total) for B_c, total in zip(B, totals)]
+    for c, total in zip(columns, totals):
+        if bias is not None:
+            total = total + bias.tiles(None, c.width)[0, c.at][None, :].astype(total.dtype)
+        if sums is not None:
+            c.store(sums, (e, i), total)
+        c.store(y, (e, i), ACTIVATIONS[activation](total).astype(out_dtype))
 
 
 _untuned = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
@@ -193,7 +198,7 @@ def _whole_sums(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **
     if dispatch.has(jt.target(), "warps"):
         few = gpu_tiles.few_rows(bm, bn, bk, a.dtype.itemsize)
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize) | few.options)
-        meta |= few.tiles
+        meta |= few.tiles | _cut(bn)
     return kernel(a, b, bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, **meta)
 
 
@@ -225,7 +230,7 @@ def _extended(a, b, bias, *, ta: bool, tb: bool, **meta):
     sizes = _sides(a, b, ta, tb)
     m, n, k = wide = sizes
     if a.dtype == b.dtype and all(isinstance(x, int) for x in (*a.shape, *sizes)):
-        of = dict(left=ta, transposed=tb, batch=max(a.shape[0], b.shape[0]), fast=_whole(a))
+        of = dict(left=ta, transposed=tb, batch=max(a.shape[0], b.shape[0]), fast=_whole(a), cut=True)
         m, n, k = wide = gpu_tiles.extended(*sizes, a.dtype.itemsize, **of)
     if wide != sizes:
         behind = lambda x, *shape: jnp.pad(x, [(0, 0), *((0, s - have) for s, have in zip(shape, x.shape[1:]))])
@@ -295,7 +300,12 @@ def in_tiles(
         return product_in_parts(a, b, parts=parts, save=False, **options, **given)
     warps = {k: given.pop(k) for k in ("num_warps",) if k in given}
     kernel = _untuned.with_options(**warps) if warps else _untuned
-    return kernel(a, b, None, save=False, **options, **given)
+    return kernel(a, b, None, save=False, **options, **given, **_cut(given["bn"]))
+
+
+def _cut(bn: int) -> dict[str, bool]:
+    """Whether the columns of a tile are cut in powers of two: on GPUs, where threads hold no others."""
+    return {"cut": True} if dispatch.has(jt.target(), "warps") and bn & (bn - 1) else {}
 
 
 def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
@@ -304,7 +314,7 @@ def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
     matrices = all(x.shape[0] == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b))
     if not matrices or not all(isinstance(n, int) for n in sizes):
         return 1, {}
-    return gpu_tiles.parts_of_product(*sizes, max(a.dtype.itemsize, b.dtype.itemsize), transposed=tb, left=ta)
+    return gpu_tiles.parts_of_product(*sizes, max(a.dtype.itemsize, b.dtype.itemsize), transposed=tb, left=ta, cut=True)
 
 
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):

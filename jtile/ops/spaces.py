@@ -39,7 +39,7 @@ def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
     sides = None
     if gpu_tiles.warpgroups():
-        of = dict(batch=max(a.shape[0], b.shape[0]), fast=not jnp.issubdtype(a.dtype, jnp.floating))
+        of = dict(batch=max(a.shape[0], b.shape[0]), fast=not jnp.issubdtype(a.dtype, jnp.floating), cut=True)
         product = Product(m, n, k, a.dtype.itemsize, left=ta, transposed=tb, **of)
         sides = [(form.bm, form.bn) for form in hopper_tiles.near(product, whole=True)]
     return _products(m, n, k, a.dtype.itemsize, whole=bk == 0, sides=sides)

@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 PROCESSORS, RATE, MEMORY = 132, 989e12, 4800e9  # data of the H200 that the numbers are fitted to: see `Gpu`
 # Sides of a tile -> microseconds of a block for 128 bytes of terms at the highest clock, and for the rest of a tile.
 TILES = {
-    (128, 256): (0.576, 1.58),
+    (128, 256): (0.576, 1.65),
     (256, 128): (0.637, 1.52),
     (192, 256): (0.86, 2.2),
     (192, 128): (0.448, 0.84),
-    (128, 128): (0.300, 0.63),
+    (128, 128): (0.300, 0.57),
     (64, 256): (0.299, 0.97),
     (64, 128): (0.161, 0.35),
     (128, 64): (0.177, 0.48),
     (64, 64): (0.129, 0.17),
 }
+# The same of tiles whose columns a kernel cuts in 128 and 64: see `Product.cut`. They fill a round of 132 blocks where
+# powers of two need a second one; with 128 rows they were no quicker than other tiles, nor were 96, 160 and 224 columns.
+CUT = {(192, 192): (0.71, 2.3)}
 BYTES = 1.08  # how many times as long 128 bytes of 8-bit operands take
 CLOCK = 0.24  # what rounds take in addition where all blocks work all the time: power lowers the clock
 SHARP = 5.1  # two things at once, each as long as the other, take 2 ** (1 / SHARP) times as long as one
@@ -93,6 +96,7 @@ class Product:
     Attributes:
       transposed: the right operand lies in memory as [n, k]; left: the left one as [k, m].
       fast: sums stay in the accumulators of the tensor cores; those of 8-bit floats take twice the registers otherwise.
+      cut: the kernel takes tiles whose columns are no power of two, and cuts them (`jtile.ops.columns`).
     """
 
     m: int
@@ -104,6 +108,7 @@ class Product:
     transposed: bool = False
     left: bool = False
     fast: bool = False
+    cut: bool = False
 
     @property
     def pitches(self) -> tuple[int, int]:
@@ -157,7 +162,8 @@ def candidates(p: Product) -> tuple[tuple[int, int], ...]:
     apart = any(pitch % PITCH for pitch in p.pitches)
     if p.m <= 64 or p.n < 64 or p.itemsize > 2 or p.k <= 128 // p.itemsize or (byte and not p.transposed) or apart:
         return ()
-    sides = GATED if p.gates > 1 else SINGLE
+    cut = p.cut and p.m > FEW and p.batch == 1 and not byte
+    sides = GATED if p.gates > 1 else (*SINGLE, *CUT) if cut else SINGLE
     return tuple((bm, bn) for bm, bn in sides if not byte or p.fast or (bm <= 128 and bn <= 128))
 
 
@@ -165,7 +171,7 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     """Predicted microseconds of products in this form; a part of a sum is a tile of its own."""
     parts, bm, bn = form
     processors = on.processors
-    step, rest = TILES[bm, bn * p.gates]
+    step, rest = CUT[bm, bn] if p.cut and (bm, bn) in CUT else TILES[bm, bn * p.gates]
     step /= on.speed
     step *= BYTES if p.itemsize == 1 else 1
     sides = zip((bm, bn * p.gates), p.pitches)
@@ -200,7 +206,7 @@ def forms(p: Product, on: Gpu) -> dict[Form, float]:
     """The forms of a product, and the predicted microseconds of each."""
     whole = candidates(p)
     found = [Form(1, *s) for s in whole]
-    for bm, bn in whole if p.itemsize == 2 and p.batch == 1 else ():
+    for bm, bn in [s for s in whole if s not in CUT] if p.itemsize == 2 and p.batch == 1 else ():
         most = min(on.processors // p.tiles(bm, bn), p.k // LEAST)
         found += [Form(1 << x, bm, bn) for x in range(1, most.bit_length())]
     return {form: predicted_us(p, form, on) for form in found}

@@ -1,22 +1,29 @@
 """Which tiles products get on a GPU with warpgroup products."""
 
+import dataclasses
+import importlib
 import json
 import math
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from library import normal
 
 import jtile as jt
-from jtile import ops
+from jtile import ops, passes
+from jtile.lowering import targets
+from jtile.lowering.triton.block import passes as block
 from jtile.lowering.triton.block.passes import hanging
 from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.ops.hopper_tiles import TILES, Form, Product, candidates, extended, parts_of_product, predicted_us, tiles
-from jtile.primitive.lowering import compile_piece
+from jtile.primitive.lowering import compile_piece, pieces_of
 from jtile.tune import device
 from jtile.tune.programs import trace
 
+untuned = importlib.import_module("jtile.ops.matmul")._untuned
 LARGE = [(8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336)]
 
 
@@ -190,6 +197,30 @@ def test_gates_share_the_registers():
 
 # Rows, terms and columns of gated products, and tiles that took at most 1.04 of the time of the best on an H200 (mean
 # of two runs for 512 rows).
+def test_columns_of_a_tile_lie_in_several_places():
+    """48 columns are tiles of 32 and of 16; some of the last programs have none of 16 left."""
+    a, bias = normal(0, 1, 40, 64), normal(1, 1, 200)
+    for n in (32, 49, 130, 200):
+        b, more = normal(2, 1, 64, n), bias[:, :n]
+        how = {"ta": False, "tb": False, "bm": 32, "bn": 48, "bk": 32, "cut": True, "save": True}
+        y, sums = untuned.interpret(a, b, more, activation="relu", out_dtype="float32", **how)
+        np.testing.assert_allclose(sums, a @ b + more[:, None], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(y, jnp.maximum(sums, 0))
+
+
+def test_rounds_that_powers_of_two_leave_half_empty_have_columns_cut():
+    """1100 x 4096 is 132 tiles of 192 x 192; a kernel that does not cut columns has none of them."""
+    p = Product(1100, 4096, 4096, cut=True)
+    assert tiles(p) == {"bm": 192, "bn": 192, "bk": 64}
+    assert (192, 192) not in candidates(dataclasses.replace(p, cut=False))
+    types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in ((1100, 4096), (4096, 4096))]
+    how = {"ta": False, "tb": False, "activation": None, "out_dtype": "bfloat16", "bm": 192, "bn": 192, "bk": 64}
+    hopper = targets.resolve("cuda:sm_90")
+    (kernel,) = pieces_of(untuned.lower(*types, None, **how, cut=True, target=hopper).program, hopper).kernels
+    plan = block.steps(passes.run_pipeline(kernel, passes.TILE), block.Machine.of(hopper), {}).plan
+    assert (plan.consumers, plan.blocks, plan.tiles) == (3, 132, 132)
+
+
 GATED = [
     ((512, 4096, 14336), {(128, 64), (64, 128), (64, 64)}),
     ((128, 4096, 14336), {(128, 128)}),
@@ -223,7 +254,7 @@ def space(m, n, k, dtype=jnp.bfloat16, **of):
 @pytest.mark.parametrize("sizes", [(256, 384, 512), (4096, 4096, 4096), (100, 20000, 512)], ids=str)
 def test_the_tuner_tries_what_is_near_the_choice(sizes):
     points = space(*sizes)
-    p = Product(*sizes, transposed=True)
+    p = Product(*sizes, transposed=True, cut=True)
     assert tiles(p) in points
     tried = {(point["bm"], point["bn"]) for point in points}
     times = {s: predicted_us(p, Form(1, *s)) for s in candidates(p)}
