@@ -21,6 +21,7 @@ from jtile.ops.step_attention import step_attention
 
 from . import kernels
 from .parallel import collective, held, held_part
+from .selection import IndexQuery, select
 
 SMALLEST_BUCKET = 16
 SCALED = ("float8_e4m3fn", "int8")  # dtypes of a cache with scales
@@ -40,10 +41,11 @@ class Entry:
     """What one layer keeps of the tokens.
 
     arrays: keys and values [batch, slots, kv_heads, head_dim] (two arrays, so that no step copies a layer), or the
-    latent vectors [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. scales: for keys and values of 8
-    bits their scales, float32 [batch or pages, kv_heads, slots], or those of latent vectors [batch or pages, slots],
-    see `kernels.quantized`; otherwise (). ring: the token at position p is in slot p modulo slots, and older ones are
-    gone; without a ring the slot is the position, in the row or in its pages.
+    latent vectors [batch, slots, rank + rope], and the keys [batch, slots, size] of an indexer, if there is one; in
+    pages [pages, slots of a page, ...]. scales: for keys and values of 8 bits their scales, float32 [batch or pages,
+    kv_heads, slots], or those of latent vectors and of an indexer's keys [batch or pages, slots], see
+    `kernels.quantized`; otherwise (). ring: the token at position p is in slot p modulo slots, and older ones are gone;
+    without a ring the slot is the position, in the row or in its pages.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -176,17 +178,47 @@ class Slots:
 
     def append_latent(self, q, absorbed, new, norm, cos, sin, eps: float):
         """See `kernels.latent_append`: returns (query [batch * t, heads, rank + rope], the slots)."""
-        entry, kernel = self.entry, kernels.latent_append_scaled if self.entry.scales else kernels.latent_append
-        held = *entry.arrays, *entry.scales
-        query, *held = kernel(q, absorbed, new, norm, cos, sin, self._free(), *held, self.table, eps=eps)
-        return query, self._with(held[:1], held[1:])
+        (latent, *index), scales = self.entry.arrays, self.entry.scales
+        kernel = kernels.latent_append_scaled if scales else kernels.latent_append
+        query, latent, *new = kernel(
+            q, absorbed, new, norm, cos, sin, self._free(), latent, *scales[:1], self.table, eps=eps
+        )
+        return query, self._with((latent, *index), (*new, *scales[1:]))
+
+    def append_index(self, projected, norm, bias, cos, sin, eps: float) -> Slots:
+        """The slots with the keys of an indexer; see `kernels.index_append`."""
+        (latent, keys), scales = self.entry.arrays, self.entry.scales
+        operands = projected, norm, bias, cos, sin, self._free(), keys
+        if not scales:
+            return self._with((latent, kernels.index_append(*operands, self.table, eps=eps)))
+        keys, units = kernels.index_append_scaled(*operands, scales[1], self.table, eps=eps)
+        return self._with((latent, keys), (scales[0], units))
+
+    def query_dtype(self, dtype) -> str:
+        """The dtype of queries of activations of a dtype: that of the entries, but for entries of 8 bits."""
+        return jnp.dtype(dtype if self.entry.scales else self.entry.arrays[0].dtype).name
 
     def attend_latent(self, query, rank: int, scale: float):
         """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
-        (latent,), scales = self.entry.arrays, self.entry.scales
+        latent, scales = self.entry.arrays[0], self.entry.scales
         options = {"scales": scales[0] if scales else None, "rank": rank, "scale": scale, "splits": self.splits}
         decode = self._over_context(ops.mla_decode, "mla_decode")
         return self._attended(lambda q, lengths, table: decode(q, latent, lengths, pages=table, **options), query)
+
+    def attend_selected(self, query, index: IndexQuery, count: int, rank: int, scale: float):
+        """`attend_latent` to the `count` tokens of a row with the best scores for `index`, of [batch * t] tokens."""
+        (latent, keys), (of_latent, of_keys) = self.entry.arrays, self.entry.scales or (None, None)
+        if latent.shape[1] * (1 if self.table is None else self.table.shape[1]) <= count:
+            return self.attend_latent(query, rank, scale)
+        options = {"scales": of_latent, "rank": rank, "scale": scale, "splits": self.splits}
+
+        def run(of, lengths, table):
+            query, index = of if of[0].ndim == 4 else jax.tree.map(lambda y: y[:, None], of)
+            places, counts = select(index, keys, lengths, count, table, of_keys)
+            y = ops.mla_selected(query, latent, places, counts, pages=table, **options)
+            return y if of[0].ndim == 4 else y[:, 0]
+
+        return self._attended(run, (query, index))
 
     def _over_context(self, alone, name: str):
         """`alone`, a function for attention to a whole cache, or the function `name` for a cache of which each device
@@ -197,18 +229,20 @@ class Slots:
         over = collective(name, jt.can_talk())
         return lambda q, *cache, **options: over(q, *cache[:-1], held(cache[-1], axis), axis, **options)
 
-    def _attended(self, run, q):
-        """The attention of the new tokens, [batch * t, heads, ...] for q [batch * t, heads, d]. It is computed by
-        run(q, lengths, table), which takes q as [batch, heads, d] or [batch, t, heads, d]."""
-        lengths, table = self._longer(q), self.table
+    def _attended(self, run, of):
+        """The attention of the new tokens, [batch * t, heads, ...] for q [batch * t, heads, d]; `of` is q, or q and
+        further arrays of these tokens. It is computed by run(of, lengths, table), which takes arrays [batch, ...] or
+        [batch, t, ...]."""
+        first = jax.tree.leaves(of)[0]
+        lengths, table = self._longer(first), self.table
         if self.tiles is None or table is None:
-            y = run(self._tokens(q), lengths, table)
-            return y.reshape(len(q), *y.shape[-2:])
+            y = run(jax.tree.map(self._tokens, of), lengths, table)
+            return y.reshape(len(first), *y.shape[-2:])
         n, t = self.tiles
         last = slice(n + t - 1, None, t)
-        one = run(q[:n], lengths[:n], table[:n])
-        many = run(q[n:].reshape(-1, t, *q.shape[1:]), lengths[last], table[last])
-        return together(one, many)
+        one = run(jax.tree.map(lambda x: x[:n], of), lengths[:n], table[:n])
+        tiles = jax.tree.map(lambda x: x[n:].reshape(-1, t, *x.shape[1:]), of)
+        return together(one, run(tiles, lengths[last], table[last]))
 
     def _longer(self, tokens):
         """The lengths behind a step with these tokens."""

@@ -1,4 +1,7 @@
-"""DeepSeek-V3: latent attention, and after the first layers a mixture of many small experts (DeepSeek-AI, 2024)."""
+"""DeepSeek-V3: latent attention, and after the first layers a mixture of many small experts (DeepSeek-AI, 2024).
+
+DeepSeek-V3.2 is the same with an indexer, which chooses the keys that a token attends to (DeepSeek-AI, 2025).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from jtile._errors import ModelError
 from . import few_tokens
 from .config import DecoderConfig, WeightSource, read_decoder
 from .decoder import Block, GatedMLP, as_float32
-from .entries import count, number, table
+from .entries import count, items, number, table
 from .experts import Experts, Mixture
+from .indexer import IndexConfig
 from .latent import LatentAttention, LatentConfig
 from .rope import Rope, read_rope, yarn_scale
 
@@ -50,7 +54,8 @@ class MixtureConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """The sizes of one DeepSeek-V3. `dense`: how many layers at the beginning have a plain MLP, of `features`."""
+    """The sizes of one DeepSeek-V3 or V3.2. `dense`: how many layers at the beginning have a plain MLP, of `features`
+    features."""
 
     attention: LatentConfig
     mixture: MixtureConfig
@@ -70,11 +75,15 @@ class DeepseekConfig(DecoderConfig):
                 raise ModelError(
                     f"this DeepSeek has {key} = {config[key]!r}; jtile.models.deepseek implements {value!r}"
                 )
+        dense = count(config, "first_k_dense_replace", 3)
+        kinds = [("sparse", "dense")[i < dense] for i in range(number(config, "num_hidden_layers"))]
+        if items(config, "mlp_layer_types", str) not in ([], kinds):
+            raise ModelError(f"mlp_layer_types are not {dense} times 'dense' (first_k_dense_replace), then 'sparse'")
         return cls(
             **read_decoder(config),
             attention=_attention(config),
             mixture=_mixture(config),
-            dense=count(config, "first_k_dense_replace", 3),
+            dense=dense,
             features=number(config, "intermediate_size"),
         )
 
@@ -100,7 +109,23 @@ def _attention(config: Mapping) -> LatentConfig:
         rope=rope,
         scale=_score_scale(plain + rope.size, rope, config),
         adjacent=bool(config.get("rope_interleave", True)),
+        index=_index(config, rope) if config.get("model_type") == "deepseek_v32" else None,
     )
+
+
+def _index(config: Mapping, rope: Rope) -> IndexConfig:
+    number(config, "q_lora_rank")  # the indexer's queries come from that vector
+    found = IndexConfig(
+        heads=number(config, "index_n_heads", 64),
+        size=number(config, "index_head_dim", 128),
+        count=number(config, "index_topk", 2048),
+    )
+    if found.size <= rope.size:
+        raise ModelError(
+            f"the indexer rotates {rope.size} features of a head (qk_rope_head_dim), which has only {found.size} of "
+            "them (index_head_dim); expected more"
+        )
+    return found
 
 
 def _score_scale(size: int, rope: Rope, config: Mapping) -> float:

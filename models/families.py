@@ -21,6 +21,7 @@ from .qwen3_next import Qwen3NextConfig
 # `model_type` of a config.json -> (the class of transformers, the function that reads its configuration)
 FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", DeepseekConfig.from_hf),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", DeepseekConfig.from_hf),
     "gemma2": ("Gemma2ForCausalLM", GemmaConfig.from_hf),
     "gemma3_text": ("Gemma3ForCausalLM", GemmaConfig.from_hf),
     "gpt_oss": ("GptOssForCausalLM", GptOssConfig.from_hf),

@@ -121,7 +121,27 @@ def rope_append_scaled(
         jt.store(scales, (row, slice(None), at), scale, mask=there)
 
 
-HEADS = 8  # heads in one program of `latent_append` and `latent.rotate_tail`
+HEADS = 8  # heads in one program of `latent_append` and `rotate_tail`
+
+
+def _tail_type(x, cos, sin, *, dtype, **_):
+    return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def _tail_grid(x, *_, bt, **__):
+    return x.shape[0], jt.cdiv(x.shape[1], bt), jt.cdiv(x.shape[2], HEADS)
+
+
+@jt.kernel(out_type=_tail_type, grid=_tail_grid)
+def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
+    """y: x [batch, length, heads, d + r] with the last r features of each head rotated by cos, sin [length, r / 2]."""
+    b, t, h = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    half, d = cos.shape[1], x.shape[3] - 2 * cos.shape[1]
+    C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
+    tokens, heads = jt.ds(t * bt, bt), jt.ds(h * HEADS, HEADS)
+    if d:
+        y[b, tokens, heads, :d] = x[b, tokens, heads, :d].astype(dtype)
+    y[b, tokens, heads, d:] = rotated(x[b, tokens, heads, d:].astype(jnp.float32), C, S).astype(dtype)
 
 
 def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, table, **_):
@@ -194,3 +214,52 @@ def latent_append_scaled(
         put(new_cache, (row, at, there), rounded(c * unit, cache.dtype), slice(rank))
         put(new_cache, (row, at, there), rounded(r * unit, cache.dtype), slice(rank, None))
         jt.store(new_scales, (row, at), scale, mask=there)
+
+
+def _index_key(p, projected, norm, bias, cos, sin, eps: float):
+    """The key of token p for an indexer, float32: its features in front [d - r], and the turned ones behind [r]."""
+    d, front = projected.shape[1], projected.shape[1] - 2 * cos.shape[1]
+    parts = slice(front), slice(front, None)
+    x = [projected[p, part].astype(jnp.float32) for part in parts]
+    mean = (x[0].sum() + x[1].sum()) * (1.0 / d)
+    x = [part - mean for part in x]
+    unit = jax.lax.rsqrt(((x[0] * x[0]).sum() + (x[1] * x[1]).sum()) * (1.0 / d) + eps)
+    plain, behind = (y * unit * norm[part] + bias[part] for y, part in zip(x, parts))
+    return plain, rotated(behind[None], cos[p, :][None], sin[p, :][None])[0]
+
+
+@jt.kernel(
+    out_type=lambda projected, norm, bias, cos, sin, lengths, keys, table, **_: jt.like(keys),
+    grid=lambda projected, *_, **__: projected.shape[0],
+    alias={"keys": "new_keys"},
+)
+def index_append(projected, norm, bias, cos, sin, lengths, keys, table, new_keys, *, eps: float):
+    """Appends the keys for an indexer of the next t tokens of each row, projected [batch * t, d], to keys [batch,
+    slots, d], or those of pages, in place: their layer norm by `norm` and `bias`, float32 [d], and the last r features
+    of that turned by cos, sin [batch * t, r / 2]. lengths, table: see `slot_of`."""
+    p = jt.program_id(0)
+    place = slot_of(p, projected.shape[0], lengths, table, keys, ring=False)
+    plain, turned = _index_key(p, projected, norm, bias, cos, sin, eps)
+    put(new_keys, place, plain, slice(plain.shape[0]))
+    put(new_keys, place, turned, slice(plain.shape[0], None))
+
+
+@jt.kernel(
+    out_type=lambda projected, norm, bias, cos, sin, lengths, keys, scales, table, **_: (
+        jt.like(keys),
+        jt.like(scales),
+    ),
+    grid=lambda projected, *_, **__: projected.shape[0],
+    alias={"keys": "new_keys", "scales": "new_scales"},
+)
+def index_append_scaled(
+    projected, norm, bias, cos, sin, lengths, keys, scales, table, new_keys, new_scales, *, eps: float
+):
+    """Does what `index_append` does for keys of 8 bits, whose scales are float32 [batch or pages, slots]."""
+    p = jt.program_id(0)
+    row, at, there = slot_of(p, projected.shape[0], lengths, table, keys, ring=False)
+    plain, turned = _index_key(p, projected, norm, bias, cos, sin, eps)
+    scale, unit = scales_of(jnp.maximum(jnp.max(jnp.abs(plain)), jnp.max(jnp.abs(turned))), keys.dtype)
+    put(new_keys, (row, at, there), rounded(plain * unit, keys.dtype), slice(plain.shape[0]))
+    put(new_keys, (row, at, there), rounded(turned * unit, keys.dtype), slice(plain.shape[0], None))
+    jt.store(new_scales, (row, at), scale, mask=there)

@@ -99,6 +99,11 @@ class Devices:
             raise ModelError(
                 f"the model has {experts} experts, which the {count} devices along {self.axes.expert!r} do not divide"
             )
+        if self.axes.context is not None and getattr(config.attention, "index", None) is not None:
+            raise ModelError(
+                "parallel has 'context', and an indexer chooses the tokens that a token of this model attends to, for "
+                "which a device needs all of them; use 'tensor' and 'expert'"
+            )
         heads, tensor = config.attention.heads, self.size("tensor")
         if tensor > heads:
             raise ModelError(

@@ -31,8 +31,10 @@ from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from jtile.ops.histograms import histogram as histogram
 from jtile.ops.images import bilateral_filter as bilateral_filter
 from jtile.ops.images import resize as resize
+from jtile.ops.index_scores import index_scores as index_scores
 from jtile.ops.latent_attention import mla_decode as mla_decode
 from jtile.ops.latent_prefill import mla_attention as mla_attention
+from jtile.ops.latent_selected import mla_selected as mla_selected
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.linear_attention import linear_attention as linear_attention
 from jtile.ops.linear_losses import linear_cross_entropy as linear_cross_entropy

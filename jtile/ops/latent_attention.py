@@ -170,7 +170,7 @@ def _check(q, cache, lengths, pages, rank: int, splits: int | None) -> None:
         raise KernelValueError(f"mla_decode: splits is at least 1, got {splits}")
 
 
-def _tiles(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict[str, int]:
+def tiles_of(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict[str, int]:
     """Rows and keys of a tile; a block of keys lies in one page."""
     if machine().whole:
         sides = {"bm": fit(rows, 64), "bk": fit(slots, 64)}
@@ -210,7 +210,7 @@ def _in_splits(q, cache, lengths, table, scales, *, rank: int, scale: float, spl
 
 
 def _sides(q, cache, table, rank: int) -> dict[str, int]:
-    return _tiles(known(q.shape[1] * q.shape[2]), cache.shape[1], rank, q.dtype.itemsize, table is not None)
+    return tiles_of(known(q.shape[1] * q.shape[2]), cache.shape[1], rank, q.dtype.itemsize, table is not None)
 
 
 def _splits(q, cache, table, rank: int) -> int:

@@ -17,6 +17,8 @@ from library_cases import POSITIVE, LibraryCase, case, f, floats
 from jtile import ops
 from jtile.ops import bodies, fourier, images, native_sparse, sampling, sparse_products, two_of_four
 from jtile.ops.argmax import argmax_reference
+from jtile.ops.index_scores import index_scores_reference
+from jtile.ops.latent_selected import mla_selected_reference
 
 STARTS, COLUMNS = np.array([0, 2, 2, 5, 7], np.int32), np.array([3, 0, 1, 4, 2, 4, 1], np.int32)
 KEY = np.array([0, 7], np.uint32)
@@ -49,6 +51,21 @@ def scored(run):
     return lambda *args: run(*args, block=4, stride=2, keys=4, count=2, window=5)
 
 
+def finite(run):
+    """Scores of keys that a token does not see are -inf, which no difference of results can hold."""
+
+    def scores(q, keys, weights):
+        y = run(q, keys, weights, np.array([9, 4], np.int32))
+        return jnp.where(jnp.isfinite(y), y, jnp.zeros((), y.dtype))
+
+    return scores
+
+
+def listed(run):
+    places = np.array([[[6, 0, 3, 8], [1, 8, 2, 0]], [[2, 0, 1, 7], [3, 5, 4, 6]]], np.int32)
+    return lambda q, cache: run(q, cache, places, np.array([[4, 3], [0, 1]], np.int32), rank=6)
+
+
 def drawn(run):
     return lambda logits: run(logits, jax.random.wrap_key_data(jnp.asarray(KEY)), p=0.8)
 
@@ -65,6 +82,13 @@ NEWER: dict[str, LibraryCase] = {
     "n_body": case(
         ops.n_body, bodies.n_body_reference, f(5, 3), f(5, **POSITIVE), meta={"softening": 0.5},
         derivative_tolerance=1e-5,
+    ),
+    "index_scores": case(
+        finite(ops.index_scores), finite(index_scores_reference), f(2, 2, 3, 4), f(2, 9, 4, seed=1), f(2, 2, 3, seed=2),
+        skip={"numeric": "the score of a head has a kink at zero"},
+    ),
+    "mla_selected": case(
+        listed(ops.mla_selected), listed(mla_selected_reference), f(2, 2, 3, 8), f(2, 9, 8, seed=1)
     ),
     "argmax": case(ops.argmax, argmax_reference, f(3, 17)),
     "sample_top_p": case(drawn(ops.sample_top_p), drawn(sampling.sample_top_p_reference), f(3, 17, low=-4, high=4)),

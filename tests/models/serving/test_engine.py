@@ -139,12 +139,13 @@ def test_prompts_that_are_no_list(engine, prompts):
 
 
 @pytest.mark.parametrize(
-    ("name", "cache_dtype", "page", "near"), [("gemma2", None, 1, 1e-4), ("deepseek_v3", "int8", 8, 0.2)]
+    ("name", "cache_dtype", "page", "near"),
+    [("gemma2", None, 1, 1e-4), ("deepseek_v3", "int8", 8, 0.2), ("deepseek_v32", None, 8, 1e-4)],
 )
 def test_windows_and_latent_caches(short, name, cache_dtype, page, near):
     """In pages, and prompts in chunks: log-probabilities against those of whole sequences."""
     lm = short(name, 1, cache_dtype=cache_dtype, page_size=page)
-    ids = np.random.default_rng(0).integers(0, 256, 30).tolist()
+    ids = np.random.default_rng(0).integers(0, lm.model.config.vocab_size, 30).tolist()
     core = Core(lm, settings_of(lm, rows=2, shapes=(24,), max_length=48))
     (done,) = run(core, [read_request(lm, 48, ids, 10, None, None, True)], [0])
     rates = np.asarray(jax.nn.log_softmax(np.asarray(lm.logits([*ids, *done.ids]))[29:-1]))
