@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import mmap
+import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,6 +79,43 @@ class TensorFile:
             content.madvise(mmap.MADV_DONTNEED, first, length)
 
 
+class Travelling:
+    """Copies to a device that may not have ended, the oldest first. Several at a time are faster, since the host moves
+    each into pinned memory by one thread; all at a time would need as much of this memory as the model has bytes.
+
+    Attributes:
+      bytes: what they take together. Neither the arrays nor the files are kept alive.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._copies: collections.deque[tuple[weakref.ref, weakref.ref, int, int]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def add(self, array: jax.Array, file: TensorFile, begin: int, size: int) -> None:
+        """Counts a copy of the bytes `begin` to `begin + size` of a file, which becomes `array`."""
+        with self._lock:
+            self._copies.append((weakref.ref(array), weakref.ref(file), begin, size))
+            self.bytes += size
+
+    def wait(self, most: int) -> None:
+        """Waits until at most so many bytes travel, and gives the pages of the others back to the system."""
+        while True:
+            with self._lock:
+                if self.bytes <= most:
+                    return
+                array, file, begin, size = self._copies.popleft()
+                self.bytes -= size
+            if (there := array()) is not None and not there.is_deleted():
+                jax.block_until_ready(there)
+            if (kept := file()) is not None:
+                kept.release(begin, size)
+
+
+_travelling = Travelling()
+_MOST_TRAVELLING = 256 << 20  # bytes: some matrices of a layer, and less than the table of embeddings of large models
+
+
 def _copied(view: np.ndarray) -> np.ndarray:
     """A copy that starts at a multiple of 64 bytes, so that JAX on a CPU uses its memory without another copy. JAX
     would also use aligned pages of the file so, but those change when somebody writes the file."""
@@ -139,11 +179,12 @@ class Stored:
         return self._put(found)
 
     def _put(self, numbers: np.ndarray) -> jax.Array:
-        found = jax.device_put(_copied(numbers) if jt.platform() == "cpu" else numbers)
+        on_host = jt.platform() == "cpu"
+        found = jax.device_put(_copied(numbers) if on_host else numbers)
         content, begin = self.file.view(self.name)
         if content.size > 1 << 20:
-            jax.block_until_ready(found)  # one tensor at a time is on its way
-            self.file.release(begin, content.size)
+            _travelling.add(found, self.file, begin, content.size)
+            _travelling.wait(0 if on_host else _MOST_TRAVELLING)
         return found
 
 

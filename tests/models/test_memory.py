@@ -4,14 +4,17 @@ import gc
 import json
 import math
 import tracemalloc
+import weakref
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from draws import thorough
 from safetensors.numpy import save_file
 
 import jtile.models
+from jtile.models import mapped
 
 
 def resident() -> int:
@@ -70,3 +73,23 @@ def test_loading_holds_no_more_than_the_largest_tensor_twice(tmp_path):
         held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert lm.dtype == dtype and peak - held < 2 * largest
+
+
+def test_few_copies_to_a_device_travel_at_a_time(monkeypatch):
+    """The oldest of them are waited for, and their pages given back; what nobody holds any more is not kept alive."""
+    file, released = mapped.TensorFile(Path("model.safetensors")), []
+    monkeypatch.setattr(file, "release", lambda begin, size: released.append((begin, size)), raising=False)
+    arrays = [jnp.full((4,), i) for i in range(6)]
+    copies = mapped.Travelling()
+    for i in range(len(arrays)):
+        copies.add(arrays[i], file, 100 * i, 10)
+        copies.wait(25)
+        assert copies.bytes == 10 * min(i + 1, 2)
+    assert released == [(0, 10), (100, 10), (200, 10), (300, 10)]
+    arrays[4].delete()
+    gone = weakref.ref(arrays.pop())
+    assert gone() is None
+    copies.wait(0)
+    assert copies.bytes == 0 and released[4:] == [(400, 10), (500, 10)]
+    copies.add(arrays[0], mapped.TensorFile(Path("other.safetensors")), 0, 10)  # nobody else has this file
+    copies.wait(0)
