@@ -159,7 +159,7 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--json", type=_records, metavar="FILE", help="where the records go (default: benchmarks/records)")
     sub.add_argument(
-        "--limit", type=_seconds, default=530, metavar="SECONDS", help="start no load after this (default 530)"
+        "--limit", type=_seconds, metavar="SECONDS", help="start no load after this (default 530, with --gpu 100)"
     )
     sub.add_argument(
         "--chunk", type=_count, metavar="TOKENS", help="with --gpu: of a step at most (default: as the engine's)"

@@ -36,14 +36,15 @@ LOADS = (
 def main(options: argparse.Namespace) -> None:
     """Runs what the command line asks for; each record is written as it comes."""
     began, say = time.monotonic(), lambda text: print(text, file=sys.stderr, flush=True)
+    deadline = began + (options.limit or (100 if options.gpu else 530))
     if options.gpu:
         from benchmarks.gpu.machine import device_name
 
-        device, found = device_name(), gpu.records(options, began + options.limit, say)
+        device, found = device_name(), gpu.records(options, deadline, say)
     else:
         from jtile.tune import host
 
-        device, found = host.measure().device, _on_cpu(options, began + options.limit, say)
+        device, found = host.measure().device, _on_cpu(options, deadline, say)
     kept = options.json or (None if options.tiny or options.only else RECORDS / device / "serve.json")
     rows = []
     for row in found:

@@ -27,8 +27,12 @@ def heads_of(x, norms, heads: int, kv_heads: int, eps: float):
 def rotated(x, cos, sin):
     """The pairs (i, i + half) of x [..., heads, head_dim] turned by the angles of cos, sin [..., 1, half]."""
     half = x.shape[-1] // 2
-    low, high = x[..., :half], x[..., half:]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return jnp.concatenate(turned(x[..., :half], x[..., half:], cos, sin), axis=-1)
+
+
+def turned(low, high, cos, sin):
+    """The two halves of `rotated`, from the halves of its x."""
+    return low * cos - high * sin, high * cos + low * sin
 
 
 def slot_of(p, rows: int, lengths, table, cache, ring: bool):
@@ -73,8 +77,21 @@ def rope_append(
     sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
     pages, in place and in their dtype. `norms`: see `heads_of`; the others: see `slot_of`."""
     p = jt.program_id(0)
-    place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
-    R = rotated(heads_of(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
-    q[p, :, :] = R[:heads].astype(q.dtype)
-    put(new_keys, place, R[heads:])
-    put(new_values, place, X[heads + kv_heads :])
+    place, half = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv.shape[2] // 2
+    turn = cos[p, :][None], sin[p, :][None]
+    if norms:
+        X = qkv[p, : heads + kv_heads, :]
+        R = rotated(heads_of(X, norms, heads, kv_heads, eps), *turn)
+        q[p, :, :] = R[:heads].astype(q.dtype)
+        put(new_keys, place, R[heads:])
+    else:  # halves that are loaded and stored as such: on GPUs cutting and joining tiles goes through shared memory
+        low, high = slice(0, half), slice(half, 2 * half)
+        for first, count in ((0, heads), (heads, kv_heads)):
+            some = slice(first, first + count)
+            x, y = (qkv[p, some, side].astype(jnp.float32) for side in (low, high))
+            for side, value in zip((low, high), turned(x, y, *turn), strict=True):
+                if first == 0:
+                    q[p, :, side] = value.astype(q.dtype)
+                else:
+                    put(new_keys, place, value, slice(0, kv_heads), side)
+    put(new_values, place, qkv[p, heads + kv_heads :, :])

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jtile as jt
 from jtile._errors import ModelError
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, gpu_tiles
 from jtile.ops.float8_rows import MANY
 
 from ..decoder import Attention
@@ -201,14 +201,23 @@ def budget_of(alone: int) -> int:
 
 def tile_of(lm: LanguageModel, cpu: bool) -> int:
     """How many tokens attend together: with the heads that share keys they are the rows of a tile of 64, which is what
-    the matrix units of a GPU take. 1: each alone, as in latent attention, whose heads fill tiles, and on CPUs."""
+    the matrix units of a GPU take, or of two beside each other. 1: each alone, as in latent attention, whose heads fill
+    tiles, and on CPUs."""
     if cpu:
         return 1
-    groups = {
-        module.config.heads // module.config.kv_heads if isinstance(module, Attention) else QUERIES
-        for module in (block.attention for block in lm.part.blocks)
-    }
-    return max(QUERIES // jt.next_power_of_2(max(groups)), 1)
+    attentions = [block.attention for block in lm.part.blocks]
+    of = lambda one: one.config.heads // one.config.kv_heads if isinstance(one, Attention) else QUERIES
+    queries = 2 * QUERIES if all(_in_chunks(lm, one) for one in attentions) else QUERIES
+    return max(queries // jt.next_power_of_2(max(map(of, attentions))), 1)
+
+
+def _in_chunks(lm: LanguageModel, attention) -> bool:
+    """Whether tiles with twice as many queries take one kernel for both halves, `hopper_chunks`."""
+    if not gpu_tiles.warpgroups() or not isinstance(attention, Attention) or lm.dtype == jnp.float32:
+        return False
+    c, group = attention.config, attention.config.heads // attention.config.kv_heads
+    simple = (c.window, c.chunk, attention.sinks, lm.cache_dtype) == (None,) * 4 and (lm.page_size or PAGE) % 64 == 0
+    return simple and c.head_dim in (64, 128) and group in (2, 4, 8, 16)
 
 
 def _matrices(lm: LanguageModel) -> list:

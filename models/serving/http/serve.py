@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +58,13 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("jax", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    why = _unavailable(host, port)
+    if why is not None:  # said before the model is loaded and compiled, not behind it
+        print(
+            f"jtile: port {port} of {host} cannot be used: {why}; give another one with --port, or --host",
+            file=sys.stderr,
+        )
+        return FAILURE
     try:
         lm = load_over(path=model, **load_options)
         with _progress() as progress:
@@ -76,6 +84,18 @@ def serve(
         return FAILURE
     except KeyboardInterrupt:  # uvicorn raises it again when it has ended
         return SUCCESS
+
+
+def _unavailable(host: str, port: int) -> str | None:
+    """Why a server cannot listen there, None where nothing is known against it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as asyncio does
+            one.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 class _progress:  # noqa: N801

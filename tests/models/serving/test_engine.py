@@ -461,6 +461,22 @@ def test_stop_strings(text, stops, pieces, stop):
     assert (got, decoder.stop) == (pieces, stop)
 
 
+def test_tiles_by_model(lm, monkeypatch):
+    """Tiles are twice as large where Hopper's kernel for chunks takes them."""
+    attention = lm.part.blocks[0].attention
+    config = dataclasses.replace(attention.config, head_dim=64, heads=4, kv_heads=1)
+    monkeypatch.setattr(attention, "config", config)
+    part = SimpleNamespace(blocks=[SimpleNamespace(attention=attention)])
+
+    def tile(cpu=False, **options):
+        usual = {"part": part, "dtype": jnp.bfloat16, "cache_dtype": None, "page_size": None}
+        return serving_settings.tile_of(SimpleNamespace(**usual | options), cpu)
+
+    with jt.config(arch="sm_90"):
+        assert (tile(), tile(cpu=True)) == (32, 1)
+        assert tile(dtype=jnp.float32) == tile(cache_dtype="int8") == tile(page_size=16) == 16
+
+
 def test_shapes_by_model(model, lm):
     """On CPUs: dense products of up to 16 rows sum in another order; experts have tiles for every number of rows."""
     assert default_shapes(lm, 16, True, True) == (24, 64, 256)

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import signal
+import socket
 import threading
 
 import httpx
@@ -440,6 +441,18 @@ def test_clients_that_go_at_any_moment(app, engine):
     assert results.count(alone) > requests // 10
     until(lambda: idle(engine))
     assert app.state.server.open == 0
+
+
+def test_a_port_that_is_taken_is_told_of_before_the_model_is_loaded(capsys, monkeypatch):
+    from jtile.models.serving.http import serve
+
+    monkeypatch.setattr(serve, "load_over", lambda **_: pytest.fail("the model is loaded"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert serve.serve(None, "127.0.0.1", port, None, (), (), None, "", {}, {}) == 1
+    assert f"port {port} of 127.0.0.1 cannot be used: " in capsys.readouterr().err
 
 
 def test_a_server_stops_when_its_requests_have_ended(engine, started, monkeypatch):
