@@ -13,7 +13,7 @@ import jtile as jt
 from .layout import COLUMNS, Layout
 from .steps import ELEMENTWISE, MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
 
-LEAST = 4096  # elements of the largest array: below, a kernel is not quicker than XLA
+LEAST = 4096  # elements of the largest array, in memory or in a kernel: below, a kernel is not quicker than XLA
 ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
 ALONE = 4096  # elements that a program takes whole where the grid has only one program
 TILE = 65536  # elements of a tile that is whole along an axis which is not the last
@@ -73,8 +73,9 @@ def not_worth(
     if everything:
         real = any(step.name not in REDUCTIONS or size_of(step.ins[0]) != size_of(step.outs[0]) for step in work)
         return None if real else "it moves elements, and computes nothing"
-    if largest < LEAST:
-        return f"its largest array has {largest} elements, fewer than {LEAST}"
+    inside = max(largest, *(size_of(v) for step in steps for v in step.outs))  # sums of outer products are small
+    if inside < LEAST:
+        return f"its largest array has {inside} elements, fewer than {LEAST}"
     if not work:
         return "it moves elements, and computes nothing"
     if len(work) == 1 and work[0].name in REDUCTIONS | RUNNING:

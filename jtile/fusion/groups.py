@@ -13,6 +13,7 @@ from .inner import functions_of
 from .layout import Layout, layout_of
 from .loops import Loop, loop_of
 from .steps import ELEMENTWISE, MOVES, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
+from .vector_products import with_sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +98,8 @@ def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
 
 class _Cutter:
     def __init__(self, program: Program, everything: bool = False):
+        if not everything:
+            program = dataclasses.replace(program, nodes=with_sums(program.nodes))
         self.program, self.nodes, self.everything = program, program.nodes, everything
         self.maker = {v: k for k, node in enumerate(self.nodes) for v in node.outs}
         self.users: dict[Value, list[int]] = {}

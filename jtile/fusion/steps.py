@@ -227,8 +227,11 @@ def _steps(step: Step, effects: Any = ()) -> tuple[Step, ...]:
     if step.name not in WITH_RULES:
         return (step,) if is_fusable(step) else ()
     inner = step.params[WITH_RULES[step.name]]
-    if not hasattr(inner, "consts") or inner.consts:
-        return ()
+    return () if not hasattr(inner, "consts") or inner.consts else steps_of(inner, step)
+
+
+def steps_of(inner: Any, step: Step) -> tuple[Step, ...]:
+    """The steps of a closed jaxpr that stands for an equation; () where a kernel cannot take one of them."""
     names: dict[Any, Operand] = dict(zip(inner.jaxpr.invars, step.ins, strict=True))
     opener = _Opener()
     opener.open(inner, names)

@@ -398,9 +398,15 @@ def form(draw: random.Random, values: list[Made]) -> Made | None:
     if v is None or not v.x.ndim or not v.x.size or v.size > 100:
         return None
     x, axis = v.x, draw.randrange(v.x.ndim)
-    kind = draw.choice(["softmax", "log_softmax", "logsumexp", "norm", "rms", "var"])
+    kind = draw.choice(["softmax", "log_softmax", "logsumexp", "norm", "rms", "var", "weighted"])
     if kind in ("softmax", "log_softmax"):
         return Made(getattr(jax.nn, kind)(x, axis=axis), False, 1.0 if kind == "softmax" else 2 * v.size + 6)
+    if kind == "weighted":  # a product of a matrix that is computed and a vector
+        if x.ndim < 2 or v.size**2 * x.shape[axis] > LARGE:
+            return None
+        weights = jnp.max(x, axis=[k for k in range(x.ndim) if k != axis])
+        product = lax.dot_general(x * x.dtype.type(0.5), weights, (((axis,), (0,)), ((), ())))
+        return Made(product, False, v.size**2 * x.shape[axis])
     if kind == "logsumexp":
         return Made(jax.nn.logsumexp(x, axis=axis, keepdims=draw.random() < 0.5), False, v.size + 6)
     if kind == "norm":

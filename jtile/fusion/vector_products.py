@@ -1,0 +1,94 @@
+"""Products of a computed matrix and a vector, as sums of a group's own values: the matrix is then in no memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .steps import ELEMENTWISE, MOVES, Node, Operand, Step, Value, steps_of
+
+DTYPES = frozenset(["float32", "float64"])  # shorter floats are summed in another dtype than their own
+KEEPS = frozenset(["copy", "copy_p", "stop_gradient"])
+
+
+def matrix_of(step: Step) -> Value | None:
+    """The matrix of a product in which the other operand is a vector, or several with batch axes; None for others."""
+    if step.name != "dot_general" or not all(isinstance(x, Value) and 0 not in x.shape for x in step.ins):
+        return None
+    if any(str(v.dtype) not in DTYPES for v in (*step.ins, *step.outs)) or len({v.dtype for v in step.ins}) > 1:
+        return None
+    x, y = step.ins
+    return {(True, False): y, (False, True): x}.get((_free(step, 0) == 1, _free(step, 1) == 1))  # type: ignore[return-value]
+
+
+def _size_along(x: Operand, axes: Any) -> int:
+    """The number of elements along some axes of a value."""
+    return math.prod(x.shape[i] for i in axes)
+
+
+def _free(step: Step, side: int) -> int:
+    """The number of elements along the axes of an operand that its product has and the other operand has not."""
+    sums, batch = (axes[side] for axes in step.params["dimension_numbers"])
+    x = step.ins[side]
+    return _size_along(x, [i for i in range(len(x.shape)) if i not in (*sums, *batch)])
+
+
+def is_computed(matrix: Operand | None, made: dict[Value, Node]) -> bool:
+    """Whether elementwise functions make a matrix, possibly with moves behind them."""
+    while isinstance(matrix, Value) and matrix in made:
+        node = made[matrix]
+        if not node.steps or node.free:
+            return False
+        if any(step.name in ELEMENTWISE - KEEPS for step in node.steps):
+            return True
+        if len(node.ins) != 1 or not all(step.name in MOVES | KEEPS for step in node.steps):
+            return False
+        (matrix,) = node.ins
+    return False
+
+
+def sums_of(step: Step) -> Any:
+    """A closed jaxpr that gives a product as a sum: the operands are spread over the axes of the product and of the
+    sum, in this order."""
+    (sum_x, sum_y), (batch_x, batch_y) = step.params["dimension_numbers"]
+    shapes = [x.shape for x in step.ins]
+    free = [
+        [i for i in range(len(shape)) if i not in (*sums, *batch)]
+        for shape, sums, batch in zip(shapes, (sum_x, sum_y), (batch_x, batch_y))
+    ]
+    count, rows, columns = len(batch_x), len(free[0]), len(free[1])
+    whole = (*step.outs[0].shape, *(shapes[0][i] for i in sum_x))
+    behind = range(count + rows + columns, len(whole))
+    places = (
+        [*range(count), *range(count, count + rows), *behind],
+        [*range(count), *range(count + rows, behind.start), *behind],
+    )
+
+    def product(x, y):
+        spread = []
+        for value, order, place in zip(
+            (x, y), ((*batch_x, *free[0], *sum_x), (*batch_y, *free[1], *sum_y)), places, strict=True
+        ):
+            value = value if list(order) == sorted(order) else lax.transpose(value, order)
+            spread.append(lax.broadcast_in_dim(value, whole, place))
+        return jnp.sum(spread[0] * spread[1], axis=tuple(behind))
+
+    return jax.make_jaxpr(product)(*(x.aval for x in step.ins))
+
+
+def with_sums(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes of a program, where such products have the steps of sums."""
+    made: dict[Value, Node] = {}
+    found = []
+    for node in nodes:
+        if not node.steps and is_computed(matrix_of(node.eqn), made):
+            node = dataclasses.replace(node, steps=steps_of(sums_of(node.eqn), node.eqn))
+        made.update(dict.fromkeys(node.outs, node))
+        found.append(node)
+    return found
