@@ -12,11 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jtile as jt
 from jtile import ops
 
+from . import costs
 from .layout import Axes, relate
 from .steps import ELEMENTWISE, MOVES, Constant, Node, Operand, Step, Value
 
@@ -78,6 +81,13 @@ class Chain:
     def by_equations(self) -> bool:
         return any(node.ruled for node in self.nodes)
 
+    @property
+    def precision(self) -> str | None:
+        """ "fast" where the program leaves the precision of both float32 products to a GPU: XLA's are of tf32, too."""
+        asked = {self.nodes[k].eqn.params["precision"] for k in (0, -1)}
+        left = asked <= {None, (jax.lax.Precision.DEFAULT,) * 2} and self.inputs[0].dtype == jnp.float32
+        return "fast" if left and costs.TF32 and "warps" in jt.target().features else None
+
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The output for the inputs."""
         n, (q, k, v) = self.names, self.inputs[:3]
@@ -90,6 +100,7 @@ class Chain:
             causal=self.causal,
             score=self._function() if self.score else None,
             extras=extras if self.score else (),
+            precision=self.precision,
         )
         (out,) = self.outputs
         (depth,) = set(self.of[v]) - {*n.shared, n.keys}

@@ -25,6 +25,7 @@ MANY = 6  # arrays
 CHAINS_ON_GPUS = (
     False  # whether GPUs run groups as kernels in which no program takes an axis whole: XLA's code is as quick
 )
+TF32 = False  # whether attention of float32 takes tf32 products on GPUs where XLA's may: not measured yet
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
 EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time

@@ -36,11 +36,12 @@ def _types(q, *_, save: bool = False, **__):
 def flash_attention(
     q, k, v, lengths, offsets, o, lse=None,
     *, bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
-    side: int | None = None,
+    side: int | None = None, precision: str | None = None,
 ):  # fmt: skip
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch], or None.
 
-    `side`: the side of tiles along the features, at least d; features behind d read as zeros.
+    `side`: the side of tiles along the features, at least d; features behind d read as zeros. `precision`: that of
+    `jt.dot`.
     `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
     no key.
     """
@@ -56,11 +57,11 @@ def flash_attention(
     rows = first + jt.arange(bq)[:, None]
 
     def step(j, m, l, acc, edge: bool):
-        s = scores(jt.dot(Q, K[b, j, kv, 0].T), unit, softcap, short=q.dtype.itemsize == 2)
+        s = scores(jt.dot(Q, K[b, j, kv, 0].T, precision=precision), unit, softcap, short=q.dtype.itemsize == 2)
         v_j = V[b, j, kv, 0]
         if edge:
             s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=lengths is not None)
-        return online(s, v_j, m, l, acc)
+        return online(s, v_j, m, l, acc, precision=precision)
 
     wide = sums_in(q)
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
@@ -112,14 +113,14 @@ def _scaled(q, scale: float, softcap: float | None):
     return q, scale if softcap is not None else scale * LOG2_E
 
 
-def online(s, v, m, l, acc, unit=None):
+def online(s, v, m, l, acc, unit=None, precision: str | None = None):
     """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk].
-    `unit`: [bk], what each value is multiplied with, if given."""
+    `unit`: [bk], what each value is multiplied with, if given; `precision`: see `jt.dot`."""
     top = jnp.maximum(m, s.max(1))
     p = jnp.exp2(s - top[:, None])
     fade = jnp.exp2(m - top)
     weights = p if unit is None else p * unit[None, :]
-    return top, l * fade + p.sum(1), jt.dot(weights.astype(v.dtype), v, acc * fade[:, None])
+    return top, l * fade + p.sum(1), jt.dot(weights.astype(v.dtype), v, acc * fade[:, None], precision=precision)
 
 
 def normalised(acc, l):
@@ -128,7 +129,9 @@ def normalised(acc, l):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("causal", "window", "scale", "softcap", "score", "mask", "dropout"), inline=True
+    jax.jit,
+    static_argnames=("causal", "window", "scale", "softcap", "score", "mask", "dropout", "precision"),
+    inline=True,
 )
 def attention(
     q: jax.Array,
@@ -147,6 +150,7 @@ def attention(
     extras: Sequence[Any] = (),
     dropout: float = 0.0,
     key: jax.Array | None = None,
+    precision: str | None = None,
 ) -> jax.Array:
     """`softmax(scale q k^T) v` per head; blocks of keys that no query of a block sees are skipped.
 
@@ -177,6 +181,8 @@ def attention(
       extras: arrays, or pytrees of them, for score and mask.
       dropout: the share of the weights that are zero by chance, the others being larger for it; from 0 to less than 1.
       key: for `dropout`, a key of `jax.random` (threefry2x32). What is dropped depends on it and on the place alone.
+      precision: that of the products, as for `jt.dot`: "fast" takes one tf32 product for float32 on GPUs. The gradient
+        of a call without score, mask and dropout is computed in float32 either way.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a query that sees no key gives zeros.
     Raises:
@@ -194,6 +200,8 @@ def attention(
     tiles = _tiles(*sizes, bounds[1] is not None, lengths is not None)
     lengths, offsets = (None if x is None else x.astype(jnp.int32) for x in (lengths, offsets))
     options = {"scale": scale, "softcap": softcap, "window": bounds}
+    if precision is not None:
+        options["precision"] = precision
     words = flex_attention.key_words("attention", key, dropout)
     if score is None and mask is None and words is None:
         run = functools.partial(_run, q, k, v, lengths, offsets, **options, **tiles)
@@ -277,9 +285,10 @@ def window_of(op: str, window, causal: bool) -> Window:
 
 def attention_reference(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None, sinks=None,
-    score=None, mask=None, extras=(), dropout=0.0, key=None,
+    score=None, mask=None, extras=(), dropout=0.0, key=None, precision=None,
 ):  # fmt: skip
-    """`attention` in jnp, with the whole matrix of scores."""
+    """`attention` in jnp, with the whole matrix of scores; its products are exact whatever `precision` says."""
+    del precision
     (batch, t, heads, d), (s, groups) = q.shape, k.shape[1:3]
     left, right = window_of("attention", window, causal)
     extras = jax.tree.map(jnp.asarray, extras)

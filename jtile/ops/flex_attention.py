@@ -82,7 +82,7 @@ def _types(q, *_, save: bool, **__):
 def flex_attention(
     q, k, v, extras, ranges, key, o, lse=None,
     *, bq: int, bk: int, scale: float, softcap: float | None, score: Function, mask: Function, window: Window,
-    dropout: float, save: bool,
+    dropout: float, save: bool, precision: str | None = None,
 ):  # fmt: skip
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; ranges: see `mask_ranges`; key: uint32 [2] or
     None; lse [batch, heads, t]."""
@@ -95,7 +95,7 @@ def flex_attention(
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     for j in jt.range(jnp.maximum(ranges[*of, 0], 0), jnp.minimum(ranges[*of, 1], K.shape[1])):
         columns = j * bk + jt.arange(bk)[None, :]
-        s = jt.dot(q_i, K[b, j, kv, 0].T) * scale
+        s = jt.dot(q_i, K[b, j, kv, 0].T, precision=precision) * scale
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         if score is not None:
@@ -107,7 +107,7 @@ def flex_attention(
         weights = p
         if key is not None:
             weights = p * kept((key[0], key[1]), b, h, rows, columns, q.shape[2], q.shape[1], dropout).astype(wide)
-        acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None])
+        acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None], precision=precision)
         l = l * fade + p.sum(1)
         m = top
     O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]).astype(o.dtype)

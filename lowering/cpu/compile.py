@@ -11,6 +11,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._config import current
+from jtile.passes.spans import spans
 
 from ..artifact import Artifact
 from ..emitting import Marks
@@ -41,6 +42,7 @@ AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known y
 def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tuple[str, dict[str, int | str]]:
     """LLVM text of a kernel, and its launch attributes. Equal kernels give equal text. `marks`: behind each line stands
     where in the source it comes from."""
+    kernel = spans(kernel)
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
     refs = [*kernel.inputs, *kernel.outputs]

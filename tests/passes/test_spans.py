@@ -1,0 +1,46 @@
+"""Gathers of consecutive elements are loads of a box on CPUs; all others stay gathers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+
+N = 32
+X = jnp.asarray(np.random.default_rng(0).standard_normal((3, N, 64)), jnp.float32)
+
+
+def arange(n, axis, rank=2):
+    return jt.arange(n).reshape([n if k == axis else 1 for k in range(rank)])
+
+
+# {name: (what a program loads of x, the shape of it, whether that is a box)}
+CASES = {
+    "rows and columns": (lambda x, p: x[1, p * 8 + arange(8, 0), 16 + arange(16, 1)], (8, 16), True),
+    "from the other side": (lambda x, p: x[1, arange(8, 0) + p * 8, arange(16, 1) + 16], (8, 16), True),
+    "from the first on": (lambda x, p: x[p, arange(8, 0), arange(16, 1)], (8, 16), True),
+    "columns alone": (lambda x, p: x[2, p, p * 8 + arange(16, 1)], (1, 16), True),
+    "three axes": (
+        lambda x, p: x[p + arange(2, 0, 3), p * 2 + arange(4, 1, 3), 3 + arange(8, 2, 3)], (2, 4, 8), True,
+    ),
+    "turned": (lambda x, p: x[1, p * 8 + arange(8, 1), 16 + arange(16, 0)], (16, 8), False),
+    "every second": (lambda x, p: x[1, p * 8 + arange(8, 0), 2 * arange(16, 1)], (8, 16), False),
+    "a diagonal": (lambda x, p: x[1, p + arange(8, 0), 16 + arange(8, 0)], (8, 1), False),
+    "behind the end": (lambda x, p: x[1, p * 8 + arange(8, 0), p * 56 + arange(16, 1)], (8, 16), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_program_loads(name):
+    load, shape, box = CASES[name]
+
+    def body(x, o):
+        p = jt.program_id(0)
+        o.tiles(None, *shape)[p, *(0 for _ in shape)] = load(x, p)
+
+    kernel = jt.call(body, out_type=jax.ShapeDtypeStruct((2, *shape), jnp.float32), grid=2)
+    np.testing.assert_array_equal(kernel(X), kernel.interpret(X))
+    if jax.default_backend() == "cpu":
+        text = kernel.lower(X).texts["llvm"]
+        assert ("gather" not in text and "insertelement" not in text) == box
