@@ -25,8 +25,9 @@ def select(query: IndexQuery, keys, lengths, count: int, table=None, scales=None
     """The best tokens up to each of the newest ones.
 
     query: of [batch, t] tokens, the last of `lengths` [batch]. keys, table, scales: `keys`, `pages` and `scales` of
-    `ops.index_scores`. Returns places int32 [batch, t, count] and how many of them count, int32 [batch, t]: a token
-    early in its row sees fewer. The scores of few rows at a time are in memory.
+    `ops.index_scores`. Returns places int32 [batch, t, count], ascending, and how many of them count, int32 [batch, t]:
+    a token early in its row sees fewer, which stand in front of those behind it. The scores of few rows at a time are
+    in memory.
     """
     t = query.q.shape[1]
     slots = keys.shape[1] * (1 if table is None else table.shape[1])
@@ -35,7 +36,7 @@ def select(query: IndexQuery, keys, lengths, count: int, table=None, scales=None
     def best(q, weights, lengths, own):
         table, (held, units) = (own, (keys, scales)) if paged else (None, own)
         scores = ops.index_scores(q, held, weights, lengths, pages=table, scales=units)
-        return ops.top_k(scores, count)[1]
+        return ops.largest(scores, count)
 
     paged = table is not None
     places = _in_parts(best, LARGEST // (t * slots), (*query, lengths, table if paged else (keys, scales)))

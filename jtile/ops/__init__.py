@@ -78,6 +78,7 @@ from jtile.ops.split_attention import decode_attention as decode_attention
 from jtile.ops.state_space import selective_scan as selective_scan
 from jtile.ops.state_space import ssd as ssd
 from jtile.ops.stencils import stencil_2d as stencil_2d
+from jtile.ops.thresholds import largest as largest
 from jtile.ops.two_of_four import Sparse24Tensor as Sparse24Tensor
 from jtile.ops.two_of_four import sparse24 as sparse24
 from jtile.ops.two_of_four import sparse24_matmul as sparse24_matmul

@@ -48,7 +48,7 @@ _FEW = 16  # up to so many elements are picked one after the other
 _LONG = 8192  # elements of a row that a GPU holds at a time
 
 
-def _order(x):
+def order_of(x):
     """Integers, int32, in the order of the elements x: -0 is 0, and every NaN is the largest."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
@@ -66,7 +66,7 @@ def top_k_picks(x, values, places, *, br: int, k: int):
     # key_t = max { key_j : (key_j, -j) < (key_{t-1}, -j_{t-1}) }     j_t = the least such j with key_j = key_t
     i, n = jt.program_id(0), x.shape[1]
     row = x.tiles(br, n)[i, 0]
-    key, column, least = _order(row), jt.arange(n)[None, :], jnp.int32(-(2**31))
+    key, column, least = order_of(row), jt.arange(n)[None, :], jnp.int32(-(2**31))
     last, at = jt.full((br, 1), 2**31 - 1, jnp.int32), jt.full((br, 1), -1, jnp.int32)
     for t in jt.range(k):
         left = (key < last) | ((key == last) & (column > at))
