@@ -47,7 +47,7 @@ def route(x: jax.Array, index: jax.Array, groups: int) -> tuple[jax.Array, jax.A
             f"route: x {x.shape} and index {index.shape} with {groups} groups do not fit: an index is "
             f"[{x.shape[0]}, k], and there is at least one group"
         )
-    index = within(index.astype(jnp.int32), groups)
+    index = index.astype(jnp.int32)
     if index.size == 0 or x.shape[1] == 0:
         return _sorted(x, index, groups=groups)
     return _route(x, index, groups=groups)
@@ -55,11 +55,11 @@ def route(x: jax.Array, index: jax.Array, groups: int) -> tuple[jax.Array, jax.A
 
 def route_reference(x, index, groups: int):
     """`route` in jnp."""
-    return _sorted(jnp.asarray(x), within(jnp.asarray(index, jnp.int32), groups), groups=groups)
+    return _sorted(jnp.asarray(x), jnp.asarray(index, jnp.int32), groups=groups)
 
 
 def _sorted(x, index, *, groups: int):
-    chosen = index.reshape(index.size)
+    chosen = within(index.reshape(index.size), groups)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # the copy at r is one of row order[r] // k
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     sizes = jnp.zeros((groups,), jnp.int32).at[chosen].add(1, mode="drop")
@@ -79,15 +79,16 @@ def routed_rows(x, index, chosen, y, places, sizes, *, groups: int, bc: int, bn:
     # place_c = |{d : g_d < g_c or (g_d = g_c and d < c)}|     size_g = |{d : g_d = g}|
     t, k, n = jt.program_id(0), index.shape[1], chosen.shape[0]
     each = jt.next_power_of_2(jt.cdiv(groups, x.shape[0]))
-    mine, number = index[t, :], t * k + jt.arange(k)
+    mine, number = within(index[t, :], groups), t * k + jt.arange(k)
     group = t * each + jt.arange(each)
-    others = chosen.tiles(bc, pad=groups + 1)
+    others = chosen.tiles(bc)
     place, size = jnp.zeros((k,), jnp.int32), jnp.zeros((each,), jnp.int32)
     for c in jt.range(jt.cdiv(n, bc)):
-        g = others[c][None, :]
+        g = within(others[c], groups)[None, :]
+        inside = (c * bc + jt.arange(bc))[None, :] < n
         ahead = (c * bc + jt.arange(bc))[None, :] < number[:, None]
-        place = place + ((g < mine[:, None]) | ((g == mine[:, None]) & ahead)).sum(1, dtype=jnp.int32)
-        size = size + (g == group[:, None]).sum(1, dtype=jnp.int32)
+        place = place + (inside & (g < mine[:, None]) | ((g == mine[:, None]) & ahead)).sum(1, dtype=jnp.int32)
+        size = size + (inside & (g == group[:, None])).sum(1, dtype=jnp.int32)
     places[t, :] = place
     if t * each < groups:
         sizes.tiles(each)[t] = size
@@ -127,7 +128,7 @@ def _not_by_programs(x, index, **_) -> str | None:
     )
 
 
-# From x [tokens, n] and index [tokens, k], in which `groups` names no group: what `route` returns.
+# From x [tokens, n] and index int32 [tokens, k]: what `route` returns.
 _route = Op(
     "route",
     Implementation("programs of rows", _by_programs, _not_by_programs),

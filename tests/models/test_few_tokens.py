@@ -1,5 +1,7 @@
 """The mixture of a few tokens on GPUs: its kernels against `jnp` and against what sorts the tokens, on any target."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,15 @@ def normal(*shape, seed, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [None, 1, 2, 4])
 def test_scores(parts):
-    """In parts of which the last has fewer terms, or none."""
+    """In parts of which the last has fewer terms, or none; and by programs that have all terms."""
     x, w = normal(11, 60, seed=0), normal(10, 60, seed=1)
-    run = lambda x, w: few_tokens.router_scores(x, w, bt=4, bn=4, bk=16, parts=parts).sum(0)
+    of = dict(bt=4, bn=4, bk=16, parts=parts)
+    kernel = (
+        functools.partial(few_tokens.router_scores, **of) if parts else functools.partial(few_tokens.score_rows, bn=4)
+    )
+    run = lambda x, w: kernel(x, w).sum(0)
     assert relative_error(run(x, w), x @ w.T) < 1e-6
     total = lambda run: evaluated(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)))(x, w)
     for a, b in zip(total(run), total(lambda x, w: x @ w.T)):
@@ -30,7 +36,7 @@ def test_scores(parts):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_scores_of_routers_of_any_dtype(monkeypatch, dtype):
     """As GPUs take them, which is what `layers.linear` gives; also for rows of 16 bits."""
-    x, w = normal(3, 264, seed=0), normal(12, 264, seed=1, dtype=dtype)
+    x, w = normal(6, 264, seed=0), normal(12, 264, seed=1, dtype=dtype)
     half = x.astype(jnp.bfloat16)
     expected = few_tokens.scores(x, w), few_tokens.scores(half, w)
     monkeypatch.setattr(few_tokens, "_threads", lambda: True)
