@@ -30,6 +30,7 @@ from jtile.language._index import At, Span, Take, dims_shape
 from jtile.language._primitives import atomic_p, dot_p, load_p, store_p
 from jtile.transforms.activity import Activity, is_float, is_literal, is_ref
 from jtile.transforms.evaluate import refuse, refuse_memory
+from jtile.transforms.pulls import pull_of
 from jtile.transforms.ranges import Ranges
 from jtile.transforms.rescaling import Rescaled
 
@@ -165,6 +166,14 @@ class Reverse:
         args = [x.primal if isinstance(x, Slot) else x for x in args]
         if not moving or not mode.tape:
             return bind(eqn, args), None
+        if rule := pull_of(eqn):
+            (out,) = bind(eqn, args)
+
+            def asked(cts):
+                ct = _full(cts[0], eqn.outvars[0].aval)
+                return _spread([rule(eqn, args, out, ct, k) for k in moving], moving, len(args))
+
+            return [out], asked
 
         def fn(*some):
             at = dict(zip(moving, some, strict=True))
