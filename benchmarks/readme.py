@@ -19,7 +19,9 @@ FEW = {
     ("h200", "attention", "B4 H32 S4096 D128, causal", "bfloat16"): "Causal attention, 4 x 32 heads, 4096 x 128, bf16",
     ("znver5-2t", "smollm2", "decode 128 after 16", "q4_1, us/token"): "One token of SmolLM2-135M, 4-bit weights",
 }
-DEVICES = {"h200": "NVIDIA H200", "znver5-2t": "two threads of a Zen 5 CPU"}
+DEVICES = {
+    "h200": "NVIDIA H200", "znver5-2t": "two threads of a Zen 5 CPU", "znver4-2t": "two threads of a Zen 4 CPU",
+}  # fmt: skip
 PEERS = {"xla": "XLA", "cublas": "cuBLAS", "cudnn": "cuDNN"}
 
 # (workload, config, dtype) of the records that stand in docs/speeds.md
@@ -48,6 +50,34 @@ SHOWN = (
     ("smollm2", "decode 128 after 16", "q4_1, us/token"),
     ("overhead", "eager call", "us"),
     ("overhead", "one kernel inside jit", "us"),
+    ("linear_cross_entropy", "512x512x32000", "float32"),
+    ("linear_cross_entropy_gradient", "512x512x32000", "float32"),
+    ("segment_sum", "131072x64 of 4096", "float32"),
+    ("segment_sum", "131072x64 of 4096, sorted", "float32"),
+    ("adamw", "2048x2048, 8 steps", "float32"),
+    ("stencil", "2048x2048, 3x3", "float32"),
+    ("stencil", "2048x2048, 3x3, 4 steps", "float32"),
+    ("convolution", "2 x 3x3 of 64 channels", "float32"),
+    ("convolution", "2 x depthwise 7x7 of 128 channels", "float32"),
+    ("fft", "1024x1024", "complex64"),
+    ("rfft", "256x4096", "float32"),
+    ("csr_matmul", "4096x4096, 40 a row, times 64", "float32"),
+    ("sparse24_matmul", "16x4096x4096", "float32"),
+    ("sparse24_matmul", "256x4096x4096", "float32"),
+    ("n_body", "2048", "float32"),
+    ("sample_top_p", "16x32000", "float32"),
+    ("native_sparse_attention", "1024, 8 heads of 64", "float32"),
+    ("linear_attention", "gated delta, 2048, 8 heads of 64", "float32"),
+    ("linear_attention_gradient", "gated delta, 2048, 8 heads of 64", "float32"),
+    ("rwkv7", "2048 x 512", "float32"),
+    ("selective_scan", "2048 x 512", "float32"),
+    ("fuse", "causal attention", "float32"),
+    ("fuse", "layer norm gradient", "float32"),
+    ("fuse", "gated MLP", "float32"),
+    ("fuse", "Black-Scholes", "float32"),
+    ("numpy", "k_means", "float64"),
+    ("numpy", "lorenz", "float64"),
+    ("numpy", "game_of_life", "float64"),
     # GPUs
     ("gemm", "2048 NN", "bfloat16"),
     ("gemm", "4096 NN", "bfloat16"),
