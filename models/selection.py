@@ -45,12 +45,12 @@ def select(query: IndexQuery, keys, lengths, count: int, table=None, scales=None
 
 
 def _in_parts(run: Callable, size: int, arrays):
-    """run(*arrays) for arrays [batch, ...], of which it gets at most `size` rows at a time."""
+    """run(*arrays) for arrays [batch, ...], of which it gets at most `size` rows at a time, but one at least. Parts are
+    equal, so that no array is copied for them."""
     batch = len(arrays[0])
     if batch <= max(size, 1):
         return run(*arrays)
-    parts = -(-batch // max(size, 1))
-    more = -batch % parts
-    apart = lambda x: jnp.pad(x, ((0, more),) + ((0, 0),) * (x.ndim - 1)).reshape(parts, -1, *x.shape[1:])
+    parts = next(n for n in range(-(-batch // max(size, 1)), batch + 1) if batch % n == 0)
+    apart = lambda x: x.reshape(parts, -1, *x.shape[1:])
     found = jax.lax.map(lambda part: run(*part), jax.tree.map(apart, arrays))
-    return found.reshape(-1, *found.shape[2:])[:batch]
+    return found.reshape(-1, *found.shape[2:])
