@@ -43,18 +43,23 @@ def default_dtype(stored) -> str:
     return "bfloat16" if isinstance(stored, QuantizedTensor) else stored.dtype.name
 
 
+# endings of the names of matrices that are small and take part in float32 arithmetic
+SMALL = (".gate.weight", ".router.weight", ".indexer.weights_proj.weight", "_bias")
+
+
 def rounding(weight: WeightSource, dtype: str) -> WeightSource:
     """The tensors of `weight` as a model that computes in `dtype` holds them.
 
-    Beside 16-bit activations dense matrices have their dtype. Norms, biases and routers, which are small and take part
-    in float32 arithmetic, stay as they are, quantised weights too, and all weights of a model that computes in float32.
+    Beside 16-bit activations dense matrices have their dtype. Norms, biases, routers and the weights of an indexer's
+    heads, which are small and take part in float32 arithmetic, stay as they are, quantised weights too, and all weights
+    of a model that computes in float32.
     """
     if dtype == "float32":
         return weight
 
     def read(name: str, shape: tuple[int, ...]):
         tensor = weight(name, shape)
-        small = len(shape) < 2 or name.endswith((".gate.weight", ".router.weight", "_bias"))
+        small = len(shape) < 2 or name.endswith(SMALL)
         return tensor if small or tensor is None or isinstance(tensor, QuantizedTensor) else tensor.astype(dtype)
 
     return read
