@@ -128,14 +128,15 @@ class Node:
 
 @dataclasses.dataclass
 class Program:
-    """A jaxpr: its inputs, the constants that it closes over, its nodes in order, its outputs; of the values that
-    equations of its own give, not those of functions that they call, these equations."""
+    """The jaxpr `closed`: its inputs, the constants that it closes over, its nodes in order, its outputs; of the values
+    that equations of its own give, not those of functions that they call, these equations."""
 
     inputs: list[Value]
     constants: dict[Value, Any]
     nodes: list[Node]
     outputs: list[Operand]
     makers: dict[Value, Any]
+    closed: Any
 
 
 def program_of(closed: Any) -> Program:
@@ -147,7 +148,7 @@ def program_of(closed: Any) -> Program:
     outputs = [_operand(names, v) for v in closed.jaxpr.outvars]
     makers = {v: eqn for eqn in closed.jaxpr.eqns for x in eqn.outvars if isinstance(v := names.get(x), Value)}
     inputs = [v for v in inputs if isinstance(v, Value)]
-    return Program(inputs, opener.constants, opener.needed(outputs), outputs, makers)
+    return Program(inputs, opener.constants, opener.needed(outputs), outputs, makers, closed)
 
 
 def _operand(names: Mapping[Any, Operand], v: Any) -> Operand:
