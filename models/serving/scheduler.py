@@ -360,6 +360,9 @@ class Scheduler:
         found = self.tree.match(tokens, sequence.adapter)
         have, full = len(found.pages) * self.page + found.count, len(tokens) // self.page * self.page
         for other in (running for running in self.running if running.adapter == sequence.adapter):
+            most = min(len(other.prompt), len(sequence.prompt), len(tokens))
+            if have >= most or other.tokens[have] != tokens[have]:
+                continue  # it shares no more than what was found; most others differ in the first token that matters
             same = min(common_length(other.prompt, sequence.prompt), len(tokens))
             if other.computed < len(other.prompt):
                 if min(same, full) // self.page * self.page > max(have, other.computed):
