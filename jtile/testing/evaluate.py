@@ -16,11 +16,12 @@ import jax.extend.core as jexc
 import numpy as np
 
 from jtile.language._equations import bind, opened, scan_counts
+from jtile.testing.convolved import convolved
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 
-_NARROW = ("bfloat16", "float16")
+_NARROW = tuple(map(jax.numpy.dtype, ("bfloat16", "float16")))
 
 
 def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,11 +44,11 @@ def walked(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def _array(x: Any, aval: Any) -> Any:
     """The value of a variable of this type: NumPy's where NumPy has it (typed random keys stay JAX's)."""
-    return x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(x, aval.dtype)
+    return np.asarray(x, aval.dtype) if isinstance(aval.dtype, np.dtype) else x
 
 
 def _extended(v: Any) -> bool:
-    return jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    return not isinstance(v.aval.dtype, np.dtype)
 
 
 def _walk(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -88,7 +89,7 @@ def _floating(dtype: Any) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    return x.astype(np.float32) if x.dtype.name in _NARROW else x
+    return x.astype(np.float32) if x.dtype in _NARROW else x
 
 
 def _unary(fn: Callable[..., Any]) -> Rule:
@@ -439,6 +440,9 @@ RULES |= {
 }  # fmt: skip
 
 
+_sums_in = lambda dtype: np.complex128 if dtype.kind == "c" else np.float64 if _floating(dtype) else np.int64
+
+
 @rule("dot_general")
 def _(eqn: Any, x: Any, y: Any, *_) -> Any:
     """A product: batch, free and contracted axes are moved to where `matmul` takes them."""
@@ -446,11 +450,16 @@ def _(eqn: Any, x: Any, y: Any, *_) -> Any:
     fx = [k for k in range(x.ndim) if k not in (*cx, *bx)]
     fy = [k for k in range(y.ndim) if k not in (*cy, *by)]
     out = eqn.outvars[0].aval
-    wide = np.complex128 if out.dtype.kind == "c" else np.float64 if _floating(out.dtype) else np.int64
+    wide = _sums_in(out.dtype)
     size = lambda a, axes: int(np.prod([a.shape[k] for k in axes]))
     a = x.transpose(*bx, *fx, *cx).reshape(size(x, bx), size(x, fx), size(x, cx)).astype(wide)
     b = y.transpose(*by, *cy, *fy).reshape(size(y, by), size(y, cy), size(y, fy)).astype(wide)
     return (a @ b).reshape(out.shape)
+
+
+@rule("conv_general_dilated")
+def _(eqn: Any, *operands: Any) -> Any:
+    return convolved(*operands, _sums_in(eqn.outvars[0].aval.dtype), **eqn.params)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

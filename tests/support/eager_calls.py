@@ -1,8 +1,8 @@
 """Eager functions of `jnp` and `lax` on the CPU, run by NumPy: what tests write around kernels is one or two ops each.
 
 XLA takes 10 to 20 ms to compile a program of one op, for every shape and dtype. Only calls of JAX's own functions are
-taken, in tests that ask for the fixture `by_numpy`, and only where NumPy has a rule for every op in them
-(`jtile.testing.evaluate`); what tests or jtile jit is compiled as ever.
+taken, and of jtile's that pack and unpack weights, in tests that ask for the fixture `by_numpy`, and only where NumPy
+has a rule for every op in them (`jtile.testing.evaluate`); what else tests or jtile jit is compiled as ever.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jtile.language._equations import opened
 from jtile.testing import evaluate
 
 OWN = os.path.join(os.path.dirname(jax.__file__), "_src") + os.sep
+PACKING = ("_dequantized", "_from_int4", "pack_codes", "unpack_codes")  # of jtile.ops: tests make many weights
 
 
 class _NoRuleError(Exception):
@@ -82,7 +83,7 @@ _known: dict[int, tuple[Any, bool]] = {}  # by the identity of a program, which 
 
 
 def _own(closed: Any) -> bool:
-    """Whether a program is a function of JAX's that NumPy can run."""
+    """Whether a program is one of those functions, and NumPy can run it."""
     key = id(closed)
     if key not in _known:
         _known[key] = closed, _fits(closed)
@@ -91,9 +92,10 @@ def _own(closed: Any) -> bool:
 
 def _fits(closed: Any) -> bool:
     jaxpr = opened(closed)[0]
-    where = jaxpr.debug_info.func_filename or ""
+    info = jaxpr.debug_info
+    own = (info.func_filename or "").startswith(OWN) or info.func_name in PACKING
     weak = any(v.aval.weak_type for v in jaxpr.outvars)
-    return where.startswith(OWN) and not weak and not jaxpr.effects and _ruled(closed)
+    return own and not weak and not jaxpr.effects and _ruled(closed)
 
 
 def _ruled(closed: Any) -> bool:
@@ -114,7 +116,7 @@ def _ruled(closed: Any) -> bool:
 
 def _extended(v: Any) -> bool:
     """Whether a variable is a typed random key, or another thing that NumPy has not."""
-    return jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    return not isinstance(v.aval.dtype, np.dtype)
 
 
 def _here(x: Any) -> bool:

@@ -103,8 +103,32 @@ def controlled(x, y):
     return many, back, halved, chosen, lax.fori_loop(0, 3, lambda k, c: c + k.astype(c.dtype), x), jax.nn.gelu(x)
 
 
+def convolutions(x, y):
+    """Strides, dilations, paddings below zero, groups of both kinds, orders of axes; one, two and three axes."""
+    conv, image, row = lax.conv_general_dilated, jnp.stack([x, y])[None], jnp.concatenate([x, y])[None]
+    w, orders = jnp.stack([image[0, :, :2, :3], y[None, :2, :3] * image[0, :, :2, 1:]]), ("NHWC", "HWIO", "HWNC")
+    many = jnp.stack([x, y, x * y, x + y])[:, None]
+    found = [
+        conv(image, w, (1, 1), "SAME"),
+        conv(image, w, (2, 1), [(2, 1), (0, 3)], lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
+        conv(image, w, (1, 2), [(-1, 2), (3, -2)], rhs_dilation=(2, 1)),
+        conv(image.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), (1, 1), "VALID", dimension_numbers=orders),
+        conv(row, row[0, :, None, :2], (1,), "SAME", feature_group_count=6),
+        conv(many, many[:2, :, :2, :2], (1, 1), "VALID", batch_group_count=2),
+        conv(image[None], image[None, :, :, :2, :2], (1, 1, 1), [(1, 0), (0, 0), (1, 1)]),
+        conv(image, w, (1, 1), [(-1, -1), (0, 0)]),  # nothing, as of no images, and of no features
+        conv(image[:0], w, (1, 1), "SAME"),
+        conv(image[:, :0], w[:, :0], (1, 1), "SAME"),
+    ]
+    slopes = jax.grad(lambda x, w: (conv(x, w, (2, 1), "SAME") ** 2).sum(), (0, 1))(image, w)
+    return found, slopes
+
+
+FUNCTIONS = [one_by_one, moved, gathered, summed, controlled, convolutions]
+
+
 @pytest.mark.parametrize("dtype", CLASSES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("fn", [one_by_one, moved, gathered, summed, controlled])
+@pytest.mark.parametrize("fn", FUNCTIONS)
 def test_numpy_gives_what_xla_gives(fn, dtype):
     x, y = X.astype(dtype), Y.astype(dtype)
     assert_close(evaluated(fn)(x, y), jax.jit(fn)(x, y))
@@ -159,7 +183,7 @@ def test_every_rule_is_taken_here():
                 if hasattr(p, "eqns") or hasattr(p, "jaxpr"):
                     names(getattr(p, "jaxpr", p))
 
-    for fn in (one_by_one, moved, gathered, summed, controlled):
+    for fn in FUNCTIONS:
         names(jax.make_jaxpr(fn)(X, Y).jaxpr)
     names(jax.make_jaxpr(integers)(K, L).jaxpr)
     assert set(RULES) - used <= {
