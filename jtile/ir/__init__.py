@@ -92,7 +92,20 @@ from .shapes import (
     Slice,
     Transpose,
 )
-from .types import BOOL, DTYPES, FNUZ, INDEX, BarrierType, DType, RefType, SharedType, TileType, Type, dtype_info
+from .types import (
+    BOOL,
+    BY_NUMPY,
+    DTYPES,
+    FNUZ,
+    INDEX,
+    BarrierType,
+    DType,
+    RefType,
+    SharedType,
+    TileType,
+    Type,
+    dtype_info,
+)
 from .verifier import stage_grammar, verify
 
 __all__ = [name for name in dir() if not name.startswith("_")]

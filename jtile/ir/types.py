@@ -59,7 +59,10 @@ FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")
 
 def dtype_info(name) -> DType:
     """The `DType` of a NumPy/JAX dtype or of its name; KeyError for one the language has not."""
-    return DTYPES[name if isinstance(name, str) else np.dtype(name).name]
+    if isinstance(name, str):
+        return DTYPES[name]
+    dtype = np.dtype(name)
+    return BY_NUMPY.get(dtype) or DTYPES[dtype.name]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,6 +90,9 @@ class Lowering:
         return ir.TileType(tuple(aval.shape), self.dtype(aval.dtype))
 
     def dtype(self, dtype) -> str:
+        known = ir.BY_NUMPY.get(dtype)
+        if known is not None:
+            return known.name
         if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
             name = "uint32" if self._words else str(dtype)
         else:
@@ -126,7 +129,7 @@ class Lowering:
 
     def literal(self, value) -> Any:
         """The value of a literal or a captured constant, as Tile IR."""
-        if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended):
+        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             data = np.asarray(jax.random.key_data(value))
             return Keys(tuple(self.literal(data[..., k]) for k in range(data.shape[-1])))
         x = np.asarray(value)
@@ -161,7 +164,8 @@ class Lowering:
         self._used |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
         for eqn in jaxpr.eqns:
             self.eqn = eqn
-            with self.b.at(ir.Loc(*self.place) if self.place else self.b.loc):
+            place = self.place
+            with self.b.at(ir.Loc(*place) if place else self.b.loc):
                 env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         self.eqn, self._used = outer, outer_used
         return [read(v) for v in jaxpr.outvars]

@@ -8,7 +8,7 @@ import numpy as np
 
 from jtile.ffi import run_image
 from jtile.interpret import poison
-from jtile.ir import DTYPES, Kernel, bind_sizes, concrete, is_dynamic
+from jtile.ir import BY_NUMPY, Kernel, bind_sizes, concrete, is_dynamic
 from jtile.ir.shapes import full_array
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.cpu import compile_kernel
@@ -18,7 +18,7 @@ LAUNCH = ("programs", "workspace", "isa", "sites", "name", "dims")
 
 def packed(x: np.ndarray) -> np.ndarray:
     """An array as it lies in memory: elements of 2 and 4 bits four or two a byte, the first in the low bits."""
-    bits = DTYPES[x.dtype.name].bits
+    bits = BY_NUMPY[x.dtype].bits
     if bits >= 8:
         return np.ascontiguousarray(x).reshape(x.shape)  # NumPy makes a vector of a scalar
     each = 8 // bits
@@ -28,7 +28,7 @@ def packed(x: np.ndarray) -> np.ndarray:
 
 def unpacked(raw: np.ndarray, like: np.ndarray) -> np.ndarray:
     """The array of the shape and dtype of `like` that lies in memory as `raw`."""
-    info = DTYPES[like.dtype.name]
+    info = BY_NUMPY[like.dtype]
     if info.bits >= 8:
         return raw
     ones = (1 << info.bits) - 1
