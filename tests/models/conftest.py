@@ -18,6 +18,7 @@ import jtile.models
 from jtile._errors import ModelError
 from jtile.models import Decoder, LanguageModel, experts, gguf_names
 from jtile.models.folder import open_folder
+from jtile.models.gguf_file import open_gguf
 from jtile.models.load import default_model
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -102,12 +103,21 @@ def chosen_experts(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def smollm2():
+def smollm2_path() -> str:
     try:
-        path = default_model()
+        return str(default_model())
     except ModelError as error:
         pytest.skip(str(error))
-    return jtile.models.load(path, dtype="float32")  # everywhere: its tokens are those of float32
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path):
+    return jtile.models.load(smollm2_path, dtype="float32")  # everywhere: its tokens are those of float32
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_path):
+    return open_gguf(smollm2_path).tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -206,5 +216,5 @@ def _llama3_factors() -> np.ndarray:
 @pytest.fixture(autouse=True)
 def optimized_if_large(request):
     """A model of real size runs longer than it compiles."""
-    if "smollm2" in request.fixturenames:
+    if {"smollm2", "smollm2_path"} & set(request.fixturenames):
         request.getfixturevalue("optimized")

@@ -157,9 +157,9 @@ def test_a_closed_pipe_is_no_error_message(start, options):
     assert process.wait(timeout=600) in (0, 1)
 
 
-def test_smollm2_answers(smollm2, smollm2_cases, capsys):
-    assert smollm2.source.endswith(".gguf")
+def test_smollm2_answers(smollm2_path, smollm2_cases, capsys):
+    assert smollm2_path.endswith(".gguf")
     question = smollm2_cases[0]["messages"][0]["content"]
-    assert run_generate(question, model=smollm2.source, max_new_tokens=48) == 0
+    assert run_generate(question, model=smollm2_path, max_new_tokens=48) == 0
     assert capsys.readouterr().out == "The capital of France is Paris.\n"
     assert np.size(smollm2_cases[0]["greedy_ids"]) == 48

@@ -35,24 +35,24 @@ def letters():
     return build
 
 
-def test_smollm2_strings(smollm2, smollm2_strings):
-    tokenizer = smollm2.tokenizer
+def test_smollm2_strings(smollm2_tokenizer, smollm2_strings):
+    tokenizer = smollm2_tokenizer
     assert len(smollm2_strings) == 20
     for case in smollm2_strings:
         assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
         assert tokenizer.decode(case["ids"]) == case["text"]
 
 
-def test_smollm2_chat_template(smollm2, smollm2_cases):
+def test_smollm2_chat_template(smollm2_tokenizer, smollm2_cases):
     for case in smollm2_cases:
-        assert smollm2.tokenizer.apply_chat_template(case["messages"], tokenize=False) == case["prompt_text"]
-        assert smollm2.tokenizer.apply_chat_template(case["messages"]) == case["prompt_ids"]
+        assert smollm2_tokenizer.apply_chat_template(case["messages"], tokenize=False) == case["prompt_text"]
+        assert smollm2_tokenizer.apply_chat_template(case["messages"]) == case["prompt_ids"]
 
 
-def test_smollm2_streams_whole_characters(smollm2):
+def test_smollm2_streams_whole_characters(smollm2_tokenizer):
     text = "naïve café — 日本語 🙂 e\u0301 ٣٤٥ end"
-    stream = smollm2.tokenizer.stream()
-    pieces = [stream.push(i) for i in smollm2.tokenizer.encode(text)]
+    stream = smollm2_tokenizer.stream()
+    pieces = [stream.push(i) for i in smollm2_tokenizer.encode(text)]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some tokens end inside a character
