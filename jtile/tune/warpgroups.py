@@ -24,8 +24,9 @@ TILES = {
     (128, 64): (0.177, 0.48),
     (64, 64): (0.129, 0.17),
 }
-# The same of tiles whose columns a kernel cuts in 128 and 64: see `Product.cut`. They fill a round of 132 blocks where
-# powers of two need a second one; with 128 rows they were no quicker than other tiles, nor were 96, 160 and 224 columns.
+# The same of tiles whose columns a kernel cuts in 128 and 64: see `Product.cut`. They fill a round of 132 blocks
+# where powers of two need a second one; with 128 rows they were no quicker than other tiles, nor were 96, 160 and 224
+# columns.
 CUT = {(192, 192): (0.71, 2.3)}
 BYTES = 1.08  # how many times as long 128 bytes of 8-bit operands take
 CLOCK = 0.24  # what rounds take in addition where all blocks work all the time: power lowers the clock
