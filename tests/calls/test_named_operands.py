@@ -12,6 +12,8 @@ import pytest
 import jtile as jt
 from jtile.errors import KernelTypeError
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 class Epilogue(NamedTuple):
     bias: Any = None

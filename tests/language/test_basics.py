@@ -9,6 +9,8 @@ from jtile import language as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.trace import trace
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 OUT = jax.ShapeDtypeStruct((), np.int32)
 
 

@@ -17,6 +17,8 @@ from jtile.trace import rewrite_loops, to_tile_ir, trace
 from jtile.trace.tracing import equations
 from jtile.transforms.prune import prune
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 F4 = np.dtype("f4")
 X = np.random.default_rng(0).standard_normal((6, 4)).astype("f")
 

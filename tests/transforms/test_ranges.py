@@ -9,6 +9,8 @@ import pytest
 import jtile as jt
 from jtile.errors import TransformError
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 @jt.kernel(out_type=lambda x, n: jt.like(x))
 def unbounded(x, n, o):
