@@ -18,6 +18,7 @@ from jtile.ops.dispatch import Implementation, Op, first_unmet
 
 _FEW = 64  # the fewest rows of a part of a segment
 _WIDE = 64  # columns of a row that a CPU adds up alone
+_VECTORS = 1 << 17  # vectors of 16 elements that keep a core busy for as long as it takes to share work with another
 _JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 _OVER = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -166,7 +167,8 @@ def _in_columns(data, ids, *, segments: int, how: str, in_order: bool):
     bf = min(f, 128)
     # Every part has a table of its own, which should stay in a cache: there are no more parts than cores.
     parts = (os.cpu_count() or 1) // jt.cdiv(f, bf) if how == "sum" else 1
-    parts = max(1, min(parts, n // (4 * segments)))  # the results of all parts are a fourth of the rows at most
+    # The results of all parts are a fourth of the rows at most; and to begin a thread, and to add up, takes a while.
+    parts = max(1, min(parts, n // (4 * segments), n * jt.cdiv(bf, 16) // _VECTORS))
     kernel = segment_columns(_neutral(_sums(data.dtype), how), how)
     y = kernel(data, ids, segments=segments + 1, parts=parts, bf=bf)  # one segment more for rows that are in none
     return functools.reduce(jnp.add, [part[:segments] for part in y])[None]

@@ -38,6 +38,7 @@ def test_segments(kind, arch):
 def test_parts_of_rows(monkeypatch):
     """Few segments of many rows."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(segments, "_VECTORS", 1)
     ids, x = IDS[:140] % 3, normal(0, 140, 2)
     ours, theirs = (lambda x, f=f: f(x, ids, 3) for f in KINDS["sum"])
     assert "float32[8,4,2]" in str(jax.make_jaxpr(ours)(x)).replace("f32", "float32")
