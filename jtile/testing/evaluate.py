@@ -22,6 +22,7 @@ Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 
 _NARROW = tuple(map(jax.numpy.dtype, ("bfloat16", "float16")))
+_extended = lambda v: not isinstance(v.aval.dtype, np.dtype)  # a variable of typed random keys
 
 
 def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,10 +46,6 @@ def walked(closed: Any, args: Sequence[Any]) -> list[Any]:
 def _array(x: Any, aval: Any) -> Any:
     """The value of a variable of this type: NumPy's where NumPy has it (typed random keys stay JAX's)."""
     return np.asarray(x, aval.dtype) if isinstance(aval.dtype, np.dtype) else x
-
-
-def _extended(v: Any) -> bool:
-    return not isinstance(v.aval.dtype, np.dtype)
 
 
 def _walk(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -481,8 +478,11 @@ def _(eqn: Any, *operands: Any) -> Any:
     p = eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
     state = list(operands[n + m :])
-    while bool(_inner(p["cond_jaxpr"], [*operands[:n], *state])[0]):
-        state = _inner(p["body_jaxpr"], [*operands[n : n + m], *state])
+    # Rows of vmap have conditions of their own.
+    among = lambda on, x, old: np.where(on.reshape(on.shape + (1,) * (np.ndim(x) - on.ndim)), x, old) if on.ndim else x
+    while (on := np.asarray(_inner(p["cond_jaxpr"], [*operands[:n], *state])[0])).any():
+        found = _inner(p["body_jaxpr"], [*operands[n : n + m], *state])
+        state = [among(on, x, old) for x, old in zip(found, state, strict=True)]
     return state
 
 

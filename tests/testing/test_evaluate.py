@@ -98,7 +98,8 @@ def summed(x, y):
 def controlled(x, y):
     many = lax.scan(lambda c, row: (c * row + row, c.sum()), x[0], y)
     back = lax.scan(lambda c, row: (c * row + row, c), x[0], y, reverse=True)
-    halved = lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, x)
+    halve = lambda x: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, x)
+    halved = halve(x), jax.vmap(halve)(y)
     chosen = [lax.switch(jnp.int32(k), [jnp.sin, jnp.cos], x) for k in (-1, 1, 5)]
     return many, back, halved, chosen, lax.fori_loop(0, 3, lambda k, c: c + k.astype(c.dtype), x), jax.nn.gelu(x)
 

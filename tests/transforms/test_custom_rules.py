@@ -15,6 +15,8 @@ from jax import lax
 import jtile as jt
 from jtile.errors import TransformError
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 X = jnp.linspace(0.3, 2, 8, dtype=jnp.float32)
 
 
