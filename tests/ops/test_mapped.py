@@ -55,6 +55,7 @@ OPS = {
     "sort": (ops.sort, [normal(0, 5, 33)]),
     "argsort": (ops.argsort, [normal(0, 5, 33)]),
     "argmax": (ops.argmax, [normal(0, 5, 33)]),
+    "largest": (functools.partial(ops.largest, k=4), [normal(0, 5, 33)]),
     "top_k": (functools.partial(ops.top_k, k=4), [normal(0, 5, 33)]),
     "transpose": (ops.transpose, [normal(0, 5, 33)]),
     "histogram": (functools.partial(ops.histogram, bins=7, range=(-1.0, 2.0)), [normal(0, 100)]),

@@ -9,8 +9,7 @@ from library import agree, normal
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import thresholds
-from jtile.ops.thresholds import largest_places, largest_reference
+from jtile.ops.thresholds import largest_reference
 
 
 def levelled(*shape, dtype="float32"):
@@ -28,10 +27,9 @@ def test_rows(dtype):
         agree(ops.largest, largest_reference, x, tolerance=0, k=k, interpret=k == 17)
 
 
-def test_long_rows_on_gpus_in_pieces(monkeypatch):
-    monkeypatch.setattr(thresholds, "LONG", 32)
+def test_gpus_take_the_sort_of_xla():
     x = levelled(2, 3, 110)
-    for arch, implementation in ((None, "thresholds"), ("sm_90", "pieces of long rows")):
+    for arch, implementation in ((None, "thresholds"), ("sm_90", "XLA's top_k")):
         with jt.config(arch=arch):
             agree(ops.largest, largest_reference, x, tolerance=0, k=9)
             assert ops.choices(ops.largest, x, k=9)[0].implementation == implementation
@@ -42,11 +40,6 @@ def test_elements_of_64_bits_are_sorted():
         x = np.asarray(normal(0, 3, 30), np.float64)
         np.testing.assert_array_equal(ops.largest(x, 4), np.sort(np.argsort(-x, axis=1)[:, :4], axis=1))
         assert ops.choices(ops.largest, x, k=4)[0].implementation == "a sort"
-
-
-def test_it_compiles_for_hopper():
-    x = jax.ShapeDtypeStruct((4, 8448), jnp.float32)
-    assert largest_places.with_options(num_warps=32).lower(x, k=2048, target="cuda:sm_90").image
 
 
 def test_errors_and_nothing_to_choose():

@@ -19,7 +19,6 @@ from jtile.ops import bodies, fourier, images, native_sparse, sampling, sparse_p
 from jtile.ops.argmax import argmax_reference
 from jtile.ops.index_scores import index_scores_reference
 from jtile.ops.latent_selected import mla_selected_reference
-from jtile.ops.thresholds import largest_reference
 
 STARTS, COLUMNS = np.array([0, 2, 2, 5, 7], np.int32), np.array([3, 0, 1, 4, 2, 4, 1], np.int32)
 KEY = np.array([0, 7], np.uint32)
@@ -91,7 +90,6 @@ NEWER: dict[str, LibraryCase] = {
     "mla_selected": case(
         listed(ops.mla_selected), listed(mla_selected_reference), f(2, 2, 3, 8), f(2, 9, 8, seed=1)
     ),
-    "largest": case(ops.largest, largest_reference, f(3, 17), meta={"k": 5}),
     "argmax": case(ops.argmax, argmax_reference, f(3, 17)),
     "sample_top_p": case(drawn(ops.sample_top_p), drawn(sampling.sample_top_p_reference), f(3, 17, low=-4, high=4)),
     "bilateral_filter": case(
