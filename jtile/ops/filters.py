@@ -1,8 +1,8 @@
 """Chains of stencils in one pass over memory: several steps of one stencil, separable filters, morphology.
 
 A program loads a tile with the points around it that all steps together reach, and keeps the results between two steps
-in memory of its own, which stays in a cache. On GPUs it finds the points outside of the array by their indices.
-Elsewhere a copy of the array has these points around it, since loads of whole rows are quicker there.
+in memory of its own, which stays in a cache. On GPUs it finds the points outside of the array by their indices, if they
+all have one value. Elsewhere a copy of the array has these points around it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _reaches(sizes: tuple[Sides, ...]) -> Sides:
     return tuple(sum(n - 1 for n in along) for along in zip(*sizes, strict=True))
 
 
-def _valid(x, sizes, boundary: str = "") -> Sides:
-    reaches = (0,) * (x.ndim - 1) if boundary else _reaches(sizes)
+def _valid(x, sizes, fill: float | None = None) -> Sides:
+    reaches = _reaches(sizes) if fill is None else (0,) * (x.ndim - 1)
     return tuple(n - r for n, r in zip(x.shape[1:], reaches, strict=True))
 
 
@@ -41,40 +41,33 @@ def _along(values, k: int, rank: int):
     return values.reshape(*(-1 if d == k else 1 for d in range(rank)))
 
 
-def _point(x, b, at, shift: Sides, tile: Sides, inside: bool, boundary: str, fill: float):
-    """The tile of x[b] that begins at `at`, all of it `inside` of x, moved by `shift`; `inside` is false where it has
-    points around x itself. Points outside of x are found by the boundary."""
+def _point(x, b, at, shift: Sides, tile: Sides, inside: bool, fill: float):
+    """The tile of x[b] that begins at `at`, moved by `shift`, with `fill` for points outside of x. `inside` is false
+    where the tile has points around x itself."""
     rank, places, here = len(tile), [], None
     for k, (first, n, moved) in enumerate(zip(at, tile, shift, strict=True)):
-        size, i = x.shape[1 + k], first + moved + jt.arange(n)
-        if inside and not moved:
-            pass  # without a mask, loads of whole lines stay what they are
-        elif boundary == "zero":
-            own = _along((i >= 0) & (i < size), k, rank)
+        i = first + moved + jt.arange(n)
+        if moved or not inside:  # without a mask, loads of whole lines stay what they are
+            own = _along((i >= 0) & (i < x.shape[1 + k]), k, rank)
             here = own if here is None else here & own
-        elif boundary == "wrap":
-            i = jax.lax.rem(i + size, jnp.full_like(i, size))
-        else:
-            i = jnp.where(i >= size, 2 * (size - 1) - i, jnp.abs(i)) if boundary == "reflect" else i
-            i = jnp.clip(i, 0, size - 1)
         places.append(_along(i, k, rank))
     return jt.load(x, (b, *places), mask=None if here is None else jnp.broadcast_to(here, tile), other=fill)
 
 
 @jt.kernel(
-    out_type=lambda x, windows, *, sizes, boundary="", **_: jt.like(x, shape=(x.shape[0], *_valid(x, sizes, boundary))),
-    grid=lambda x, windows, *, sizes, inner, boundary="", **_: (
-        x.shape[0], *map(jt.cdiv, _valid(x, sizes, boundary), inner)
+    out_type=lambda x, windows, *, sizes, fill=None, **_: jt.like(x, shape=(x.shape[0], *_valid(x, sizes, fill))),
+    grid=lambda x, windows, *, sizes, inner, fill=None, **_: (
+        x.shape[0], *map(jt.cdiv, _valid(x, sizes, fill), inner)
     ),
 )  # fmt: skip
 def chain_tiles(
     x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides: Sides, how: str, outside: Any,
-    boundary: str = "", fill: float = 0.0,
+    fill: float | None = None,
 ):  # fmt: skip
     """x [batch, ...] with the points around it, y [batch, ...]; windows: one for each step, of `sizes`, None for "max"
     and "min". A tile of a step has `inner` points of the last step and those that later ones take, or `sides`, where
     they have to be powers of two. `outside`: the value of the points around y between steps; None: as computed.
-    `boundary`: x is given without the points around it, which follow from this boundary, those of "zero" are `fill`."""
+    `fill`: x is given without the points around it, which have this value."""
     # t_0 = x     t_(s+1)[i] = sum_a w_s[a] t_s[i + a], or the maximum, or minimum
     b, rank = jt.program_id(0), len(inner)
     at = [jt.program_id(1 + k) * inner[k] for k in range(rank)]
@@ -91,9 +84,9 @@ def chain_tiles(
         for a in itertools.product(*map(range, size)):
             first = [o if s else at[k] + o for k, o in enumerate(a)]
             here = tuple(jt.ds(f, n) for f, n in zip(first, tile, strict=True))
-            if boundary and not s:
+            if fill is not None and not s:
                 shift = tuple(o - r for o, r in zip(a, reach, strict=True))
-                part = _point(x, b, at, shift, tile, len(sizes) == 1, boundary, fill)
+                part = _point(x, b, at, shift, tile, len(sizes) == 1, fill)
             else:
                 part = buffer[here] if s else x[(b, *here)]
             part = part.astype(dtype)
@@ -113,14 +106,15 @@ def chain_tiles(
     jt.store(y, (b, *(jt.ds(f, n) for f, n in zip(at, t.shape, strict=True))), t.astype(y.dtype), mask=mask)
 
 
-def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
-    """Tiles of the last step, and the sides that all steps have on GPUs: long rows, and what later steps reach."""
+def _tiles(shape: Sides, sizes: tuple[Sides, ...], lines: bool) -> dict[str, Sides]:
+    """Tiles of the last step, and the sides that all steps have on GPUs: long rows, and what later steps reach.
+    `lines`: the tiles of a single step that finds points outside by itself."""
     rank, later = len(shape), _reaches(((1,) * len(shape), *sizes[1:]))
     most = (16, 512) if rank == 2 else (2, 8, 128)
     if machine().whole:
         return {"inner": tuple(fit(n, m) for n, m in zip(shape, most, strict=True)), "sides": ()}
     wanted = (32, 128) if rank == 2 else (8, 16, 32)
-    if rank == 2 and len(sizes) == 1:  # no points are computed twice: long lines are loaded soonest
+    if lines:
         wanted = (4, 1024)
     if vector_cores():  # a vector core's memory has to hold the points of all steps
         wanted = (16, 128) if rank == 2 else (4, 8, 32)
@@ -130,37 +124,39 @@ def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
     return {"inner": inner, "sides": tuple(sides) if any(later) else ()}
 
 
-def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None, **bounded: Any):
-    """The chain over x [batch, ...], which has the points around it: [batch, ...] without them. `bounded`: the boundary
-    and the fill of `chain_tiles`, which finds these points."""
-    sides = _tiles(_valid(x, sizes, **bounded and {"boundary": bounded["boundary"]}), sizes)
-    kernel = tuned(chain_tiles, num_warps=4) if len(sizes) == 1 and len(sizes[0]) == 2 else chain_tiles
-    return kernel(x, windows, sizes=sizes, how=how, outside=outside, **sides, **bounded)
+def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None, fill: float | None = None):
+    """The chain over x [batch, ...], which has the points around it unless there is a `fill` for them: [batch, ...]
+    without them."""
+    lines = fill is not None and len(sizes) == 1 and len(sizes[0]) == 2
+    sides = _tiles(_valid(x, sizes, fill), sizes, lines)
+    kernel = tuned(chain_tiles, num_warps=4) if lines else chain_tiles
+    return kernel(x, windows, sizes=sizes, how=how, outside=outside, fill=fill, **sides)
 
 
 def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outside: Any = None, fill: float = 0.0):
     """The chain over x [..., ...] with what stands outside, as an array like x."""
     rank, reach = len(sizes[0]), tuple(r // 2 for r in _reaches(sizes))
-    if len(sizes) == 1 and _indexed(x.shape[-rank:], reach):
+    if boundary == "zero" and _indexed(sizes, how):
         flat = x.reshape(-1, *x.shape[-rank:])
-        return chained(flat, windows, sizes, how, outside, boundary=boundary, fill=fill).reshape(x.shape)
+        return chained(flat, windows, sizes, how, outside, fill).reshape(x.shape)
     return chained(_around(x, rank, reach, boundary, fill), windows, sizes, how, outside).reshape(x.shape)
 
 
-def _indexed(shape: Sides, reach: Sides) -> bool:
-    """Whether the points outside are found by their indices: on GPUs, where one reflection or turn leads inside."""
-    return has(jt.target(), "warps") and all(isinstance(n, int) and r < n for n, r in zip(shape, reach, strict=True))
+def _indexed(sizes: tuple[Sides, ...], how: str) -> bool:
+    """Whether points outside, which have one value, are found by their indices: on GPUs, where that was measured to be
+    quicker than a copy of the array. Indices that lead back inside, as at an edge, take five times as long."""
+    return has(jt.target(), "warps") and (how != "sum" or (len(sizes) == 1 and len(sizes[0]) == 2))
 
 
 def _forward(x, windows, **meta):
     return chain_tiles(x, windows, **meta), (x, windows)
 
 
-def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, boundary: str = "", fill=0.0, **_):
+def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, fill=None, **_):
     x, windows = residuals
-    if boundary:  # as the gradient of a chain over a copy of x with the points around it
+    if fill is not None:  # as the gradient of a chain over a copy of x with the points around it
         reach = tuple(r // 2 for r in _reaches(sizes))
-        copied = lambda x, windows: chained(_around(x, len(reach), reach, boundary, fill), windows, sizes, how, outside)
+        copied = lambda x, windows: chained(_around(x, len(reach), reach, "zero", fill), windows, sizes, how, outside)
         return jax.vjp(copied, x, windows)[1](g)
     if how != "sum":
         return jax.vjp(lambda x: _reduced(x, sizes, how), x)[1](g)[0], None

@@ -49,7 +49,8 @@ def block_sparse_attention(
 
     With `queries` 1 every query has its own list, as in the selected branch of native sparse attention; with 64, say,
     it is block-sparse attention. Differentiable in q, k and v. Backwards, a program adds up the gradients of all lists
-    of a head, without atomics: that wants as many heads and batch rows as the device has processors.
+    of a head. On a GPU with more multiprocessors than there are heads and batch rows, each list has a program of its
+    own, and gradients of keys and values are added up by atomic float additions: their order may differ between runs.
 
     Args:
       q: float array [batch, t, heads, d].

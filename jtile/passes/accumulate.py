@@ -25,7 +25,6 @@ from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
 from .unscaled import unscaled
 
-FEWEST = 8  # programs that a kernel which serialises a grid axis must have left; below, additions stay atomic
 COLOURS = (2, 3, 4)  # how many copies of an accumulator, for each overlapping axis, are worth that programs run at once
 
 
@@ -303,7 +302,7 @@ def _worth(kernel: Kernel, ref: Value, found: list[Site], cut: _Cut) -> _Cut | N
     parts = _chunks(kernel.grid, cut, _nbytes(ref))
     programs = math.prod(likely(n) for a, n in enumerate(kernel.grid) if a not in cut.serial)
     programs *= math.prod(c.count for c in parts if c.axis in cut.serial)
-    return cut if programs >= min(FEWEST, math.prod(map(likely, kernel.grid))) else None
+    return cut if programs >= min(cut.busy.least, math.prod(map(likely, kernel.grid))) else None
 
 
 def _chunks(grid: Sequence[int], cut: _Cut, nbytes: int) -> list[Chunks | Colours]:

@@ -15,6 +15,7 @@ from .nests import Counted, nest, size_value
 from .rewrite import Rewriter, Rules
 
 PROGRAMS = 64  # enough for a CPU, and the same on all of them, for the order of a sum is visible
+FEWEST = 8  # see `Busy.least`
 PARTIAL_BYTES = 64 << 20  # bytes of the partial sums of one output, at most: the caller reads them again
 
 
@@ -26,11 +27,14 @@ class Busy:
       programs: the number of programs.
       rounds: that each of more than `PROGRAMS` has at least: it has sums of its own, which are added up.
       stages: the stages in which the rounds are pipelined.
+      least: the fewest programs that a kernel may be left with which adds up in memory, one program after the other;
+        with fewer, programs run at once and their additions are atomic.
     """
 
     programs: int = PROGRAMS
     rounds: int = 4
     stages: int | None = None
+    least: int = FEWEST
 
 
 ANY = Busy()

@@ -30,12 +30,12 @@ GAIN = 1.03  # how many times as long the present tiles must be expected to take
 
 def busy(kernel: ir.Kernel, target: Any) -> Busy | None:
     """What keeps a GPU busy that sums over rows: several programs a multiprocessor, of those with short rows more, as
-    the library's norms have them; of products, which take most of the time, those of the kernel. None: what is as good
-    on any machine."""
+    the library's norms have them; of products, which take most of the time, those of the kernel, and one for each
+    multiprocessor at least. None: what is as good on any machine."""
     if "warps" not in target.features or ir.is_dynamic(kernel):
         return None
     if nature.products_of(kernel):
-        return Busy(EACH, rounds=1)
+        return Busy(EACH, rounds=1, least=guesses.units(target))
     side = products.power(guesses.largest(kernel))
     each = min(max(HELD // side, 1), MOST_SHORT if side < SHORT else MOST)
     return Busy(guesses.units(target) * each, stages=STAGES)

@@ -51,10 +51,6 @@ class Built:
     waits: bool = False
 
 
-class SharedMemoryError(UnsupportedError):
-    """One block of a kernel needs more shared memory than it may have."""
-
-
 def build(
     text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: Texts = False, level: str = "ttir",
     tool: Any = None,
@@ -64,8 +60,7 @@ def build(
     Fewer pipeline stages are tried where so many take too much shared memory, unless the user gave their number.
 
     Raises:
-      UnsupportedError: triton is missing.
-      SharedMemoryError: one block needs more shared memory than it may have.
+      UnsupportedError: triton is missing, or one block needs more shared memory than it may have.
       ScatteredLanesError: a reduction would be wrong; see `layouts.py`.
     """
     versions.version()
@@ -82,7 +77,7 @@ def build(
         most = max(asked, choice.num_stages)
         if given or most <= 1:
             fewer = f" or fewer stages (num_stages={choice.num_stages})" if choice.num_stages > 1 else ""
-            raise SharedMemoryError(
+            raise UnsupportedError(
                 f"kernel {where.name}: one block needs {built} bytes of shared memory, but {f.arch} has "
                 f"{f.shared}; use smaller tiles{fewer}",
                 (where.loc.file, where.loc.line) if where.loc.file else None,

@@ -14,9 +14,9 @@ from jtile.ir.block import level_of
 from ... import failures
 from ...artifact import Artifact
 from ...targets import Target
-from ..stages import SharedMemoryError, Texts
+from ..stages import Texts
 from .compile import compile_block_kernel, emit_block_kernel
-from .passes import NoPlan, Planned, steps
+from .passes import NoPlan, steps
 from .passes.plan import Machine
 
 __all__ = ["Defect", "compile_block_kernel", "emit_block_kernel", "specialised"]
@@ -45,10 +45,10 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
     try:
-        made = _with_fewer_slots(kernel, target, options, texts)
-        if isinstance(made, NoPlan):
-            return f"tile level: {made}\n"
-        planned, artifact = made
+        planned = steps(kernel, Machine.of(target), options)
+        if isinstance(planned, NoPlan):
+            return f"tile level: {planned}\n"
+        artifact = compile_block_kernel(planned.kernel, target, texts=texts)
     except UnsupportedError as e:
         return f"tile level: the plan of the block level does not compile: {e}\n"
     except (OSError, MemoryError):  # the machine's fault, gone next time: the slow form must not be kept for ever
@@ -60,25 +60,3 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
         return Defect(f"tile level: a defect of jtile at the block level: {type(e).__name__}: {e}\n")
     levels = {"schedule": f"block level: {planned.plan}\n"} | artifact.texts if texts else {}
     return dataclasses.replace(artifact, texts=levels)
-
-
-def _with_fewer_slots(
-    kernel: ir.Kernel, target: Target, options: Mapping[str, Any], texts: Texts
-) -> tuple[Planned, Artifact] | NoPlan:
-    """The plan of a kernel, and what it compiles to. Where conversions between layouts take more shared memory than the
-    plan leaves them, rings have a slot less, as long as they keep two and the user did not give their number.
-
-    Raises:
-      UnsupportedError: no plan of this kind compiles.
-    """
-    given = options.get("num_stages") is not None
-    while True:
-        planned = steps(kernel, Machine.of(target), options)
-        if isinstance(planned, NoPlan):
-            return planned
-        try:
-            return planned, compile_block_kernel(planned.kernel, target, texts=texts)
-        except SharedMemoryError:
-            if given or planned.plan.stages <= 2:
-                raise
-            options = {**options, "num_stages": planned.plan.stages - 1}

@@ -37,7 +37,7 @@ from .scales import scales
 from .specialise import specialise
 from .widen import widen
 
-__all__ = ["Machine", "NoPlan", "Plan", "Planned", "block_level", "steps"]
+__all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
 
 SMALL = 256  # elements of a tile that a block keeps for all its tiles: a register of a thread or two
 LAST = "clean"  # the step whose kernel is always verified; those before it with the option `verify`

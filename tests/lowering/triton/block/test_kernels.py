@@ -25,7 +25,6 @@ from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
 from jtile.lowering.triton.block.emit_roles import registers_at_start, roles_of, worker_registers
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
-from jtile.lowering.triton.stages import SharedMemoryError
 
 MACHINE = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG")
 
@@ -347,27 +346,6 @@ def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch, tmp_pat
     kept = Path(re.search(said, str(found[0].message))[1])
     assert ir.parse_kernel(kept.read_text()).name == product(512, 512, 512).name
     assert "raise KeyError" in kept.read_text()
-
-
-def test_rings_have_a_slot_less_where_the_rest_needs_more_memory(monkeypatch):
-    made = block.compile_block_kernel
-    tried = []
-
-    def fuller(kernel, *args, **options):
-        tried.append(kernel)
-        if len(tried) == 1:
-            raise SharedMemoryError("one block needs more shared memory than it may have")
-        return made(kernel, *args, **options)
-
-    monkeypatch.setattr(block, "compile_block_kernel", fuller)
-    fewer, usual = (
-        compile_kernel(product(512, 512, 512), card("sm_90"), texts=("block",)).texts["schedule"] for _ in range(2)
-    )
-    slots = [int(re.search(r"rings of (\d) slots", text)[1]) for text in (fewer, usual)]
-    assert slots[0] == slots[1] - 1
-    tried.clear()
-    stays = compile_kernel(product(512, 512, 512), card("sm_90"), {"num_stages": 3}, texts=("schedule",))
-    assert stays.texts["schedule"].startswith("tile level: the plan of the block level does not compile")
 
 
 NEVER = """kernel @w(%a: ref<128xf32>, %o: ref<128xf32, out>) grid(1) {
