@@ -19,7 +19,6 @@ import numpy as np
 import jtile as jt
 from jtile import ops
 
-from . import costs
 from .layout import Axes, relate
 from .steps import ELEMENTWISE, MOVES, Constant, Node, Operand, Step, Value
 
@@ -86,7 +85,7 @@ class Chain:
         """ "fast" where the program leaves the precision of both float32 products to a GPU: XLA's are of tf32, too."""
         asked = {self.nodes[k].eqn.params["precision"] for k in (0, -1)}
         left = asked <= {None, (jax.lax.Precision.DEFAULT,) * 2} and self.inputs[0].dtype == jnp.float32
-        return "fast" if left and costs.TF32 and "warps" in jt.target().features else None
+        return "fast" if left and "warps" in jt.target().features else None
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The output for the inputs."""

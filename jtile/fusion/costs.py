@@ -25,7 +25,8 @@ MANY = 6  # arrays
 CHAINS_ON_GPUS = (
     False  # whether GPUs run groups as kernels in which no program takes an axis whole: XLA's code is as quick
 )
-TF32 = False  # whether attention of float32 takes tf32 products on GPUs where XLA's may: not measured yet
+# Whether products of computed matrices and vectors become sums on GPUs; not compared with XLA's code there yet.
+VECTOR_PRODUCTS_ON_GPUS = False
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
 EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time
@@ -74,7 +75,9 @@ def not_worth(
     if everything:
         real = any(step.name not in REDUCTIONS or size_of(step.ins[0]) != size_of(step.outs[0]) for step in work)
         return None if real else "it moves elements, and computes nothing"
-    inside = max(largest, *(size_of(v) for step in steps for v in step.outs))  # sums of outer products are small
+    inside = largest
+    if "warps" not in jt.target().features:  # sums of outer products are small; what a GPU gains there is not measured
+        inside = max(largest, *(size_of(v) for step in steps for v in step.outs))
     if inside < LEAST:
         return f"its largest array has {inside} elements, fewer than {LEAST}"
     if not work:
@@ -114,6 +117,11 @@ def picks_well(step: Step) -> bool:
     offsets = step.params["dimension_numbers"].offset_dims
     rows = any(step.outs[0].shape[i] != 1 for i in offsets)
     return not rows or ROWS_ON_CPUS or "warps" in jt.target().features
+
+
+def sums_of_vectors() -> bool:
+    """Whether products of computed matrices and vectors are sums in the kernels that compute the matrices."""
+    return VECTOR_PRODUCTS_ON_GPUS or "warps" not in jt.target().features
 
 
 def loop_worth(layout: Layout, length: int, steps: Sequence[Step]) -> bool:

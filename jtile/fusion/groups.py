@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from .chains import Chain, chain_of
-from .costs import has_room, not_worth, once_is_quicker, picks_well, reads_parts
+from .costs import has_room, not_worth, once_is_quicker, picks_well, reads_parts, sums_of_vectors
 from .gathers import is_gather, tiles_of
 from .inner import functions_of
 from .layout import Layout, layout_of
@@ -98,7 +98,7 @@ def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
 
 class _Cutter:
     def __init__(self, program: Program, everything: bool = False):
-        if not everything:
+        if not everything and sums_of_vectors():
             program = dataclasses.replace(program, nodes=with_sums(program.nodes))
         self.program, self.nodes, self.everything = program, program.nodes, everything
         self.maker = {v: k for k, node in enumerate(self.nodes) for v in node.outs}

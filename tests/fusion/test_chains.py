@@ -138,3 +138,20 @@ def test_an_explanation_says_so():
     text = str(jt.fuse(causal_attention).explain(Q, K, V))
     assert "jt.ops.attention: scores times 0.353553, causal; the scores are in no memory" in text
     assert "reads float32[2, 12, 4, 8], float32[2, 12, 4, 8], float32[2, 12, 4, 8]" in text
+
+
+@pytest.mark.parametrize("fun", [causal_attention, masked_attention])
+def test_products_of_float32_are_as_exact_as_the_program_asks(fun):
+    """A GPU's products of float32 are of tf32 where nothing is said, as XLA's are."""
+
+    def precision(arch, asked, *args):
+        with jt.config(arch=arch), jax.default_matmul_precision(asked):
+            (chain,) = jt.fuse(fun).explain(*args, *extra).plan.units
+            return chain.precision
+
+    extra = () if fun is causal_attention else (jnp.arange(12) % 3 > 0,)
+    assert precision("sm_90", None, Q, K, V) == "fast"
+    assert precision("sm_90", "highest", Q, K, V) is None
+    assert precision("sm_90", None, *(x.astype(jnp.bfloat16) for x in (Q, K, V))) is None
+    if "warps" not in jt.target().features:
+        assert precision(None, None, Q, K, V) is None

@@ -96,7 +96,15 @@ def test_what_stays_a_product():
     assert products(jt.fuse(near).planned((x, x, x), {}, everything=True)[0]) == 1  # as `jt.tile` asks for it
 
 
+def test_gpus_leave_them_to_xla(monkeypatch):
+    monkeypatch.setattr(costs, "VECTOR_PRODUCTS_ON_GPUS", False)
+    with jt.config(arch="sm_90"):
+        assert products(jt.fuse(near).explain(*CASES["outer"][1]).plan) == 1
+
+
 def test_small_arrays_of_large_products_are_worth_a_kernel(monkeypatch):
+    if "warps" in jt.target().features:
+        pytest.skip("on GPUs only arrays in memory count")
     monkeypatch.setattr(costs, "LEAST", 4096)
     text = str(jt.fuse(near).explain(array(100), array(90), array(90)))
     assert "0 by XLA" in text and "dot_general" in text
