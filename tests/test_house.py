@@ -78,7 +78,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
     out: list[tuple[int, str]] = []
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and any("TYPE_CHECKING" in vars(n).values() for n in ast.walk(node.test)):
             return
         if isinstance(node, ast.Import):
             out.extend((node.lineno, alias.name) for alias in node.names)
@@ -90,7 +90,8 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
                 submodule = source == "jtile" and (alias.name in MAY_IMPORT or alias.name in ("tools", "tests"))
                 out.append((node.lineno, f"jtile.{alias.name}" if submodule else source))
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):  # no expression holds an import
+                visit(child)
 
     visit(ast.parse(path.read_text()))
     return out
