@@ -9,7 +9,8 @@ Where `jt.config(overlap=True)` promises that the kernel in front does not make 
 still ends: its role is an early one.
 
 An RMS norm may stand in front: of one or two rows every block computes it by itself, while the first rows of W are on
-their way, and a kernel less stands between two products.
+their way, and a kernel less stands between two products. The roles that multiply take the weights of the norm only;
+its scale is a factor of their sums, which the role that writes applies.
 
 How the numbers of a lane are multiplied is said in `streamed_numbers`.
 """
@@ -29,7 +30,6 @@ from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import BLOCK
 from jtile.ops.streamed_numbers import (
-    EIGHT,
     LANES,
     bits_of,
     bytes_of,
@@ -42,70 +42,14 @@ from jtile.ops.streamed_numbers import (
     room_for_integers,
     spread,
 )
+from jtile.ops.streamed_operands import PIECE, Rows, Walk, by_block, in_lines, of_blocks, of_piece
 
-PIECE = 1024  # weights of a row that a role takes in a round
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
+_SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
 _BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
-
-
-def _of_piece(array, inner: int, kind: str) -> int:
-    """How many scales of a row of `inner` weights belong to 512 bytes of codes; 0 where that is no whole number."""
-    n = array.shape[-1] * (PIECE // groups_of(kind))
-    return n // inner if n % inner == 0 else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual."""
-
-    x: jt.Ref
-    norm: Norm | None = None
-    eps: float = 0.0
-
-    @property
-    def pieces(self) -> int:
-        return jt.cdiv(self.x.shape[1] * self.x.shape[2], PIECE)
-
-    def view(self, ref):
-        """The pieces of [m, in / n, n]."""
-        return ref.tiles(None, PIECE // self.x.shape[2], self.x.shape[2])
-
-    def eights(self, at) -> list[tuple]:
-        """Where the four tiles [lanes, `EIGHT`] of a piece are."""
-        groups, eights = PIECE // self.x.shape[2] // LANES, self.x.shape[2] // EIGHT
-        return [(at * groups + group, k) for group in range(groups) for k in range(eights)]
-
-    def before(self, i: int, at, eight: tuple | None = None):
-        """Piece `at` of row i as float32, before the norm, or one of its `eights`."""
-        view = self.view if eight is None else lambda ref: ref.tiles(None, LANES, EIGHT)
-        place = (i, at, 0) if eight is None else (i, *eight)
-        x = view(self.x)[place].astype(jnp.float32)
-        return x if self.norm is None else x + view(self.norm.residual)[place].astype(jnp.float32)
-
-    def scale(self, i: int):
-        """1 / sqrt(mean of the squares + eps) of row i; None where there is no norm."""
-        if self.norm is None:
-            return None
-        squares = functools.reduce(jnp.add, [part * part for part in (self.before(i, at) for at in range(self.pieces))])
-        return jax.lax.rsqrt(squares.sum() * jnp.float32(1 / (self.x.shape[1] * self.x.shape[2])) + self.eps)
-
-    def weights(self, at, eights: bool) -> list:
-        """The weights of the norm, for piece `at` or for each of its `eights`; None where there is no norm."""
-        if self.norm is None:
-            return [None] * (len(self.eights(at)) if eights else 1)
-        w = self.norm.weight
-        if eights:
-            return [w.tiles(LANES, EIGHT)[place] for place in self.eights(at)]
-        return [w.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]]
-
-    def piece(self, i: int, at, scale, weights: list) -> list:
-        """Piece `at` of row i as it is multiplied, or its `eights`, from what `scale` and `weights` gave."""
-        places = [None] if len(weights) == 1 else self.eights(at)
-        parts = [self.before(i, at, eight) for eight in places]
-        return [x if w is None else x * scale * w.astype(jnp.float32) for x, w in zip(parts, weights)]
 
 
 Rings = list[list[jt.Shared]]
@@ -120,60 +64,69 @@ class _Memory:
       of_blocks: for each role, weight and array, the rings of the scales (or minima) that belong to the words.
       numbers: for each role and row of x, what `planes_of` or `integers_of` gives, a slot for each round of a row.
       sums: for each role, weight and row of x, the sums of the lanes.
+      squares: for each role and row of x, sums of the squares of its part of x + residual; none without a norm.
       full, empty: a round of the words has come; has been read by all roles.
       done, taken: the sums of a tile of rows are there; have been read.
+      squared: the squares are there.
     """
 
     words: list[Rings]
     of_blocks: list[list[Rings]]
     numbers: list[list]
     sums: list[Rings]
+    squares: Rings
     full: jt.Barrier
     empty: jt.Barrier
     done: jt.Barrier
     taken: jt.Barrier
+    squared: jt.Barrier | None
 
 
-def _of_blocks(weight: Weight, kind: str) -> tuple:
-    """The arrays that come with the words; one scale for each row of W is left to the role that writes."""
-    return () if bits_of(kind) == 16 or weight.scaled_last(kind) else weight.of_blocks
-
-
-def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
+def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
+    x, normed = rows_of_x.x, rows_of_x.norm is not None
     m, each, groups, inner = range(x.shape[0]), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
-    block = lambda a: (rows, _of_piece(a, inner, kind))
+    block = lambda a: (rows, of_piece(a, inner, kind))
     room = jax.ShapeDtypeStruct((8, LANES, 4), jnp.float32)
     room = room_for_integers(kind, bytes_of(x.dtype)) if integers(kind) else room
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
-            [[[ring(block(a), a.dtype) for _ in groups] for a in _of_blocks(w, kind)] for w in weights] for _ in each
+            [[[ring(block(a), a.dtype) for _ in groups] for a in of_blocks(w, kind)] for w in weights] for _ in each
         ],
         numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), room) for _ in m] for _ in each],
         sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
+        squares=[[ring((LANES,), jnp.float32, 1) for _ in m if normed] for _ in each],
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=roles),
         done=jt.barrier(2, arrivals=roles),
         taken=jt.barrier(2),
+        squared=jt.barrier(1, arrivals=roles) if normed else None,
     )
 
 
-def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
-    """Puts role j's part of x into shared memory as its rounds take it. early: the kernels in front make x, and are
-    waited for; they do not make the weights of the norm, which are read before."""
-    weights = [x.weights(chunk * roles + j, integers(kind)) for chunk in range(chunks)]
+def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
+    """Puts role j's part of x into shared memory as its rounds take it; of a norm only the weights are in it: its scale
+    is a factor of what the role that writes has summed. early: the kernels in front make x, and are waited for; they do
+    not make the weights of the norm, which are read before."""
+    whole = integers(kind)
+    weights = [x.weights(chunk * roles + j, whole) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
     for i, rings in enumerate(mem.numbers[j]):
-        scale = x.scale(i)
-        pieces = [x.piece(i, chunk * roles + j, scale, of_norm) for chunk, of_norm in enumerate(weights)]  # at once
-        for chunk, parts in enumerate(pieces):
-            found = integers_of(parts, kind, bytes_of(x.x.dtype)) if integers(kind) else planes_of(parts[0], kind)
+        pieces = [x.parts(i, chunk * roles + j, whole) for chunk in range(chunks)]  # at once
+        if x.norm is not None:
+            squares = functools.reduce(jnp.add, [part * part for parts in pieces for part in parts])
+            mem.squares[j][i].at(0).store(squares.reshape(LANES, -1).sum(1))
+        for chunk, (parts, of_norm) in enumerate(zip(pieces, weights)):
+            parts = [part if w is None else part * w.astype(jnp.float32) for part, w in zip(parts, of_norm)]
+            found = integers_of(parts, kind, bytes_of(x.x.dtype)) if whole else planes_of(parts[0], kind)
             for ring, tile in zip(_leaves(rings), jax.tree.leaves(found)):
                 ring.at(chunk).store(tile)
     jt.role_barrier()
+    if mem.squared is not None:
+        mem.squared.at(0).arrive()
 
 
 def _leaves(tree) -> list:
@@ -186,19 +139,21 @@ def _is_ring(x) -> bool:
 
 
 @jt.function
-def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles):
-    """Role j: adds up, in its lanes, the products of each tile of rows."""
-    words, of_blocks, numbers = mem.words[j], mem.of_blocks[j], mem.numbers[j]
+def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
+    """Role j: adds up, in its lanes, the products of each tile of rows. read: what `walk.scales` gave for round 0."""
+    words, blocks, numbers, chunks, rows = mem.words[j], mem.of_blocks[j], mem.numbers[j], walk.chunks, walk.rows
     at = lambda k: [jax.tree.map(lambda ring: ring.at(k), row, is_leaf=_is_ring) for row in numbers]
+    load = lambda k: jax.tree.map(lambda ring: ring.at(k).load(), (words, blocks), is_leaf=_is_ring)
     x = held(at(0)) if chunks == 1 else None
     zero = lambda: jnp.zeros((rows, LANES), jnp.float32)
-    for n in jt.range(tiles):
+    for n in jt.range(walk.tiles):
         sums = tuple(zero() for _ in words for _ in numbers)
         for chunk in jt.range(chunks):
             k = n * chunks + chunk
+            own, read = read, walk.scales(weights, j, kind, k + 1)
             mem.full.at(k).wait()
-            stored = [[ring.at(k).load() for ring in of_weight] for of_weight in words]
-            scales = [[[spread(ring.at(k).load(), rows) for ring in a] for a in of_weight] for of_weight in of_blocks]
+            stored, copied = load(k)
+            scales = [[[spread(one, rows) for one in a] for a in of_weight] for of_weight in own or copied]
             mem.empty.at(k).arrive()
             now = held(at(chunk)) if x is None else x
             found = [part for pieces, d in zip(stored, scales) for part in lane_sums(pieces, d, now, kind)]
@@ -219,16 +174,17 @@ def _produce(mem, weights, kind: str, rows: int, roles: int, chunks: int, tiles,
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(sum(ring.nbytes for ring in buffers))
         for j in range(roles):
-            for w, words, of_blocks in zip(weights, mem.words[j], mem.of_blocks[j]):
-                for array, rings in zip((w.codes, *_of_blocks(w, kind)), (words, *of_blocks)):
+            for w, words, blocks in zip(weights, mem.words[j], mem.of_blocks[j]):
+                for array, rings in zip((w.codes, *of_blocks(w, kind)), (words, *blocks)):
                     for group, ring in enumerate(rings):
                         place = array.tiles(*ring.shape).at[n, (chunk * roles + j) * len(rings) + group]
                         jt.async_copy(place, ring.at(k), mem.full.at(k))
 
 
 @jt.function
-def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int, roles: int, tiles, first, programs):
-    """Adds up the lanes' sums, and applies what follows the product."""
+def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, rows: int, roles: int, tiles, first,
+           programs):  # fmt: skip
+    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
     m, bias, residual = y.shape[0], epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
     whole = jt.cdiv(y.shape[1], rows) - 1
@@ -240,6 +196,10 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
         return scales + ([] if bias is None else [bias.tiles(None, rows)[0, tile].astype(jnp.float32)])
 
     ahead = [of_tile(0), of_tile(1)]  # they come from memory while earlier tiles are summed
+    units = [None] * m
+    if mem.squared is not None:
+        mem.squared.at(0).wait()
+        units = [x.scale([mem.squares[j][i].at(0).load() for j in range(roles)]) for i in range(m)]
     for n in jt.range(tiles):
         tile = first + n * programs
         now, ahead = ahead[0], [ahead[1], of_tile(n + 2)]
@@ -251,6 +211,7 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
         mem.taken.at(n).arrive()
         for i in range(m):
             sums = [of_weight[i].sum(1) for of_weight in found]
+            sums = sums if units[i] is None else [total * units[i] for total in sums]
             sums = [total * scale for total, scale in zip(sums, scales)] if last else sums
             out = ACTIVATIONS[activation](sums[0] if shift is None else sums[0] + shift)
             out = out * sums[1] if len(sums) > 1 else out
@@ -259,7 +220,7 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
 
 
 @jt.function
-def _write_sums(x: _Rows, total, first, programs):
+def _write_sums(x: Rows, total, first, programs):
     """x + residual, to `total`: a program takes every `programs`-th piece."""
     for at in jt.range(first, x.pieces, programs):
         for i in range(total.shape[0]):
@@ -284,7 +245,7 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    _program(_Rows(x), weights, epilogue, y, None, **options)
+    _program(Rows(x), weights, epilogue, y, None, **options)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
@@ -293,27 +254,29 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: 
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    _program(_Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
+    _program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
-def _program(x: _Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
+def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
              slots: int, early: bool = False, beside: bool = False):  # fmt: skip
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = (jt.cdiv(y.shape[1], rows) - first + programs - 1) // programs
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
-    mem = _memory(x.x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
+    mem = _memory(x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
     mine, aside = _BESIDE if beside else (0, 0)
+    walk = Walk(first, programs, tiles, chunks, rows, roles)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
+            ahead = walk.scales(weights, j, kind, jnp.int32(0))
             _prepare(x, mem, j, kind, roles, chunks, early)
-            _consume(mem, j, kind, rows, chunks, tiles)
+            _consume(mem, j, kind, weights, walk, ahead)
     with jt.role("producer", warps=1, registers=aside or 24, early=early):
         _produce(mem, weights, kind, rows, roles, chunks, tiles, first, programs)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
-        _write(mem, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
+        _write(mem, x, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
 
 
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue) -> jt.Kernel:
@@ -347,7 +310,7 @@ def _tuned(body, out_type, sharding: str, name: str, key: tuple[str, ...]) -> jt
 
 def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
     """For each array of scales or minima, the bytes of it that belong to 512 bytes of codes."""
-    return tuple(_of_piece(a, inner, kind) * a.dtype.itemsize for a in _of_blocks(weight, kind))
+    return tuple(of_piece(a, inner, kind) * a.dtype.itemsize for a in of_blocks(weight, kind))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -382,6 +345,16 @@ def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     return choices(x.shape[0], inner, kind, len(weights) > 1, _scale_bytes(weights[0], inner, kind), bytes_of(x.dtype))
 
 
+def _scales_fit(weight: Weight, inner: int, kind: str) -> bool:
+    """Whether scales come by copies of 16 bytes or more; or the roles read them, which costs little where rows are
+    short, and other kernels would not overlap."""
+    arrays = by_block(weight, kind)
+    if in_lines(weight, kind):
+        return all(of_piece(a, inner, kind) * a.dtype.itemsize >= 16 for a in arrays)
+    in_copies = weight.codes.shape[1] * 4 % 16 == 0
+    return in_copies and inner <= _SHORT and gpu_tiles.overlaps() and all(of_piece(a, inner, kind) for a in arrays)
+
+
 def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
     """Why the kernel does not compute x [m, in] times packed codes, or a matrix [out, in] of x's own dtype; None where
     it does."""
@@ -394,9 +367,7 @@ def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
         fits = weight.codes.dtype == x.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and inner % 8 == 0
         why = f"the matrix is {weight.codes.dtype.name}, with {inner} columns: not 16-bit floats as the rows, in eights"
     else:
-        lines = _scale_bytes(weight, inner, kind)
-        whole = all(n >= 16 and a.shape[1] * a.dtype.itemsize % 16 == 0 for n, a in zip(lines, weight.of_blocks))
-        fits = weight.codes.dtype == jnp.uint32 and inner % BLOCK == 0 and whole
+        fits = weight.codes.dtype == jnp.uint32 and inner % BLOCK == 0 and _scales_fit(weight, inner, kind)
         why = f"codes are {weight.codes.dtype.name} of {inner} columns: not packed words, or not in lines of copies"
     return first_unmet(
         (fits, why),

@@ -122,6 +122,18 @@ def test_rows_of_a_gated_mlp_of_floats():
         assert g.dtype == expected.dtype and relative_error(g, expected) < 8e-3
 
 
+@pytest.mark.parametrize(("kind", "inner"), [("q4_1", 96), ("q8_0", 288)])
+def test_scales_that_no_tensor_map_copies(kind, inner, monkeypatch):
+    """The roles read them, where kernels overlap: rows of 3 and of 9 scales of 16 bits are no lines of 16 bytes."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)  # several tiles a program
+    weight, matrix = weights(kind, 40, inner)
+    x = np.asarray(normal(2, 1, inner, dtype="bfloat16"))
+    with jt.config(arch="sm_90", interpret=True, overlap=True):
+        assert hopper_gemv.misfit(x, weight, kind) is None
+        y = evaluated(lambda x: hopper_gemv.product(x, (weight,), kind=kind))(x)
+    assert relative_error(y, np.asarray(x, np.float32) @ np.asarray(matrix).T) < 1.2e-5
+
+
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 0.0, np.inf])
 def test_any_size_of_x(scale):
     """x is brought to the range of the numbers that codes become."""

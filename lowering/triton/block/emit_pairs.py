@@ -1,4 +1,4 @@
-"""Arithmetic of 16-bit floats in roles, two at a time, and 8-bit floats out of words.
+"""Arithmetic of 16-bit floats in roles, two at a time, bfloat16 as float32, and 8-bit floats out of words.
 
 What warpgroup products take from registers often comes out of few instructions an element: codes of quantised weights
 that become numbers. Sums and products of float16 and bfloat16 are rounded once whether they are made in float32 or in
@@ -17,6 +17,7 @@ from jtile import ir
 from ..ttir import Val
 from ..versions import converts_fp8
 from .emitter import BlockEmitter, emits
+from .layouts import Blocked, Linear
 
 _PAIRED = {"add": "add", "sub": "sub", "mul": "mul"}
 _TYPES = {"bfloat16": "bf16x2", "float16": "f16x2"}
@@ -27,6 +28,8 @@ _HALF = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 
 @emits(ir.Cast)
 def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
+    if op.dtype == "float32" and op.x.dtype == "bfloat16" and _neighbours(em, op):
+        return _wide(em, op)
     found = _byte(op.x)
     if op.dtype != "float32" or found is None or op.x.dtype not in em.features.fp8 or not converts_fp8(em.features):
         return em.as_tile(op)
@@ -40,6 +43,25 @@ def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
         f"mov.b32 {parts[k % 2]}, p; cvt.f32.f16 $0, l; }}"
     )
     asm = f'"{text}" {{constraints = "=f,r", packed_element = 1 : i32, pure = true}}'
+    with em.code.within({len(x.shape): x.layout}):
+        out = em.code.spell(x.shape, "f32")
+        return em.code.let(f"tt.elementwise_inline_asm {asm} {x.name} : {x.type} -> {out}", x.shape, "f32")
+
+
+def _neighbours(em: BlockEmitter, op: ir.Cast) -> bool:
+    """Whether threads hold neighbours of the tile in pairs."""
+    layout = em.homes[op.result] if em.homes is not None and op.x.shape else None
+    if isinstance(layout, Blocked):
+        return layout.per_thread[layout.order[0]] > 1
+    return isinstance(layout, Linear) and layout.register[:1] == ((0,) * (len(op.x.shape) - 1) + (1,),)
+
+
+def _wide(em: BlockEmitter, op: ir.Cast) -> Val:
+    """bfloat16 as float32: one instruction for each of a pair, where the compiler takes two for the upper one."""
+    assert em.homes is not None
+    x = em.tile(op.x, em.homes[op.result])
+    text = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    asm = f'"{text}" {{constraints = "=f,=f,r", packed_element = 2 : i32, pure = true}}'
     with em.code.within({len(x.shape): x.layout}):
         out = em.code.spell(x.shape, "f32")
         return em.code.let(f"tt.elementwise_inline_asm {asm} {x.name} : {x.type} -> {out}", x.shape, "f32")

@@ -75,3 +75,24 @@ def test_on_a_device(case):
     kernel, artifact, words = case
     for got, want in zip(run_artifact(artifact, kernel, words).outputs(), interpret(kernel, words), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_neighbours_of_bfloat16_take_an_instruction_each():
+    """A register with two becomes float32 by a shift and a mask."""
+
+    def body(x, y):
+        ring, full = jt.alloc((ROWS, 256), x.dtype, slots=2), jt.barrier(1)
+        with jt.role("main"):
+            full.at(0).wait()
+            y[...] = ring.at(0).load().astype(jnp.float32) * 3.0
+        with jt.role("copies", warps=1):
+            full.at(0).expect(ring.nbytes)
+            jt.async_copy(x.tiles(ROWS, 256).at[0, 0], ring.at(0), full.at(0))
+
+    x = np.random.default_rng(0).normal(size=(ROWS, 256)).astype(jnp.bfloat16)
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    kernel = jt.call(body, out_type=out, grid=(1,)).lower(x, target="cuda:sm_90").kernel
+    (y,) = interpret(kernel, [x])
+    assert (y == x.astype(np.float32) * 3).all()
+    ptx = compile_block_kernel(kernel, card("sm_90"), texts=("ptx",)).texts["ptx"]
+    assert len(re.findall(r"and\.b32 [^;]*0xffff0000;", ptx)) == x.size // 128 // 2
