@@ -30,7 +30,7 @@ from jtile.ops.hopper_shares import (
 )
 
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
-RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values
+_RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values
 # Keys of a copy where rows are short: eight layers of Llama-3.1-8B with 64 rows of 512 to 544 keys take 1680 us a step
 # so, 1695 in pieces of 64, and 1743 in whole units of 128.
 _PIECE = 32
@@ -244,12 +244,12 @@ def _products(w: Work, o, o_part, lse_part, *, scale: float, softcap: float | No
             o_part.tiles(None, ROWS, d)[at, 0, 0] = acc
             lse_part.tiles(None, ROWS)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
             if last:
-                meet(w, r, *parts_of(start, n, size), o, o_part, lse_part)
+                _meet(w, r, *parts_of(start, n, size), o, o_part, lse_part)
         r, start, turn = r + 1, start + n, turn + 1
 
 
 @jt.function
-def meet(w: Work, r, first, last, o, o_part, lse_part):
+def _meet(w: Work, r, first, last, o, o_part, lse_part):
     """The last to come of the programs that have keys of a row puts together what they gave."""
     _, queries, d = o.shape
     if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
@@ -271,7 +271,7 @@ def hopper_decode(
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
-    slots = RING // (units.size * d * dtype.itemsize)
+    slots = _RING // (units.size * d * dtype.itemsize)
     Q = jt.alloc((ROWS, d), dtype)
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = jt.barrier(1), jt.barrier(1)

@@ -79,20 +79,19 @@ class _Work:
         page = self.table[b, jax.lax.div(block, of_page)]
         return jnp.clip(page, 0, self.keys.shape[0] - 1), jax.lax.rem(block, of_page)
 
-
-def turned(w, b, first, count: int, norm):
-    """`QUERIES` heads of row b from `first` on, of which there are `count`, normalised and turned: halves. w: the work
-    of a program, with `qkv`, `cos`, `sin` and `eps`."""
-    half = w.qkv.shape[2] // 2
-    there = jnp.broadcast_to(jt.arange(QUERIES)[:, None] < count, (QUERIES, half))
-    low, high = (
-        jt.load(w.qkv, (b, jt.ds(first, QUERIES), jt.ds(i, half)), mask=there).astype(jnp.float32) for i in (0, half)
-    )
-    if norm is not None:
-        unit = jax.lax.rsqrt(((low * low).sum(1) + (high * high).sum(1)) * (0.5 / half) + w.eps)[:, None]
-        low, high = low * unit * norm[:half][None], high * unit * norm[half:][None]
-    c, s = w.cos[b, :][None], w.sin[b, :][None]
-    return low * c - high * s, high * c + low * s
+    def turned(self, b, first, count: int, norm):
+        """`QUERIES` heads of row b from `first` on, of which there are `count`, normalised and turned: halves."""
+        half = self.qkv.shape[2] // 2
+        there = jnp.broadcast_to(jt.arange(QUERIES)[:, None] < count, (QUERIES, half))
+        low, high = (
+            jt.load(self.qkv, (b, jt.ds(first, QUERIES), jt.ds(i, half)), mask=there).astype(jnp.float32)
+            for i in (0, half)
+        )
+        if norm is not None:
+            unit = jax.lax.rsqrt(((low * low).sum(1) + (high * high).sum(1)) * (0.5 / half) + self.eps)[:, None]
+            low, high = low * unit * norm[:half][None], high * unit * norm[half:][None]
+        c, s = self.cos[b, :][None], self.sin[b, :][None]
+        return low * c - high * s, high * c + low * s
 
 
 @jt.function
@@ -138,8 +137,8 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
         whole, there = (lo == start) & (hi == start + n), (length >= 0) & (length < w.units.slots)
         mine = (hi == start + n) & there
-        q = [x.astype(dtype) for x in turned(w, b, head * group, group, norms[0])]
-        k = [x.astype(dtype) for x in turned(w, b, w.heads + head, 1, norms[1])]
+        q = [x.astype(dtype) for x in w.turned(b, head * group, group, norms[0])]
+        k = [x.astype(dtype) for x in w.turned(b, w.heads + head, 1, norms[1])]
         w.Q.store(jnp.concatenate(q, axis=1))
         # The new token's key is in the first row of its tile; the other rows are zero.
         own = sum((x.astype(jnp.float32) * y.astype(jnp.float32).sum(0)[None]).sum(1) for x, y in zip(q, k))
@@ -168,7 +167,7 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
             jt.role_barrier()
             c = c + 1
         if mine:
-            append(w, b, head, length, k, v, new_keys, new_values)
+            _append(w, b, head, length, k, v, new_keys, new_values)
         acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[None]
         if whole:
             o.tiles(None, QUERIES, d)[r, 0, 0] = acc.T.astype(o.dtype)
@@ -181,9 +180,8 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
 
 
 @jt.function
-def append(w, b, head, length, k, v, new_keys, new_values):
-    """Writes the new token's key and value to its slot, the one at `length`. w: the work of a program, with `qkv`,
-    `keys` and `table`."""
+def _append(w: _Work, b, head, length, k, v, new_keys, new_values):
+    """Writes the new token's key and value to its slot."""
     half, slots = w.qkv.shape[2] // 2, jnp.int32(w.keys.shape[1])
     row, at, there = b, length, length < slots
     if w.table is not None:
@@ -241,29 +239,23 @@ def hopper_step(
 
 def misfit(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, scale: float, **_) -> str | None:
     """Why `step` cannot run this call, None where it can."""
-    most = _most(lengths.shape[0], keys, table)
-    return unfit(qkv, lengths, keys, values, table, heads, scale) or first_unmet(
-        (gpu_tiles.overlaps(), "kernels do not overlap"),
-        (most > 0, "there are no rows, or no slots"),
-        (most <= _MOST, f"a program has up to {most} units of keys, more than {_MOST}"),
-    )
-
-
-def unfit(qkv, lengths, keys, values, table, heads: int, scale: float) -> str | None:
-    """Why no kernel appends a token of these operands and attends; None where one can."""
     arrays = (qkv, keys) if table is None else (qkv, keys, table)
     if not all(isinstance(n, int) for x in arrays for n in x.shape):
         return "sizes are not known"
     (rows, _, d), (_, page, kvs, _) = qkv.shape, keys.shape
+    most = _most(lengths.shape[0], keys, table)
     return first_unmet(
+        (gpu_tiles.overlaps(), "kernels do not overlap"),
         (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
         (rows == lengths.shape[0], "rows have several new tokens"),
+        (most > 0, "there are no rows, or no slots"),
         (qkv.dtype in (jnp.bfloat16, jnp.float16), f"the projection is {qkv.dtype.name}, not 16-bit floats"),
         (qkv.dtype == keys.dtype == values.dtype, f"the cache is {keys.dtype.name}, the projection {qkv.dtype.name}"),
         (scale > 0, f"the scale is {scale}"),
         (d in (64, 128), f"heads have {d} features, not 64 or 128"),
         (heads // kvs <= QUERIES, f"{heads // kvs} queries share a head of keys, more than {QUERIES}"),
         (table is None or page % UNIT == 0, f"pages have {page} slots, not a multiple of {UNIT}"),
+        (most <= _MOST, f"a program has up to {most} units of keys, more than {_MOST}"),
     )
 
 

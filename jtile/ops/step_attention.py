@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import hopper_append, hopper_step
+from jtile.ops import hopper_step
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
 from jtile.ops.cache_appends import heads_of, rope_append, rotated
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
@@ -111,9 +111,9 @@ def _apart(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, ep
 
 
 @functools.lru_cache(maxsize=128)
-def _mapped(step, **options):
-    """A `step` whose place takes `_apart` under vmap: counters and caches in place are those of one call."""
-    run = jax.custom_batching.custom_vmap(functools.partial(step, **options))
+def _mapped(**options):
+    """`hopper_step.step`, whose place takes `_apart` under vmap: counters and caches in place are those of one call."""
+    run = jax.custom_batching.custom_vmap(functools.partial(hopper_step.step, **options))
 
     @run.def_vmap
     def _(size: int, batched, *operands):
@@ -125,24 +125,12 @@ def _mapped(step, **options):
 
 
 def _in_one(*operands, **options):
-    return _mapped(hopper_step.step, **options)(*operands)
-
-
-def _beside_keys(*operands, **options):
-    return _mapped(hopper_append.step, **options)(*operands)
-
-
-MANY_KEYS = False  # whether steps over many keys append in the kernel that attends: no GPU has measured it
-
-
-def _not_beside_keys(*operands, **options) -> str | None:
-    return hopper_append.misfit(*operands, **options) if MANY_KEYS else "it was not measured"
+    return _mapped(**options)(*operands)
 
 
 # From qkv [batch, heads + 2 kv heads, d] and a cache: the mixed values of its queries, and the longer cache.
 _step = Op(
     "step_attention",
     Implementation("one kernel beside the products", _in_one, hopper_step.misfit, BLOCK_LEVEL, portable=False),
-    Implementation("one kernel over many keys", _beside_keys, _not_beside_keys, BLOCK_LEVEL, portable=False),
     Implementation("append, then attend", _apart),
 )

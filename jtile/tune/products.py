@@ -50,17 +50,26 @@ def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: boo
 
 
 def long_sums_of_few_rows(m: int, n: int, k: int, processors: int) -> dict[str, int] | None:
-    """`bm`, `bn`, `bk` of up to 16 rows of 16-bit floats times a matrix [n, k] of long lines, where the GPU is sm_90;
+    """`bm`, `bn`, `bk` of up to 32 rows of 16-bit floats times a matrix [n, k] of long lines, where the GPU is sm_90;
     None where others are as quick.
 
     As few steps as shared memory has room for, since each waits for memory: of [16, 8192] times [2048, 8192] a product
-    took 11.5 us so, and 16.2 with half of the terms in a step; of one row 9.5 us.
+    took 11.5 us so, and 16.2 with half of the terms in a step; of one row 9.5 us. In steps of models, 16 rows times
+    [4096, 14336] took 30.0 instead of 32.2 us, times [4096, 4096] 10.9 instead of 11.7; 32 rows times [2048, 4096] 8.9
+    instead of 12.3, times [5120, 2048] 8.8 instead of 9.2. Where so much memory leaves a second round of blocks,
+    shorter steps are quicker: 16 rows times [6144, 4096] took 15.1 us, and 17.4 with twice the terms.
     """
-    if k < LONG:
-        return None
     if m == 1:
-        return {"bm": 1, "bn": 8, "bk": 1024}
-    return {"bm": 16, "bn": 16, "bk": 512} if m <= 16 and cdiv(n, 16) <= processors else None
+        return {"bm": 1, "bn": 8, "bk": 1024} if k >= LONG else None
+    if m > 32:
+        return None
+    if m <= 16 and k >= LONG and cdiv(n, 16) <= processors:
+        return {"bm": 16, "bn": 16, "bk": 512}
+    found = _few_rows(m, n, k, 2, 1, True, processors)
+    bn, at_once = found["bn"], cdiv(n, found["bn"]) <= processors
+    if m <= 16:
+        return found | {"bk": 512} if bn == 32 and at_once and k >= LONG // 2 else None
+    return found | {"bk": 256} if k >= LONG // 4 and (bn == 32 or (bn == 16 and at_once)) else None
 
 
 def warps(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str, int]:
@@ -86,7 +95,9 @@ def stages_of_few_rows(bm: int, bn: int, bk: int, itemsize: int) -> tuple[dict[s
         return {}, {}
     if (bm, bn, bk, itemsize) == (16, 16, 512, 2):
         return {"stages": 4}, {"num_warps": 2}
-    stages = {"stages": 4} if bn * bk * itemsize <= 16384 else {}
+    if (bm, bn, bk, itemsize) == (32, 16, 256, 2):
+        return {"stages": 6}, {}
+    stages = {"stages": 4} if bn * bk * itemsize <= 16384 or (bm, bn, bk, itemsize) == (16, 32, 512, 2) else {}
     return stages, {"num_warps": 2} if bm <= 32 and 64 <= bn <= 128 and itemsize <= 2 else {}
 
 

@@ -270,7 +270,22 @@ def test_the_tuner_has_the_large_tiles_of_whole_sums_in_bytes():
     assert largest(jnp.float8_e4m3fn) == 128 * 128
 
 
+def test_few_rows_take_long_steps_where_all_blocks_run_at_once():
+    """As measured in steps of Llama-3.1-8B with 16 rows and of Qwen3-30B-A3B with 32."""
+    of = lambda m, n, k: tuple(gpu_tiles.product(m, n, k, 2, transposed=True)[side] for side in ("bm", "bn", "bk"))
+    with jt.config(arch="sm_90"):
+        assert (of(16, 4096, 4096), of(16, 4096, 14336), of(16, 6144, 4096)) == (
+            (16, 32, 512), (16, 32, 512), (16, 32, 256),
+        )  # fmt: skip
+        assert (of(32, 2048, 4096), of(32, 5120, 2048), of(32, 5120, 1024)) == (
+            (32, 16, 256), (32, 32, 256), (32, 32, 128),
+        )  # fmt: skip
+        assert gpu_tiles.few_rows(32, 16, 256, 2).tiles == {"stages": 6}
+    with jt.config(arch="sm_80"):
+        assert of(16, 4096, 14336) == (16, 32, 256)
+
+
 def test_few_rows_leave_some_blocks_idle_for_wider_tiles():
     """40x12288x3072 took 21.5 us in 96 tiles of 128 columns and 26.3 in 192 of 64; 16 rows gain nothing by it."""
     assert gpu_tiles.product(40, 12288, 3072, 2, transposed=True)["bn"] == 128
-    assert gpu_tiles.product(16, 6144, 4096, 2, transposed=True)["bn"] == 32
+    assert gpu_tiles.product(16, 6144, 4096, 2, transposed=True) == {"bm": 16, "bn": 32, "bk": 256}

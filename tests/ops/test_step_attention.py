@@ -11,7 +11,7 @@ from sass import spills_of_products
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_append, hopper_step
+from jtile.ops import gpu_tiles, hopper_step
 from jtile.ops.hopper_shares import Units
 from jtile.ops.step_attention import step_attention, step_attention_reference
 from jtile.testing import relative_error
@@ -58,17 +58,14 @@ def check(found, want):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("module", [hopper_step, hopper_append])
-def test_in_the_interpreter(module, name, monkeypatch):
-    """Few keys beside products, and many keys."""
+def test_in_the_interpreter(name, monkeypatch):
     sizes, programs, norms, page = CASES[name]
     args, options = arguments(*sizes, norms, page)
     monkeypatch.setattr(gpu_tiles, "processors", lambda: programs)
-    own = module.__name__.split(".")[-1]
-    kernel = functools.partial(getattr(module, own).interpret, seed=len(name))
-    monkeypatch.setattr(module, own, kernel)
+    kernel = functools.partial(hopper_step.hopper_step.interpret, seed=len(name))
+    monkeypatch.setattr(hopper_step, "hopper_step", kernel)
     table, of = options.pop("pages"), options.pop("norms")
-    found = module.step(*args, of or (), table, **options)
+    found = hopper_step.step(*args, of or (), table, **options)
     check(found, reference(args, {**options, "pages": table, "norms": of}))
 
 
