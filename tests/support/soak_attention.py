@@ -15,6 +15,7 @@ from jtile import ops
 from jtile.ops import flash_attention
 from jtile.ops.latent_attention import mla_decode_reference
 from jtile.ops.latent_prefill import mla_attention_reference
+from jtile.ops.mixed_attention import mixed_attention, mixed_attention_reference
 from jtile.ops.split_attention import decode_attention_reference
 
 WEIGHTS = {"bfloat16": 5e-3, "float16": 1e-3}  # weights of values are rounded too
@@ -197,6 +198,44 @@ def decode(draw: Draw) -> Case:
     small = page is not None and page % 64
     names = ("hopper_decode", "decode_splits") if small else ("hopper_decode",)
     return Case(run, reference, of, what, WEIGHTS[dtype], names, None if small else "block")
+
+
+def mixed(draw: Draw) -> Case:
+    """Tokens that stand alone and tiles of prompts behind them, over caches in pages."""
+    dtype, d, kv = draw.of("bfloat16", "float16"), draw.of(128, 128, 64), draw.of(2, 1, 4, 8)
+    group, page, alone = draw.of(4, 2, 8, 16), draw.of(64, 64, 128), draw.of(1, 2, 5)
+    t = 128 // group
+    rows = alone + draw.of(1, 2, 7)
+    slots = draw.size(128, (1 << 22) // (rows * kv * 64), page)
+    lengths, table = _used(draw, rows, slots, 1), _pages(draw, rows, slots, page)
+    counts = np.minimum(draw.rng.integers(1, t + 1, rows), np.maximum(lengths, 1))  # tokens of each tile
+    each = np.zeros(alone + -alone % t + (rows - alone) * t, np.int32)
+    each[:alone] = lengths[:alone]
+    of = np.concatenate([np.arange(alone), np.zeros(-alone % t, np.int64), np.repeat(np.arange(alone, rows), t)])
+    for i, row in enumerate(range(alone, rows)):
+        end = alone + -alone % t + (i + 1) * t
+        each[end - counts[row] : end] = lengths[row] - np.arange(counts[row])[::-1]
+    tiles = alone + -alone % t, t
+
+    def arrays():
+        k, v = (draw.numbers(rows, slots, kv, d, dtype=dtype) for _ in range(2))
+        behind = (np.arange(slots)[None, :] >= lengths[:, None])[:, :, None, None]
+        k, v = (_in_pages(jnp.where(behind, jnp.asarray(jnp.nan, x.dtype), x), table) for x in (k, v))
+        q = draw.numbers(len(each), kv * group, d, dtype=dtype)
+        return q, k, v, jnp.asarray(each), jnp.asarray(table[of])
+
+    real = jnp.asarray(np.maximum(each, 0) > 0)[:, None, None]  # padding of tiles gets anything
+
+    def run(q, k, v, lengths, pages):
+        return jnp.where(real, mixed_attention(q, k, v, lengths, pages, tiles=tiles, splits=1), 0)
+
+    def reference(q, k, v, lengths, pages):
+        k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+        return jnp.where(real, mixed_attention_reference(q, k, v, lengths, pages, tiles=tiles), 0)
+
+    what = text("mixed", dtype=dtype, kv=kv, group=group, d=d, slots=slots, page=page, lengths=lengths.tolist(),
+                counts=counts.tolist(), alone=alone)  # fmt: skip
+    return Case(run, reference, arrays, what, WEIGHTS[dtype], ("hopper_decode", "hopper_chunks"))
 
 
 def latent_decode(draw: Draw) -> Case:
