@@ -21,7 +21,8 @@ def matrix_of(step: Step) -> Value | None:
     """The matrix of a product in which the other operand is a vector, or several with batch axes; None for others."""
     if step.name != "dot_general" or not all(isinstance(x, Value) and 0 not in x.shape for x in step.ins):
         return None
-    if any(str(v.dtype) not in DTYPES for v in (*step.ins, *step.outs)) or len({v.dtype for v in step.ins}) > 1:
+    dtypes = {str(v.dtype) for v in (*step.ins, *step.outs)}
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
         return None
     x, y = step.ins
     return {(True, False): y, (False, True): x}.get((_free(step, 0) == 1, _free(step, 1) == 1))  # type: ignore[return-value]

@@ -59,7 +59,7 @@ def index_scores(
     """For each of the newest tokens the scores of the keys up to its own: `sum_h weights_h max(q_h . key, 0)`.
 
     The scores of the heads are added up in registers; what is written is one number a query and key. Differentiable in
-    q, keys without scales, and weights; backwards with the scores of all heads.
+    q, weights, scales, and keys that have none; backwards with the scores of all heads.
 
     Args:
       q: float array [batch, t, heads, d], the last t tokens of each row.
@@ -77,7 +77,8 @@ def index_scores(
     _check(q, keys, weights, lengths, pages, scales)
     slots = slots_of(keys, pages)
     if q.size == 0 or keys.size == 0 or slots == 0:
-        return jnp.full((*q.shape[:2], slots), -jnp.inf if q.shape[2] == 0 else 0, sums_in(q))
+        seen = _seen(lengths, q.shape[1], slots)
+        return jnp.where(seen, jnp.zeros(seen.shape, sums_in(q)), -jnp.inf)
     table = None if pages is None else pages.astype(jnp.int32)
     return _scores(q, keys, weights, lengths.astype(jnp.int32), table, scales)
 
@@ -132,8 +133,10 @@ def _scores_jvp(primals, tangents):
     """The derivative of the form that has the scores of all heads in memory."""
     q, keys, weights, lengths, table, scales = primals
     if scales is not None:
-        run = lambda q, weights: index_scores_reference(q, keys, weights, lengths, pages=table, scales=scales)
-        return jax.jvp(run, (q, weights), (tangents[0], tangents[2]))
+        scaled = lambda q, weights, scales: index_scores_reference(
+            q, keys, weights, lengths, pages=table, scales=scales
+        )
+        return jax.jvp(scaled, (q, weights, scales), (tangents[0], tangents[2], tangents[5]))
     run = lambda q, keys, weights: index_scores_reference(q, keys, weights, lengths, pages=table)
     return jax.jvp(run, (q, keys, weights), tangents[:3])
 
@@ -145,10 +148,15 @@ def index_scores_reference(q, keys, weights, lengths, *, pages=None, scales=None
         keys = keys.astype(jnp.float32) * scales[..., None]
     keys = in_one_piece(jnp.asarray(keys, wide), pages)
     t, slots = q.shape[1], keys.shape[1]
-    lengths = jnp.clip(lengths, 0, slots).astype(jnp.int32)[:, None, None]
-    column = jnp.arange(slots, dtype=jnp.int32)[None, None, :]
-    seen = column <= lengths - t + jnp.arange(t, dtype=jnp.int32)[None, :, None]
-    keys = jnp.where((column < lengths).reshape(-1, slots, 1), keys, 0)
+    used = jnp.arange(slots, dtype=jnp.int32)[None, :] < jnp.asarray(lengths, jnp.int32)[:, None]
+    keys = jnp.where(used[..., None], keys, 0)
     s = jnp.einsum("bthd,bsd->bths", q.astype(wide), keys, precision="highest")
     y = jnp.einsum("bths,bth->bts", jnp.maximum(s, 0), weights.astype(wide), precision="highest")
-    return jnp.where(seen, y, -jnp.inf)
+    return jnp.where(_seen(lengths, t, slots), y, -jnp.inf)
+
+
+def _seen(lengths, t: int, slots: int):
+    """Whether each of the newest t tokens of a row sees a slot: bool [batch, t, slots]."""
+    last = jnp.clip(jnp.asarray(lengths), 0, slots).astype(jnp.int32)[:, None, None] - t
+    tokens, columns = (jnp.arange(n, dtype=jnp.int32) for n in (t, slots))
+    return columns[None, None, :] <= last + tokens[None, :, None]

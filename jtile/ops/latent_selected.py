@@ -183,7 +183,7 @@ def mla_selected_reference(q, cache, places, counts, *, rank=512, pages=None, sc
     batch, t, n = places.shape
     listed = jnp.arange(n, dtype=jnp.int32)[None, None, :] < counts[..., None]
     at = jnp.where(listed, places, 0).reshape(batch, t * n, 1)
-    entries = jnp.take_along_axis(cache, at, axis=1).reshape(batch, t, n, -1)
+    entries = jnp.take_along_axis(cache, at, axis=1).reshape(batch, t, n, cache.shape[2])
     entries = jnp.where(listed[..., None], entries, jnp.zeros((), dtype)).astype(wide)
     s = jnp.einsum("bthd,btnd->bthn", q.astype(wide), entries, precision="highest")
     s = jnp.where(listed[:, :, None], s * (q.shape[3] ** -0.5 if scale is None else scale), -jnp.inf)

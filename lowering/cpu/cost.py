@@ -17,6 +17,7 @@ ELEMENTS_PER_NS = 8.0  # one elementwise instruction, vectorised
 FLOPS_PER_NS = 200.0
 BYTES_PER_NS = 16.0
 DEFAULT_TRIPS = 8
+COMPUTED = (ir.Full, ir.Map, ir.Cast, ir.Select)  # ops of which scalars are followed
 
 
 def program_cost_ns(kernel: ir.Kernel) -> int:
@@ -75,20 +76,29 @@ class _Program:
         return len(rounds)
 
     def number(self, v: ir.Value) -> np.ndarray | None:
-        """The integer that a scalar is in this program; None where memory decides it."""
-        if v not in self.known:
-            self.known[v] = None if v.op is None or v.type.rank else self._number(v.op)
+        """The number that a scalar is in this program; None where memory decides it."""
+        waiting = [v]
+        while waiting:  # a recursion would be as deep as the longest chain of scalars
+            first = waiting[-1]
+            there = first in self.known or first.type.rank or not isinstance(first.op, COMPUTED)
+            unknown = [] if there else [x for x in first.op.operands() if x not in self.known]
+            if not unknown:
+                self.known.setdefault(first, self._number(first))
+                waiting.pop()
+            waiting += unknown
         return self.known[v]
 
-    def _number(self, op: ir.Op) -> np.ndarray | None:
+    def _number(self, v: ir.Value) -> np.ndarray | None:
+        """`number` of a scalar whose op has operands with known numbers."""
+        op = v.op
         if isinstance(op, ir.ProgramId | ir.NumPrograms):
             side = self.grid[op.axis] if op.axis < len(self.grid) else 1
             if not isinstance(side, int):
                 return None
             return np.asarray(side if isinstance(op, ir.NumPrograms) else side // 2, np.int32)
-        if not isinstance(op, ir.Full | ir.Map | ir.Cast | ir.Select):
+        if v.type.rank or not isinstance(op, COMPUTED):
             return None
-        values = [self.number(v) for v in op.operands()]
+        values = [self.known[x] for x in op.operands()]
         return None if any(x is None for x in values) else np.asarray(op.reference(*values))
 
 

@@ -93,6 +93,9 @@ def test_what_stays_a_product():
     }.values():
         plan = jt.fuse(f).explain(*args).plan
         assert products(plan) == 1
+    with jax.enable_x64(True):
+        wider = lambda a, x: jnp.matmul(jnp.exp(a), x, preferred_element_type=jnp.float64)
+        assert products(jt.fuse(wider).explain(a, x).plan) == 1
     assert products(jt.fuse(near).planned((x, x, x), {}, everything=True)[0]) == 1  # as `jt.tile` asks for it
 
 

@@ -75,8 +75,8 @@ def test_gradients_and_vmap():
     each = lambda op: evaluated(jax.vmap(lambda q: seen(op)(q, keys, weights, lengths)))(np.stack([q, -q]))
     np.testing.assert_allclose(each(ops.index_scores), each(index_scores_reference), rtol=1e-5, atol=1e-5)
     bits, scales = jnp.asarray(keys * 40).astype(jnp.int8), jnp.full((2, 12), 1 / 40)
-    scaled = lambda op: lambda q, w, n: seen(op)(q, bits, w, n, scales=scales)
-    gradients_agree(scaled(ops.index_scores), scaled(index_scores_reference), q, weights, lengths, of=2)
+    scaled = lambda op: lambda q, w, scales, n: seen(op)(q, bits, w, n, scales=scales)
+    gradients_agree(scaled(ops.index_scores), scaled(index_scores_reference), q, weights, scales, lengths, of=3)
 
 
 def test_the_published_sizes_compile_for_hopper():
@@ -101,3 +101,6 @@ def test_errors_and_nothing_to_score():
         with pytest.raises(error, match=problem):
             ops.index_scores(*args, **options)
     assert ops.index_scores(q, keys[:, :0], weights, lengths).shape == (1, 2, 0)
+    want = np.where(np.arange(12) <= np.array([[6], [7]]), 0, -np.inf)[None]
+    for cut in ((q[..., :0], keys[..., :0], weights), (q[:, :, :0], keys, weights[..., :0])):
+        np.testing.assert_array_equal(ops.index_scores(*cut, np.array([8], np.int32)), want)

@@ -224,3 +224,18 @@ def test_the_cost_of_loops_that_the_place_of_a_program_bounds():
     assert cost("%lo", "%lo") < 10
     assert cost("%lo", "%end") == pytest.approx(128 * 64 * 1.3, rel=0.1)
     assert cost("%z", "%read") < 8 * 8 * 2
+
+
+def test_the_cost_of_a_loop_behind_a_long_chain_of_scalars():
+    """The number of rounds is found without a recursion, which Python would end."""
+    chain = "\n".join(f"%n{k + 1} = add %n{k}, %p : i32" for k in range(2000))
+    text = f"""
+    kernel @chained(%o: ref<8192xf32, out>) grid(1) {{
+      %z = full 0 : i32    %one = full 1 : i32    %p = num_programs 0 : i32    %n0 = full 0 : i32
+      {chain}
+      for %k in %z..%n2000 step %one {{
+        %x = full 1.0 : f32
+        store %o[%k], %x
+      }}
+    }}"""
+    assert program_cost_ns(ir.parse_kernel(text)) > 2000
