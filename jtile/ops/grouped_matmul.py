@@ -288,7 +288,10 @@ def _check_gates(activation: str | None, n: int) -> None:
     if activation is not None:
         check_activation("grouped_matmul", activation)
         if n % 2:
-            raise KernelValueError(f"grouped_matmul: {n} columns are no gates and as many that they gate")
+            raise KernelValueError(
+                f"grouped_matmul: with an activation half of the columns of w are gates of the others, got {n}; "
+                "expected an even number"
+            )
 
 
 def grouped_matmul_reference(

@@ -24,7 +24,7 @@ from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 
-ROWS = 64  # rows of W that an instruction of the tensor cores multiplies
+ROWS = 64  # rows of W in a tile
 MOST = 8  # rows of x, at most: of 16, tiles took 4769 us for a step of Llama-3.1-8B and this kernel 4895
 _SLOT = 32 << 10  # bytes of W in a round
 _SLOTS, _X_SLOTS = 6, 3  # rounds of W on their way at most, and of x at least
@@ -84,7 +84,7 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      rings: for each weight a ring of the rows of a tile. x: the ring of x.
+      rings: for each weight a ring of 64 rows of it. x: the ring of x.
       full, empty: a round of W has come; has been read. x_full, x_empty: a round of x has come; has been read.
     """
 
@@ -95,11 +95,6 @@ class _Memory:
     x_full: jt.Barrier
     x_empty: jt.Barrier
 
-    @property
-    def rows(self) -> int:
-        """Rows of W in a tile, or of each of two."""
-        return self.rings[0].shape[0]
-
 
 def _place(program, begins):
     """Where a program leaves the sums of a tile that it shares; `begins`: the tile begins in it."""
@@ -108,8 +103,8 @@ def _place(program, begins):
 
 @jt.function
 def _sums(mem: _Memory, first, count):
-    """The sums [rows, columns] of each weight, over `count` rounds."""
-    sums = tuple(jt.zeros((mem.rows, mem.x.shape[0]), jnp.float32) for _ in mem.rings)
+    """The sums [64, columns] of each weight, over `count` rounds."""
+    sums = tuple(jt.zeros((ROWS, mem.x.shape[0]), jnp.float32) for _ in mem.rings)
     for k in jt.range(first, first + count):
         mem.full.at(k).wait()
         mem.x_full.at(k).wait()
@@ -142,7 +137,7 @@ def _together(parts, share: _Share, tile, like):
 @jt.function
 def _consume(mem: _Memory, share: _Share, bias, y, parts, activation):
     """The role that multiplies: all tiles of the program."""
-    done = jt.counters("tiles", jt.cdiv(y.shape[1], mem.rows))
+    done = jt.counters("tiles", jt.cdiv(y.shape[1], ROWS))
     k = jnp.int32(0)
     while k < share.count:
         u = share.at(k)
@@ -161,13 +156,13 @@ def _consume(mem: _Memory, share: _Share, bias, y, parts, activation):
 
 
 def _write(sums, bias, y, place, activation) -> None:
-    """Write y for a tile of rows of W from the sums of each weight."""
+    """Write y for 64 rows of W from the sums of each weight."""
     one, *other = sums
     if bias is not None:
-        one = one + bias.tiles(None, one.shape[0])[0, place].astype(jnp.float32)[:, None]
+        one = one + bias.tiles(None, ROWS)[0, place].astype(jnp.float32)[:, None]
     out = ACTIVATIONS[activation](one)
     out = out * other[0] if other else out
-    y.tiles(*one.shape[::-1])[0, place] = out.T.astype(y.dtype)
+    y.tiles(one.shape[1], ROWS)[0, place] = out.T.astype(y.dtype)
 
 
 @jt.function
@@ -180,7 +175,7 @@ def _produce(mem: _Memory, share: _Share, weights):
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(sum(ring.nbytes for ring in mem.rings))
         for w, ring in zip(weights, mem.rings):
-            jt.async_copy(w.tiles(mem.rows, depth).at[tile, r], ring.at(k), mem.full.at(k))
+            jt.async_copy(w.tiles(ROWS, depth).at[tile, r], ring.at(k), mem.full.at(k))
 
 
 @jt.function
@@ -193,33 +188,33 @@ def _feed(mem: _Memory, share: _Share, x):
         jt.async_copy(x.tiles(*mem.x.shape).at[0, r], mem.x.at(k), mem.x_full.at(k))
 
 
-def _types(x, weights, *_, rows: int, columns: int, parts: int, out_dtype: str, **__):
+def _types(x, weights, *_, columns: int, parts: int, out_dtype: str, **__):
     y = jax.ShapeDtypeStruct((x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
-    return y, jax.ShapeDtypeStruct((2 * parts, len(weights), rows, columns), jnp.float32)
+    return y, jax.ShapeDtypeStruct((2 * parts, len(weights), ROWS, columns), jnp.float32)
 
 
 @jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)
 def hopper_rows(
     x, weights: tuple, bias, y, sums,
-    *, rows: int, columns: int, depth: int, slots: int, x_slots: int, parts: int, activation, out_dtype: str,
-    registers: int = _REGISTERS, early: bool = False,
+    *, columns: int, depth: int, slots: int, x_slots: int, parts: int, activation, out_dtype: str,
+    early: bool = False,
 ):  # fmt: skip
     """y [m, out] of x [m, in], weights [out, in], one or two (y = act(x Gᵀ) * (x Uᵀ)), and bias [1, out] or None; sums:
     what programs share.
 
-    A tile has `rows` of W, or of each of two, and a round `depth` terms of it; `parts` programs."""
+    A tile has 64 rows of W, or of each of two, and a round `depth` terms of it; `parts` programs."""
     # Yᵀ = W Xᵀ, a sum over rounds of `depth` terms
     ring = lambda shape, n: jt.alloc(shape, x.dtype, slots=n)
     mem = _Memory(
-        rings=[ring((rows, depth), slots) for _ in weights],
+        rings=[ring((ROWS, depth), slots) for _ in weights],
         x=ring((columns, depth), x_slots),
         full=jt.barrier(slots),
         empty=jt.barrier(slots),
         x_full=jt.barrier(x_slots),
         x_empty=jt.barrier(x_slots),
     )
-    share = _share(jt.cdiv(x.shape[1], depth), jt.cdiv(y.shape[1], rows), parts)
-    with jt.role("consumer", warps=4, registers=registers):
+    share = _share(jt.cdiv(x.shape[1], depth), jt.cdiv(y.shape[1], ROWS), parts)
+    with jt.role("consumer", warps=4, registers=_REGISTERS):
         _consume(mem, share, bias, y, sums, activation)
     with jt.role("producer", warps=1, registers=24, early=early):
         _produce(mem, share, weights)
@@ -227,17 +222,14 @@ def hopper_rows(
         _feed(mem, share, x)
 
 
-def choice(m: int, weights: int, itemsize: int = 2, rows: int = ROWS, slot: int = _SLOT) -> dict[str, int]:
-    """Meta-parameters for m rows of x and so many weights, with tiles of `rows` of W or of each of two."""
+def choice(m: int, weights: int, itemsize: int = 2) -> dict[str, int]:
+    """Meta-parameters for m rows of x and so many weights."""
     columns = max(jt.next_power_of_2(m), 8)
-    depth = slot // (itemsize * rows * weights)
+    depth = _SLOT // (itemsize * ROWS * weights)
     of_x = columns * depth * itemsize
-    slots = min(_SLOTS * _SLOT // slot, (_RINGS - _X_SLOTS * of_x) // slot)
-    x_slots = min((_RINGS - slots * slot) // of_x, slots)
-    sums = rows * weights * columns // 128
-    return dict(rows=rows, columns=columns, depth=depth, slots=slots, x_slots=x_slots) | (
-        dict(registers=232) if sums > 64 else {}
-    )
+    slots = min(_SLOTS, (_RINGS - _X_SLOTS * of_x) // _SLOT)
+    x_slots = min((_RINGS - slots * _SLOT) // of_x, slots)
+    return dict(columns=columns, depth=depth, slots=slots, x_slots=x_slots)
 
 
 def misfit(x, weights: tuple) -> str | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
-from jtile.ops._shapes import check_rank
+from jtile.ops._shapes import check_int, check_rank, check_shape
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.hopper_shares import by_the_last
 from jtile.ops.split_attention import decode_attention, decode_attention_reference
@@ -53,6 +53,10 @@ def mixed_attention(
             f"mixed_attention: {len(q)} tokens are not {n} and whole tiles of {t}; tiles is (tokens in front, tokens "
             "of a tile)"
         )
+    check_int("mixed_attention", lengths=lengths, pages=pages)
+    check_shape("mixed_attention", "lengths", lengths, q.shape[:1])
+    check_rank("mixed_attention", "pages", pages, 2, "[tokens, pages of a row]")
+    check_shape("mixed_attention", "pages", pages, (q.shape[0], pages.shape[1]))
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     options = {"tiles": (n, t), "scale": scale, "softcap": softcap, "window": window, "splits": splits}
     scales = () if scales is None else tuple(scales)

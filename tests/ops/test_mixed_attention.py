@@ -11,7 +11,7 @@ from library import normal
 from sass import spills_of_products
 
 import jtile as jt
-from jtile.errors import KernelValueError
+from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
 from jtile.ops.hopper_shares import Units
 from jtile.ops.mixed_attention import _op, mixed_attention, mixed_attention_reference, of_batch
@@ -87,6 +87,11 @@ def test_what_it_chooses():
     assert relative_error(got, reference(*args, 32)) < 4e-3
     with pytest.raises(KernelValueError, match=r"64 tokens are not 20 and whole tiles of 32"):
         mixed_attention(*args, tiles=(20, 32))
+    q, k, v, lengths, table = args
+    with pytest.raises(KernelValueError, match=r"mixed_attention: lengths has shape \(63,\), expected \(64,\)"):
+        mixed_attention(q, k, v, lengths[:63], table, tiles=(32, 32))
+    with pytest.raises(KernelTypeError, match="mixed_attention: lengths is an integer array"):
+        mixed_attention(q, k, v, lengths.astype(np.float32), table, tiles=(32, 32))
 
 
 @pytest.mark.gpu
