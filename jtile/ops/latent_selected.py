@@ -151,9 +151,9 @@ def _check(q, cache, places, counts, pages, scales, rank: int, splits: int | Non
 @functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
 def _selected(q, cache, places, counts, table, scales, rank: int, scale: float, splits: int | None):
     (batch, t, heads, _), n = q.shape, places.shape[2]
-    sides = tiles_of(known(heads), n, rank, q.dtype.itemsize, paged=False)
+    sides = tiles_of(known(heads), known(n), rank, q.dtype.itemsize, paged=False)
     if splits is None:
-        splits = splits_of(batch * t * jt.cdiv(heads, sides["bm"]), n)
+        splits = splits_of(known(batch) * known(t) * jt.cdiv(known(heads), sides["bm"]), known(n))
     kernel = selected_latents if sides["bm"] < 64 else tuned(selected_latents, num_warps=8)
     parts = kernel(q, cache, places, counts, table, scales, rank=rank, scale=scale, splits=splits, **sides)
     return parts if splits == 1 else combined(*(x[:, None] for x in parts), dtype=q.dtype.name)

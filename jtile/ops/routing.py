@@ -47,6 +47,8 @@ def route(x: jax.Array, index: jax.Array, groups: int) -> tuple[jax.Array, jax.A
             f"route: x {x.shape} and index {index.shape} with {groups} groups do not fit: an index is "
             f"[{x.shape[0]}, k], and there is at least one group"
         )
+    if index.dtype.itemsize > 4:  # numbers that would be others in int32
+        index = jnp.clip(index, -1 if jnp.issubdtype(index.dtype, jnp.signedinteger) else 0, groups)
     index = index.astype(jnp.int32)
     if index.size == 0 or x.shape[1] == 0:
         return _sorted(x, index, groups=groups)

@@ -109,3 +109,10 @@ def test_errors_and_nothing_to_attend_to():
         with pytest.raises(error, match=problem):
             ops.mla_selected(*given, **{"rank": 8, **options})
     assert not np.asarray(ops.mla_selected(q, cache, places[..., :0], counts * 0, rank=8)).any()
+
+
+def test_a_number_of_rows_that_is_not_known():
+    rows, of = jax.export.symbolic_shape("n")[0], jax.ShapeDtypeStruct
+    shapes = of((rows, 2, 4, 12), "float32"), of((rows, 9, 12), "float32"), of((rows, 2, 5), "int32")
+    found = jax.eval_shape(lambda *args: ops.mla_selected(*args, rank=8), *shapes, of((rows, 2), "int32"))
+    assert found.shape == (rows, 2, 4, 8)

@@ -97,4 +97,6 @@ def test_edges_and_errors():
     for bad in ((x, index[:3], groups), (x, index, 0), (x[0], index, groups)):
         with pytest.raises(KernelValueError, match="route"):
             ops.route(*bad)
+    with jax.enable_x64(True):  # numbers that would be groups in 32 bits
+        assert ops.route(x, np.array([[2**32 + 1, 1], [-(2**32), 0]] * 2), groups)[2].sum() == 4
     assert routing.MOST >= 256 * 8
