@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.errors import KernelTypeError
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, machine, sums_in
-from jtile.ops.split_attention import CACHE_DTYPES, in_one_piece, place, slots_of
+from jtile.ops.cache_checks import check_vectors
+from jtile.ops.split_attention import in_one_piece, place, slots_of
 
 
 def _types(q, keys, weights, lengths, table, *_, **__):
@@ -88,30 +88,9 @@ def _check(q, keys, weights, lengths, pages, scales) -> None:
     check_float(op, q=q, weights=weights)
     check_int(op, lengths=lengths, pages=pages)
     check_rank(op, "q", q, 4, "[batch, t, heads, d]")
-    check_rank(op, "keys", keys, 3, "[batch, slots, d], or with pages [pages, slots of a page, d]")
     check_shape(op, "weights", weights, q.shape[:3])
     check_shape(op, "lengths", lengths, q.shape[:1])
-    if pages is None:
-        check_shape(op, "keys", keys, (q.shape[0], keys.shape[1], q.shape[3]))
-    else:
-        check_rank(op, "pages", pages, 2, "[batch, pages of a row]")
-        check_shape(op, "pages", pages, (q.shape[0], pages.shape[1]))
-        check_shape(op, "keys", keys, (*keys.shape[:2], q.shape[3]))
-    check_storage(op, "keys", keys, scales, q.dtype)
-
-
-def check_storage(op: str, name: str, cache, scales, dtype) -> None:
-    """Typed errors for what a cache holds: numbers of `dtype`, or of 8 bits with float32 scales [rows, slots]."""
-    if scales is None:
-        check_float(op, **{name: cache})
-        if cache.dtype != dtype:
-            raise KernelTypeError(f"{op}: q and {name} have one dtype, got {dtype.name} and {cache.dtype.name}")
-        return
-    if cache.dtype not in CACHE_DTYPES:
-        raise KernelTypeError(f"{op}: with scales {name} is int8 or float8_e4m3fn, got {cache.dtype.name}")
-    check_shape(op, "scales", scales, cache.shape[:2])
-    if scales.dtype != jnp.float32:
-        raise KernelTypeError(f"{op}: the scales are float32, got {scales.dtype.name}")
+    check_vectors(op, "keys", "d", keys, scales, pages, q)
 
 
 def _tiles(t: int, slots: int, paged: bool) -> dict[str, int]:

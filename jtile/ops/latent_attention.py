@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_mla
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
+from jtile.ops.cache_checks import check_values, check_vectors
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.flash_attention import NOTHING, normalised, online
-from jtile.ops.split_attention import CACHE_DTYPES, combined, in_one_piece, place, slots_of, splits_of
+from jtile.ops.split_attention import combined, in_one_piece, place, slots_of, splits_of
 
 
 def _types(q, cache, lengths, table, scales, *, splits: int, rank: int, **_):
@@ -130,44 +130,12 @@ def mla_decode(
 
 def check_decode(q, cache, lengths, pages, scales, rank: int, splits: int | None) -> None:
     """Typed errors for operands of `mla_decode`, of q [batch, t, heads, rank + rope]."""
-    _check(q, cache if scales is None else _check_scales(q, cache, scales), lengths, pages, rank, splits)
-
-
-def _check_scales(q, cache, scales):
-    """Typed errors for caches of 8 bits; returns the type of the cache as it is without scales."""
-    check_rank(
-        "mla_decode", "cache", cache, 3, "[batch, slots, rank + rope], or with pages [pages, slots, rank + rope]"
-    )
-    if cache.dtype not in CACHE_DTYPES:
-        raise KernelTypeError(f"mla_decode: with scales the cache is int8 or float8_e4m3fn, got {cache.dtype.name}")
-    check_shape("mla_decode", "scales", scales, cache.shape[:2])
-    if scales.dtype != jnp.float32:
-        raise KernelTypeError(f"mla_decode: the scales are float32, got {scales.dtype.name}")
-    return jax.ShapeDtypeStruct(cache.shape, q.dtype)
-
-
-def _check(q, cache, lengths, pages, rank: int, splits: int | None) -> None:
-    check_float("mla_decode", q=q, cache=cache)
+    check_float("mla_decode", q=q)
     check_int("mla_decode", lengths=lengths, pages=pages)
     check_rank("mla_decode", "q", q, 4, "[batch, heads, rank + rope] or [batch, t, heads, rank + rope]")
-    check_rank(
-        "mla_decode", "cache", cache, 3, "[batch, slots, rank + rope], or with pages [pages, slots, rank + rope]"
-    )
-    if q.dtype != cache.dtype:
-        raise KernelTypeError(f"mla_decode: q and cache have one dtype, got {q.dtype.name} and {cache.dtype.name}")
     check_shape("mla_decode", "lengths", lengths, q.shape[:1])
-    if pages is None:
-        check_shape("mla_decode", "cache", cache, (q.shape[0], cache.shape[1], q.shape[3]))
-    else:
-        check_rank("mla_decode", "pages", pages, 2, "[batch, pages of a row]")
-        check_shape("mla_decode", "pages", pages, (q.shape[0], pages.shape[1]))
-        check_shape("mla_decode", "cache", cache, (*cache.shape[:2], q.shape[3]))
-    if not 1 <= rank < q.shape[3]:
-        raise KernelValueError(
-            f"mla_decode: of an entry of {q.shape[3]} elements 1 to {q.shape[3] - 1} are values, got rank={rank}"
-        )
-    if splits is not None and splits < 1:
-        raise KernelValueError(f"mla_decode: splits is at least 1, got {splits}")
+    check_vectors("mla_decode", "cache", "rank + rope", cache, scales, pages, q)
+    check_values("mla_decode", q.shape[3], rank, splits)
 
 
 def tiles_of(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict[str, int]:

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.errors import KernelValueError
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, known, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E
+from jtile.ops.cache_checks import check_values, check_vectors
 from jtile.ops.flash_attention import NOTHING, normalised, online
-from jtile.ops.index_scores import check_storage
 from jtile.ops.latent_attention import tiles_of
 from jtile.ops.split_attention import combined, in_one_piece, splits_of
 
@@ -129,23 +128,11 @@ def _check(q, cache, places, counts, pages, scales, rank: int, splits: int | Non
     check_float(op, q=q)
     check_int(op, places=places, counts=counts, pages=pages)
     check_rank(op, "q", q, 4, "[batch, t, heads, rank + rope]")
-    check_rank(op, "cache", cache, 3, "[batch, slots, rank + rope], or with pages [pages, slots, rank + rope]")
     check_rank(op, "places", places, 3, "[batch, t, n]")
     check_shape(op, "places", places, (*q.shape[:2], places.shape[2]))
     check_shape(op, "counts", counts, q.shape[:2])
-    if pages is None:
-        check_shape(op, "cache", cache, (q.shape[0], cache.shape[1], q.shape[3]))
-    else:
-        check_rank(op, "pages", pages, 2, "[batch, pages of a row]")
-        check_shape(op, "pages", pages, (q.shape[0], pages.shape[1]))
-        check_shape(op, "cache", cache, (*cache.shape[:2], q.shape[3]))
-    check_storage(op, "cache", cache, scales, q.dtype)
-    if not 1 <= rank < q.shape[3]:
-        raise KernelValueError(
-            f"{op}: of an entry of {q.shape[3]} elements 1 to {q.shape[3] - 1} are values, got rank={rank}"
-        )
-    if splits is not None and splits < 1:
-        raise KernelValueError(f"{op}: splits is at least 1, got {splits}")
+    check_vectors(op, "cache", "rank + rope", cache, scales, pages, q)
+    check_values(op, q.shape[3], rank, splits)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
