@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile import ops
-from jtile.ops.mixed_attention import mixed_attention, together
+from jtile.ops.mixed_attention import mixed_attention, run_apart
 from jtile.ops.step_attention import step_attention
 
 from . import kernels
@@ -238,11 +238,7 @@ class Slots:
         if self.tiles is None or table is None:
             y = run(jax.tree.map(self._tokens, of), lengths, table)
             return y.reshape(len(first), *y.shape[-2:])
-        n, t = self.tiles
-        last = slice(n + t - 1, None, t)
-        one = run(jax.tree.map(lambda x: x[:n], of), lengths[:n], table[:n])
-        tiles = jax.tree.map(lambda x: x[n:].reshape(-1, t, *x.shape[1:]), of)
-        return together(one, run(tiles, lengths[last], table[last]))
+        return run_apart(run, of, lengths, table, self.tiles)
 
     def _longer(self, tokens):
         """The lengths behind a step with these tokens."""

@@ -65,16 +65,19 @@ def mixed_attention(
 
 def _apart(q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, int], **options):
     """The attention of both in calls of their own, put together."""
-    n, t = tiles
     options |= {"scales": scales or None, "sinks": sinks}
+    run = lambda q, lengths, table: decode_attention(q, k, v, lengths, pages=table, **options)
+    return run_apart(run, q, lengths, table, tiles)
+
+
+def run_apart(run, of, lengths, table, tiles: tuple[int, int]):
+    """What run(of, lengths, table) gives tokens that stand alone, [n, heads, d], and behind it what it gives tiles, [m,
+    t, heads, d], as one array. `of`: arrays [tokens, ...] as a pytree, which a tile has as [m, t, ...]; lengths, table,
+    tiles: see `mixed_attention`."""
+    n, t = tiles
     last = slice(n + t - 1, None, t)
-    one = decode_attention(q[:n], k, v, lengths[:n], pages=table[:n], **options)
-    many = q[n:].reshape(-1, t, *q.shape[1:])
-    return together(one, decode_attention(many, k, v, lengths[last], pages=table[last], **options))
-
-
-def together(one, many):
-    """What tokens that stand alone get, [n, heads, d], and behind it what tiles get, [m, t, heads, d], as one array."""
+    one = run(jax.tree.map(lambda x: x[:n], of), lengths[:n], table[:n])
+    many = run(jax.tree.map(lambda x: x[n:].reshape(-1, t, *x.shape[1:]), of), lengths[last], table[last])
     many = many.reshape(-1, *many.shape[2:])
     # two copies: as one concatenation XLA made a kernel that took 14 times the time of its bytes on an H200
     whole = jnp.pad(one, ((0, many.shape[0]), (0, 0), (0, 0)))
