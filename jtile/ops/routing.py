@@ -10,7 +10,7 @@ from jtile.errors import KernelValueError
 from jtile.ops import dispatch
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, machine
 from jtile.ops.dispatch import Implementation, Op, first_unmet
-from jtile.ops.row_groups import within
+from jtile.ops.row_groups import as_int32, within
 
 MOST, MOST_ON_CPUS = 4096, 512  # copies of rows, at most, whose places are found by comparing each with each
 _BLOCK = 512  # copies that a program compares at a time
@@ -47,9 +47,7 @@ def route(x: jax.Array, index: jax.Array, groups: int) -> tuple[jax.Array, jax.A
             f"route: x {x.shape} and index {index.shape} with {groups} groups do not fit: an index is "
             f"[{x.shape[0]}, k], and there is at least one group"
         )
-    if index.dtype.itemsize > 4:  # numbers that would be others in int32
-        index = jnp.clip(index, -1 if jnp.issubdtype(index.dtype, jnp.signedinteger) else 0, groups)
-    index = index.astype(jnp.int32)
+    index = as_int32(index, groups)
     if index.size == 0 or x.shape[1] == 0:
         return _sorted(x, index, groups=groups)
     return _route(x, index, groups=groups)
@@ -57,7 +55,7 @@ def route(x: jax.Array, index: jax.Array, groups: int) -> tuple[jax.Array, jax.A
 
 def route_reference(x, index, groups: int):
     """`route` in jnp."""
-    return _sorted(jnp.asarray(x), jnp.asarray(index, jnp.int32), groups=groups)
+    return _sorted(jnp.asarray(x), as_int32(jnp.asarray(index), groups), groups=groups)
 
 
 def _sorted(x, index, *, groups: int):

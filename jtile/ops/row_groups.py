@@ -120,6 +120,13 @@ def tile_of_rows(sizes: Any, groups: int, t: Any, bm: int, rows: int) -> Tile:
     return Tile(t < tiles, group, first, end, inside)
 
 
+def as_int32(index: Any, groups: int) -> Any:
+    """An index as int32, in which numbers that int32 has not, and which name no group, still name none."""
+    if jnp.iinfo(index.dtype).max > jnp.iinfo(jnp.int32).max:
+        index = jnp.clip(index, -1 if jnp.issubdtype(index.dtype, jnp.signedinteger) else 0, groups)
+    return index.astype(jnp.int32)
+
+
 def within(index: Any, groups: int) -> Any:
     """An index, in which `groups` stands wherever it names no group."""
     return jnp.where((index >= 0) & (index < groups), index, groups)

@@ -15,6 +15,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.dispatch import Implementation, Op, first_unmet
+from jtile.ops.row_groups import as_int32
 
 _FEW = 64  # the fewest rows of a part of a segment
 _WIDE = 64  # columns of a row that a CPU adds up alone
@@ -193,9 +194,7 @@ def _reduced(op: str, data, ids, num_segments: int, in_order: bool, how: str):
     f = math.prod(data.shape[1:])
     if 0 in (*shape, data.shape[0]):
         return jnp.full(shape, _neutral(data.dtype, how), _sums(data.dtype))
-    if jnp.iinfo(ids.dtype).max > jnp.iinfo(jnp.int32).max:  # ids that would be others in int32
-        ids = jnp.clip(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0, num_segments)
-    ids = ids.astype(jnp.int32)
+    ids = as_int32(ids, num_segments)
     y = _joined(data.reshape(-1, f), ids, segments=num_segments, how=how, in_order=bool(in_order))
     return (y[0] if y.shape[0] == 1 else y.sum(0, dtype=y.dtype)).reshape(shape)
 
