@@ -93,23 +93,27 @@ score_rows.defvjp(
 
 
 def _score_parts(x, w):
-    """Scores [parts, tokens, experts] where kernels are made for these operands, None elsewhere."""
+    """The scores [parts, tokens, experts], whose sum over the parts `scores` gives."""
     tokens = x.shape[0]
     few = isinstance(tokens, int) and 0 < tokens <= MOST
     if not few or not _threads() or isinstance(w, QuantizedTensor):
-        return None
+        return layers.linear(x.astype(jnp.float32), w)[None]
     if tokens <= TOGETHER and x.shape[1] <= WIDEST:
         return score_rows(x, w, bn=ROWS)
     bt = min(max(jt.next_power_of_2(tokens), 16), 64)
     steps, blocks = jt.cdiv(x.shape[1], _TERMS), jt.cdiv(tokens, bt) * jt.cdiv(w.shape[0], _EXPERTS)
-    parts = min(jt.next_power_of_2(steps), max(1 << (128 // blocks).bit_length() - 1 if blocks <= 128 else 1, 1))
+    most = max(128 // blocks, 1)
+    parts = min(jt.next_power_of_2(steps), 1 << most.bit_length() - 1)
     return router_scores(x, w, bt=bt, bn=_EXPERTS, bk=_TERMS, parts=parts)
 
 
 def scores(x, w):
     """The products of x float [tokens, hidden] with the router's rows w: float32 [tokens, experts]."""
-    found = _score_parts(x, w)
-    return layers.linear(x.astype(jnp.float32), w) if found is None else found.sum(0)
+    return _summed(_score_parts(x, w))
+
+
+def _summed(parts):
+    return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 @jt.kernel(
@@ -161,9 +165,8 @@ def choose(x, w, k: int, normalised: bool):
     their weights float32: probabilities, divided by their sum if `normalised`."""
     parts = _score_parts(x, w)
     if _threads() and x.shape[0] and k <= 16:
-        parts = scores(x, w)[None] if parts is None else parts
         return _on_nvidia(most_probable, 1 if parts.shape[2] <= _LANES else 4)(parts, k=k, normalised=normalised)
-    weights, experts = ops.top_k(ops.softmax(scores(x, w)), k)
+    weights, experts = ops.top_k(ops.softmax(_summed(parts)), k)
     return experts, weights / weights.sum(1, keepdims=True) if normalised else weights
 
 

@@ -25,19 +25,14 @@ def matrix_of(step: Step) -> Value | None:
     if len(dtypes) > 1 or not dtypes <= DTYPES:
         return None
     x, y = step.ins
-    return {(True, False): y, (False, True): x}.get((_free(step, 0) == 1, _free(step, 1) == 1))  # type: ignore[return-value]
+    vectors = [math.prod(v.shape[i] for i in _free(step, side)) == 1 for side, v in enumerate((x, y))]
+    return {(True, False): y, (False, True): x}.get(tuple(vectors))  # type: ignore[return-value]
 
 
-def _size_along(x: Operand, axes: Any) -> int:
-    """The number of elements along some axes of a value."""
-    return math.prod(x.shape[i] for i in axes)
-
-
-def _free(step: Step, side: int) -> int:
-    """The number of elements along the axes of an operand that its product has and the other operand has not."""
+def _free(step: Step, side: int) -> list[int]:
+    """The axes of an operand that the product has and the other operand has not."""
     sums, batch = (axes[side] for axes in step.params["dimension_numbers"])
-    x = step.ins[side]
-    return _size_along(x, [i for i in range(len(x.shape)) if i not in (*sums, *batch)])
+    return [i for i in range(len(step.ins[side].shape)) if i not in (*sums, *batch)]
 
 
 def is_computed(matrix: Operand | None, made: dict[Value, Node]) -> bool:
@@ -58,13 +53,9 @@ def sums_of(step: Step) -> Any:
     """A closed jaxpr that gives a product as a sum: the operands are spread over the axes of the product and of the
     sum, in this order."""
     (sum_x, sum_y), (batch_x, batch_y) = step.params["dimension_numbers"]
-    shapes = [x.shape for x in step.ins]
-    free = [
-        [i for i in range(len(shape)) if i not in (*sums, *batch)]
-        for shape, sums, batch in zip(shapes, (sum_x, sum_y), (batch_x, batch_y))
-    ]
+    free = [_free(step, side) for side in range(2)]
     count, rows, columns = len(batch_x), len(free[0]), len(free[1])
-    whole = (*step.outs[0].shape, *(shapes[0][i] for i in sum_x))
+    whole = (*step.outs[0].shape, *(step.ins[0].shape[i] for i in sum_x))
     behind = range(count + rows + columns, len(whole))
     places = (
         [*range(count), *range(count, count + rows), *behind],

@@ -31,6 +31,11 @@ def _reaches(sizes: tuple[Sides, ...]) -> Sides:
     return tuple(sum(n - 1 for n in along) for along in zip(*sizes, strict=True))
 
 
+def _half(sizes: tuple[Sides, ...]) -> Sides:
+    """How far all steps together reach on one side."""
+    return tuple(r // 2 for r in _reaches(sizes))
+
+
 def _valid(x, sizes, fill: float | None = None) -> Sides:
     reaches = _reaches(sizes) if fill is None else (0,) * (x.ndim - 1)
     return tuple(n - r for n, r in zip(x.shape[1:], reaches, strict=True))
@@ -72,7 +77,7 @@ def chain_tiles(
     b, rank = jt.program_id(0), len(inner)
     at = [jt.program_id(1 + k) * inner[k] for k in range(rank)]
     dtype = sums_in(x) if how == "sum" else x.dtype
-    reach = tuple(r // 2 for r in _reaches(sizes))
+    reach = _half(sizes)
     t, buffer = None, None
     for s, size in enumerate(sizes):
         later = _reaches(((1,) * rank, *sizes[s + 1 :]))
@@ -135,7 +140,7 @@ def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None,
 
 def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outside: Any = None, fill: float = 0.0):
     """The chain over x [..., ...] with what stands outside, as an array like x."""
-    rank, reach = len(sizes[0]), tuple(r // 2 for r in _reaches(sizes))
+    rank, reach = len(sizes[0]), _half(sizes)
     if boundary == "zero" and _indexed(sizes, how):
         flat = x.reshape(-1, *x.shape[-rank:])
         return chained(flat, windows, sizes, how, outside, fill).reshape(x.shape)
@@ -155,7 +160,7 @@ def _forward(x, windows, **meta):
 def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, fill=None, **_):
     x, windows = residuals
     if fill is not None:  # as the gradient of a chain over a copy of x with the points around it
-        reach = tuple(r // 2 for r in _reaches(sizes))
+        reach = _half(sizes)
         copied = lambda x, windows: chained(_around(x, len(reach), reach, "zero", fill), windows, sizes, how, outside)
         return jax.vjp(copied, x, windows)[1](g)
     if how != "sum":
@@ -165,7 +170,7 @@ def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any,
         def run(x, windows):
             for s, size in enumerate(sizes):
                 x = chained(x, windows[s : s + 1], (size,), how)
-                around = tuple(r // 2 for r in _reaches((*sizes[s + 1 :], (1,) * len(size))))
+                around = _half((*sizes[s + 1 :], (1,) * len(size)))
                 if outside is not None and any(around):
                     middle = x[(slice(None), *(slice(r, n - r) for r, n in zip(around, x.shape[1:], strict=True)))]
                     x = jnp.pad(middle, ((0, 0), *((r, r) for r in around)), constant_values=outside)
@@ -236,8 +241,7 @@ def stencil(x: jax.Array, weights: jax.Array, *, boundary: str = "zero", steps: 
     shape = x.shape
     for first in range(0, steps, once):
         now = sizes * min(once, steps - first)
-        reach = tuple(r // 2 for r in _reaches(now))
-        if boundary == "wrap" and any(r > n for r, n in zip(reach, shape[-rank:], strict=True)):
+        if boundary == "wrap" and any(r > n for r, n in zip(_half(now), shape[-rank:], strict=True)):
             for _ in range(min(once, steps - first)):
                 x = _bounded(x, (weights,), sizes, "sum", boundary)
             continue

@@ -182,7 +182,7 @@ def zero_behind(buffer, key, length):
         jt.fence_shared()
 
 
-def weights(s, key, length, m, l, w: Work, scale: float, softcap: float | None):
+def _weights(s, key, length, m, l, w: Work, scale: float, softcap: float | None):
     """The weights of finished scores s, in the dtype of the values; the new maxima and sums, and the factor that older
     sums fade by."""
     unit = scale * LOG2_E if softcap is None else 1.0
@@ -205,7 +205,7 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
     w.k_empty.at(c).arrive()
     m, l = jt.full((ROWS,), NOTHING, jnp.float32), jt.zeros((ROWS,), jnp.float32)
     acc = jt.zeros((ROWS, d), jnp.float32)
-    p, m, l, _ = weights(s, (lo - start) * bk, length, m, l, w, scale, softcap)
+    p, m, l, _ = _weights(s, (lo - start) * bk, length, m, l, w, scale, softcap)
     for u in jt.range(lo + 1, hi):
         w.k_full.at(c + 1).wait()
         s = jt.dot_async(Q, w.K.at(c + 1).T)
@@ -213,7 +213,7 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
         acc = jt.dot_async(p, w.V.at(c), acc)
         s = jt.dot_wait(s, pending=1)
         w.k_empty.at(c + 1).arrive()
-        p_next, m, l, fade = weights(s, (u - start) * bk, length, m, l, w, scale, softcap)
+        p_next, m, l, fade = _weights(s, (u - start) * bk, length, m, l, w, scale, softcap)
         acc = jt.dot_wait(acc, pending=0) * fade[:, None]
         w.v_empty.at(c).arrive()
         p, c = p_next, c + 1

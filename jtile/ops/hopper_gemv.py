@@ -348,11 +348,10 @@ def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
 def _scales_fit(weight: Weight, inner: int, kind: str) -> bool:
     """Whether scales come by copies of 16 bytes or more; or the roles read them, which costs little where rows are
     short, and other kernels would not overlap."""
-    arrays = by_block(weight, kind)
     if in_lines(weight, kind):
-        return all(of_piece(a, inner, kind) * a.dtype.itemsize >= 16 for a in arrays)
-    in_copies = weight.codes.shape[1] * 4 % 16 == 0
-    return in_copies and inner <= _SHORT and gpu_tiles.overlaps() and all(of_piece(a, inner, kind) for a in arrays)
+        return all(n >= 16 for n in _scale_bytes(weight, inner, kind))
+    whole = weight.codes.shape[1] * 4 % 16 == 0 and all(of_piece(a, inner, kind) for a in by_block(weight, kind))
+    return whole and inner <= _SHORT and gpu_tiles.overlaps()
 
 
 def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:

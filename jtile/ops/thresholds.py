@@ -68,10 +68,6 @@ def largest(x: jax.Array, k: int) -> jax.Array:
     return _largest(rows, k=k).reshape(*x.shape[:-1], k)
 
 
-def _counted(rows, *, k: int):
-    return largest_places(rows, k=k)
-
-
 def _uncounted(rows, **_) -> str | None:
     keyed = rows.dtype.itemsize < 4 or rows.dtype in (jnp.float32, jnp.int32)
     return first_unmet(
@@ -97,7 +93,7 @@ def _sorted(rows, *, k: int):
 
 _largest = Op(
     "largest",
-    Implementation("thresholds", _counted, _uncounted),
+    Implementation("thresholds", largest_places, _uncounted),
     Implementation("XLA's top_k", _by_xla, _no_numbers, WARPS),
     Implementation("a sort", _sorted),
 )

@@ -454,9 +454,7 @@ def _(eqn: Any, x: Any, y: Any, *_) -> Any:
     return (a @ b).reshape(out.shape)
 
 
-@rule("conv_general_dilated")
-def _(eqn: Any, *operands: Any) -> Any:
-    return convolved(*operands, _sums_in(eqn.outvars[0].aval.dtype), **eqn.params)
+rule("conv_general_dilated")(lambda eqn, *xs: convolved(*xs, _sums_in(eqn.outvars[0].aval.dtype), **eqn.params))
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

@@ -60,9 +60,10 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_routed_experts(lm, golden, chosen_experts):
-    chosen = chosen_experts(lm, golden["input_ids"])
-    assert np.array_equal(chosen, golden["router_topk"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_the_router_chooses_the_experts_of_transformers(model, outputs, chosen_experts, name):
+    golden = outputs(name)
+    assert np.array_equal(chosen_experts(model(name), golden["input_ids"]), golden["router_topk"])
 
 
 def test_the_reference_gives_the_golden_logits(config, tensors, golden):
