@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jtile as jt
 from benchmarks import device_models
-from jtile import ops
-from jtile.ops import collectives
+from benchmarks.device_works import JTILE, WORKS, XLA, Work, call, drawn, on_one_device
 
 CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in a kernel of its own
 LONG, HOST = 0.1, 1e-3  # seconds: the least of the rounds of one program; the start of one
@@ -32,63 +31,6 @@ PEERS = {"xla_us": "XLA", "one_us": "one device, its time divided", "one_step_us
 HOSTS = 50e9  # bytes a second of one card to other hosts: each card has a network adapter of 400 Gb/s
 COUNTS = (8, 72, 1024)
 MODELS = "models"  # the name of device_models.py for `--only`
-
-
-class Work(NamedTuple):
-    """One line of the table: the function `name` of `jtile.ops.collectives`, and its arrays on each of n devices."""
-
-    name: str
-    label: str
-    shapes: Callable[[int], list[tuple[int, ...]]]
-    dtype: str = "bfloat16"
-    backward: bool = False
-
-    @property
-    def key(self) -> str:
-        """The name of this line in records."""
-        return f"{self.name}, backward" if self.backward else self.name
-
-
-WORKS = (
-    Work("all_reduce", "8 KiB", lambda n: [(4, 1024)]),
-    Work("all_reduce_rms_norm", "32 KiB", lambda n: [(4, 4096), (4096,), (4, 4096)]),
-    Work("all_reduce", "512 KiB", lambda n: [(64, 4096)]),
-    Work("all_gather_matmul", "8192x4096x14336", lambda n: [(8192 // n, 4096), (4096, 14336 // n)]),
-    Work("all_gather_matmul", "4096x7168x4096", lambda n: [(4096 // n, 7168), (7168, 4096 // n)]),
-    Work("matmul_reduce_scatter", "4096x7168x4096", lambda n: [(4096, 7168 // n), (7168 // n, 4096)]),
-    Work("matmul_reduce_scatter", "8192x14336x4096", lambda n: [(8192, 14336 // n), (14336 // n, 4096)]),
-    Work("matmul_all_reduce", "8192x14336x4096", lambda n: [(8192, 14336 // n), (14336 // n, 4096)]),
-    Work("matmul_all_reduce", "64x14336x4096", lambda n: [(64, 14336 // n), (14336 // n, 4096)]),
-    Work("all_to_all", "128x7168", lambda n: [(128 // n * n, 7168)]),
-    Work("all_to_all", "4096x7168", lambda n: [(4096 // n * n, 7168)]),
-    Work("ring_attention", "32768 tokens a device", lambda n: [(1, 32768, 32, 128), *[(1, 32768, 8, 128)] * 2]),
-    Work("ring_attention", "32768 tokens a device", lambda n: [(1, 32768, 32, 128), *[(1, 32768, 8, 128)] * 2],
-         backward=True),
-)  # fmt: skip
-
-
-def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions small enough for a CPU, which devices can still share equally."""
-    return tuple(size if size <= 128 else max(8, size // 64) for size in shape)
-
-
-def call(work: Work, suffix: str, arrays: list[jax.Array]) -> Any:
-    """The result of one call on a device."""
-    run: Callable = getattr(collectives, work.name + suffix)
-    if work.name == "all_reduce_rms_norm":
-        y, total = run(*arrays[:2], "x", residual=arrays[2])
-        return y, arrays[1], total
-    if work.name == "ring_attention":
-        return attend(lambda q, k, v: run(q, k, v, "x", causal=True, zigzag=True), work, arrays)
-    return run(*arrays, "x")
-
-
-def attend(run: Callable, work: Work, arrays: list[jax.Array]) -> Any:
-    """Attention, or its gradients from the output as a cotangent, whose forward pass counts too."""
-    if not work.backward:
-        return run(*arrays)
-    out, pull = jax.vjp(run, *arrays)
-    return pull(out)
 
 
 def repeated(
@@ -109,17 +51,12 @@ def repeated(
     return jax.lax.fori_loop(0, rounds, step, arrays)
 
 
-def drawn(work: Work, n: int, tiny: bool) -> list[jax.Array]:
-    """The arrays of one device; arrays that are summed again and again are zero, and stay so."""
-    shapes = [small(shape) if tiny else shape for shape in work.shapes(n)]
-    scale = 0.0 if work.name == "all_reduce" else 0.1
-    return [
-        scale * jax.random.normal(jax.random.key(k), shape, jnp.dtype(work.dtype)) for k, shape in enumerate(shapes)
-    ]
+Program = Callable[[], Any]
+Maker = Callable[[int, int], Program]  # of rounds and calls in each: a program of so many, compiled and run once
 
 
-def timed(make: Callable[[int, int], Callable[[], Any]], tiny: bool, repeats: int) -> list[float]:
-    """Microseconds of a call. `make(rounds, calls)`: a program of so many, compiled."""
+def prepared(make: Maker, tiny: bool) -> tuple[Program, int]:
+    """A program that runs long enough to be timed, and its calls."""
     calls = 1 if tiny else CALLS
     first = make(1, calls)
     began = time.perf_counter()
@@ -127,77 +64,109 @@ def timed(make: Callable[[int, int], Callable[[], Any]], tiny: bool, repeats: in
     each = max(time.perf_counter() - began - HOST, 3e-6) / calls
     calls = 1 if each > LONG / CALLS else calls  # long calls need no rounds of several
     rounds = 2 if tiny else max(1, min(MOST, int(LONG / each / calls)))
-    program = make(rounds, calls)
-    found = []
+    return make(rounds, calls), rounds * calls
+
+
+def alternating(programs: dict[str, tuple[Program, int]], repeats: int) -> dict[str, float]:
+    """The median of the microseconds of a call of each program; they run in turn."""
+    found: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(repeats):
-        start = time.perf_counter()
-        program()
-        found.append(1e6 * (time.perf_counter() - start) / rounds / calls)
-    return found
+        for name, (program, calls) in programs.items():
+            start = time.perf_counter()
+            program()
+            found[name].append(1e6 * (time.perf_counter() - start) / calls)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
-def on_mesh(work: Work, suffix: str, mesh: Mesh, tiny: bool) -> Callable[[int, int], Callable[[], Any]]:
-    """What `timed` takes, for a collective on all devices."""
-    arrays = jax.jit(jax.shard_map(
-        lambda: [x[None] for x in drawn(work, mesh.size, tiny)], mesh=mesh, in_specs=(), out_specs=P("x"),
-        check_vma=False,
-    ))()  # fmt: skip
+def _over(mesh: Mesh, run: Callable, **specs: Any) -> Callable:
+    return jax.jit(jax.shard_map(run, mesh=mesh, out_specs=P("x"), check_vma=False, **specs))
 
-    def make(rounds: int, calls: int) -> Callable[[], Any]:
+
+def parts(work: Work, mesh: Mesh, tiny: bool, scale: float | None = None) -> list[jax.Array]:
+    """The arrays of all devices, one behind the other."""
+
+    def own():
+        return [x[None] for x in drawn(work, mesh.size, tiny, scale, jax.lax.axis_index("x"))]
+
+    return _over(mesh, own, in_specs=())()
+
+
+def on_mesh(work: Work, side: str, mesh: Mesh, arrays: list[jax.Array]) -> Maker:
+    """Programs of a collective on all devices."""
+
+    def make(rounds: int, calls: int) -> Program:
         def run(parts):
-            return [y[None] for y in repeated(lambda a: call(work, suffix, a), [x[0] for x in parts], rounds, calls)]
+            return [y[None] for y in repeated(lambda a: call(work, side, a), [x[0] for x in parts], rounds, calls)]
 
-        each = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-        return _ready(jax.jit(each), arrays)
+        return _ready(_over(mesh, run, in_specs=P("x")), arrays)
 
     return make
 
 
-def on_one(work: Work, n: int, tiny: bool) -> Callable[[int, int], Callable[[], Any]]:
-    """What `timed` takes, for attention to the tokens of all devices on one device."""
+def on_one(work: Work, n: int, tiny: bool) -> Maker:
+    """Programs of attention to the tokens of all devices on one device."""
     arrays = [jnp.concatenate([x] * n, 1) for x in drawn(work, n, tiny)]
-    run = lambda a: attend(lambda q, k, v: ops.attention(q, k, v, causal=True), work, a)
+    run = lambda a: on_one_device(work, a)
     return lambda rounds, calls: _ready(jax.jit(lambda a: repeated(run, a, rounds, calls)), arrays)
 
 
-def _ready(program: Callable, arrays: list[jax.Array]) -> Callable[[], Any]:
-    """The program, compiled and run once."""
+def _ready(program: Callable, arrays: list[jax.Array]) -> Program:
     go = lambda: jax.block_until_ready(program(arrays))
     go()
     return go
 
 
+def error(work: Work, mesh: Mesh, tiny: bool) -> float:
+    """How far jtile's result is from the peer's: the largest difference over the largest number."""
+    arrays = parts(work, mesh, tiny, scale=0.1)
+    first = lambda side: _over(
+        mesh, lambda given: jax.tree.leaves(call(work, side, [x[0] for x in given]))[0][None], in_specs=P("x")
+    )(arrays)
+    got, want = (np.asarray(first(side)).astype(np.float32) for side in (JTILE, XLA))
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def measured(work: Work, mesh: Mesh, tiny: bool, repeats: int) -> dict[str, Any]:
+    """The record of one line, with the reason in place of a time where a side did not run. The peer of attention is
+    one device with all of the tokens, its time divided by the number of devices: XLA's own keeps all scores."""
+    record: dict[str, Any] = {"work": work.key, "size": work.label, "devices": mesh.size, "tiny": tiny}
+    arrays = parts(work, mesh, tiny)
+    ring = work.name == "ring_attention"
+    makers = {"jtile": on_mesh(work, JTILE, mesh, arrays)}
+    makers |= {"one": on_one(work, mesh.size, tiny)} if ring else {"xla": on_mesh(work, XLA, mesh, arrays)}
+    programs = {}
+    for name, make in makers.items():
+        try:
+            programs[name] = prepared(make, tiny)
+        except (jt.errors.JtileError, jax.errors.JaxRuntimeError) as failure:
+            record[f"{name}_error"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    for name, us in alternating(programs, repeats).items():
+        record[f"{name}_us"] = round(us / mesh.size if name == "one" else us, 1)
+    if len(programs) == len(makers):
+        ours, theirs = (record[f"{name}_us"] for name in makers)
+        record["ratio"] = round(theirs / ours, 2)
+        if not ring:  # tests compare attention, with fewer tokens
+            record["error"] = float(f"{error(work, mesh, tiny):.2g}")
+    return record
+
+
 def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int) -> list[dict[str, Any]]:
-    """A record for each line: medians in microseconds, or the reason why jtile's kernel did not run. The peer of
-    attention is one device with all of the tokens, divided by the number of devices: XLA's own keeps all scores."""
+    """The records of all lines."""
     records = []
     for work in works:
-        record: dict[str, Any] = {"work": work.key, "size": work.label, "devices": mesh.size, "tiny": tiny}
-        sides = {"xla": lambda work=work: on_mesh(work, "_reference", mesh, tiny)}
-        if work.name == "ring_attention":
-            sides = {"one": lambda work=work: on_one(work, mesh.size, tiny)}
-        sides["jtile"] = lambda work=work: on_mesh(work, "", mesh, tiny)
-        for name, side in sides.items():
-            try:
-                us = statistics.median(timed(side(), tiny, repeats))
-                record[f"{name}_us"] = round(us / mesh.size if name == "one" else us, 1)
-            except (jt.errors.JtileError, jax.errors.JaxRuntimeError) as error:
-                record[f"{name}_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        peer = record.get("xla_us", record.get("one_us"))
-        if "jtile_us" in record and peer is not None:
-            record["ratio"] = round(peer / record["jtile_us"], 2)
-        print(json.dumps(record), file=sys.stderr, flush=True)
-        records.append(record)
+        records.append(measured(work, mesh, tiny, repeats))
+        print(json.dumps(records[-1]), file=sys.stderr, flush=True)
     return records
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """The table of the records, in Markdown."""
-    rows = ["| work | size | peer | its us | jtile us | ratio |", "|---|---|---|---|---|---|"]
+    rows = ["| work | size | peer | its us | jtile us | ratio | error |", "|---|---|---|---|---|---|---|"]
     for r in records:
         peer = next((name for name in PEERS if name in r), "xla_us")
         ours, theirs = r.get("jtile_us", r.get("jtile_error", "")), r.get(peer, "-")
-        rows.append(f"| `{r['work']}` | {r['size']} | {PEERS[peer]} | {theirs} | {ours} | {r.get('ratio', '-')} |")
+        last = " | ".join(str(r.get(name, "-")) for name in ("ratio", "error"))
+        rows.append(f"| `{r['work']}` | {r['size']} | {PEERS[peer]} | {theirs} | {ours} | {last} |")
     return "\n".join(rows)
 
 

@@ -23,6 +23,6 @@ def test_a_line_of_what_did_not_run():
         {"work": "all_gather", "size": "1 MiB", "xla_us": 9.0, "jtile_error": "UnsupportedError: no"},
     ]
     assert devices.table(records).splitlines()[2:] == [
-        "| `all_reduce` | 8 KiB | XLA | 20.0 | 5.0 | 4.0 |",
-        "| `all_gather` | 1 MiB | XLA | 9.0 | UnsupportedError: no | - |",
+        "| `all_reduce` | 8 KiB | XLA | 20.0 | 5.0 | 4.0 | - |",
+        "| `all_gather` | 1 MiB | XLA | 9.0 | UnsupportedError: no | - | - |",
     ]
