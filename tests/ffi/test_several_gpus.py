@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import time
+from typing import NamedTuple
 
 import device_programs
 import jax
@@ -122,49 +123,73 @@ def test_inside_of_shard_map(put):
     assert relative_error(jax.jit(shards)(*args), by_cpu(decode_attention_reference, q, k, v, n)) < 4e-3
 
 
-@pytest.fixture(scope="module", params=[[0, 1], [1, 0]], ids=str)
-def talk(gpus, request):
-    """A function of the part of each device, on both devices in one order or the other."""
-    if not jt.can_talk(gpus):
-        pytest.skip("the memory of one GPU cannot be reached from the other")
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=[gpus[k] for k in request.param])
-    return lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+class Talk(NamedTuple):
+    """A mesh of so many GPUs in some order; calling it makes a function of the part of each device a program."""
+
+    mesh: jax.sharding.Mesh
+
+    def __call__(self, f):
+        return jax.jit(jax.shard_map(f, mesh=self.mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+
+    @property
+    def n(self) -> int:
+        return self.mesh.size
+
+    @property
+    def x(self) -> np.ndarray:
+        """Two rows for each device."""
+        return numbers(2 * self.n, 2)
+
+    def summed(self, x: np.ndarray) -> np.ndarray:
+        """The sum of what the devices have, for each of them."""
+        parts = x.reshape(self.n, -1, *x.shape[1:])
+        return np.tile(parts.sum(0), (self.n,) + (1,) * (x.ndim - 1))
 
 
-X = numbers(4, 2)
+@pytest.fixture(scope="module", params=[[0, 1], [1, 0], [2, 0, 3, 1]], ids=str)
+def talk(request):
+    """Two GPUs in one order or the other, and four."""
+    found, order = jax.devices(), request.param
+    if len(found) < len(order):
+        pytest.skip(f"{len(found)} GPUs: {len(order)} are needed")
+    chosen = [found[k] for k in order]
+    if not jt.can_talk(chosen):
+        pytest.skip("the memory of one GPU cannot be reached from another")
+    return Talk(jax.make_mesh((len(order),), ("x",), axis_types=(AxisType.Auto,), devices=chosen))
 
 
 def test_kernels_that_talk(talk):
     """Calls in a row, in a loop, and several in one round of it, which XLA may record as a graph."""
+    x = talk.x
+    moved = np.roll(x, 2, 0)
     once = talk(lambda x: shift(x, axis="x"))
     for _ in range(20):
-        np.testing.assert_array_equal(once(X), np.roll(X, 2, 0))
-    rounds = talk(lambda x: jax.lax.fori_loop(0, 1001, lambda _, x: shift(x, axis="x", barrier=False), x))
-    np.testing.assert_array_equal(rounds(X), np.roll(X, 2, 0))
+        np.testing.assert_array_equal(once(x), moved)
+    turns = 250 * talk.n + 1
+    rounds = talk(lambda x: jax.lax.fori_loop(0, turns, lambda _, x: shift(x, axis="x", barrier=False), x))
+    np.testing.assert_array_equal(rounds(x), moved)
 
     def several(_, x):
         for _ in range(9):
-            x = ops.collectives.all_reduce(shift(x, axis="x"), "x") / 2
+            x = ops.collectives.all_reduce(shift(x, axis="x"), "x") / talk.n
         return x
 
-    mean = np.tile((X[:2] + X[2:]) / 2, (2, 1))
-    np.testing.assert_array_equal(talk(lambda x: jax.lax.fori_loop(0, 100, several, x))(X), mean)
+    np.testing.assert_array_equal(talk(lambda x: jax.lax.fori_loop(0, 100, several, x))(x), talk.summed(x) / talk.n)
 
 
 def test_ten_thousand_calls(talk):
-    total = talk(lambda x: ops.collectives.all_reduce(x, "x") / 2)
-    mean = np.tile((X[:2] + X[2:]) / 2, (2, 1))
-    x = jnp.asarray(X)
+    total = talk(lambda x: ops.collectives.all_reduce(x, "x") / talk.n)
+    x = jnp.asarray(talk.x)
     for _ in range(10_000):
         x = total(x)
-    np.testing.assert_array_equal(x, mean)
+    np.testing.assert_array_equal(x, talk.summed(talk.x) / talk.n)
 
 
 def test_the_same_bits(talk):
-    x = np.asarray(normal(9, 2 * 64, 1000))
+    x = np.asarray(normal(9, talk.n * 64, 1000))
     total = talk(lambda x: ops.collectives.all_reduce(x, "x"))
     first = np.asarray(total(x))
-    assert relative_error(first, np.tile(x[:64].astype(np.float32) + x[64:], (2, 1))) < 4e-3
+    assert relative_error(first, talk.summed(x.astype(np.float32))) < 4e-3
     assert all(np.array_equal(first, np.asarray(total(x))) for _ in range(100))
 
 
@@ -174,7 +199,7 @@ PROGRAMS, GROUP = 200, 10
 def follow(talk, seeds, **options):
     """What random programs of a few seeds give, all of them in one program of XLA, and what they should."""
     steps = [device_programs.script(seed) for seed in seeds]
-    inputs = [device_programs.inputs(2, 1 + seed % 2, seed) for seed in seeds]
+    inputs = [device_programs.inputs(talk.n, 1 + seed % 2, seed) for seed in seeds]
 
     def run(*parts):
         return [device_programs.follow(x[0], axis="x", steps=s)[None] for x, s in zip(parts, steps, strict=True)]
@@ -192,7 +217,7 @@ def test_random_programs(talk, first):
             np.testing.assert_array_equal(got, right)
 
 
-def fails(f, words: str, x=X) -> None:
+def fails(f, words: str, x) -> None:
     """Twice within the time-out, each time in a sentence; `debug` waits for each call."""
     with jt.config(debug=True, timeout=0.5):
         for _ in range(2):
@@ -205,16 +230,16 @@ def fails(f, words: str, x=X) -> None:
 def test_a_signal_that_nobody_sends(talk):
     """The process goes on: with this kernel's other calls, and with other kernels."""
     with jt.config(debug=True, timeout=0.5):
-        late = talk(lambda x: shift(x, axis="x", at_least=2)).lower(X).compile()
-    fails(late, r"device \(x=\d\), GPU \d, program .*: waited 0.5 s for came to reach 2: it stands at 1")
-    np.testing.assert_array_equal(talk(lambda x: shift(x, axis="x"))(X), np.roll(X, 2, 0))
+        late = talk(lambda x: shift(x, axis="x", at_least=2)).lower(talk.x).compile()
+    fails(late, r"device \(x=\d\), GPU \d, program .*: waited 0.5 s for came to reach 2: it stands at 1", talk.x)
+    np.testing.assert_array_equal(talk(lambda x: shift(x, axis="x"))(talk.x), np.roll(talk.x, 2, 0))
     total = talk(lambda x: ops.collectives.all_reduce(x, "x"))
-    np.testing.assert_array_equal(total(X), np.tile(X[:2] + X[2:], (2, 1)))
+    np.testing.assert_array_equal(total(talk.x), talk.summed(talk.x))
 
 
 @pytest.mark.parametrize("fault", [f for f, (_, found) in device_programs.FAULTS.items() if "Deadlock" in str(found)])
 def test_planted_deadlocks(talk, fault):
-    steps, x = device_programs.with_fault(1, fault), device_programs.inputs(2, 1, 1)
+    steps, x = device_programs.with_fault(1, fault), device_programs.inputs(talk.n, 1, 1)
     with jt.config(debug=True, timeout=0.5):
         follow = talk(lambda x: device_programs.follow(x[0], axis="x", steps=steps)[None]).lower(x).compile()
     fails(follow, "waited 0.5 s for ", x)
@@ -228,8 +253,8 @@ def test_a_device_with_another_shape(talk):
         return jax.lax.cond(jax.lax.axis_index("x") == 0, lambda x: shift(x, axis="x"), some, x)
 
     with jt.config(debug=True, timeout=0.5):
-        program = talk(halves).lower(X).compile()
-    fails(program, "waited 0.5 s for ")
+        program = talk(halves).lower(talk.x).compile()
+    fails(program, "waited 0.5 s for ", talk.x)
 
 
 def test_a_device_that_does_not_come(talk):
@@ -244,10 +269,10 @@ def test_a_device_that_does_not_come(talk):
         return shift(jax.lax.cond(jax.lax.axis_index("x") == 1, late, lambda x: x, x), axis="x")
 
     with jt.config(debug=True, timeout=0.5):
-        program = talk(asleep).lower(X).compile()
-    fails(program, "waited 0.5 s for ")
+        program = talk(asleep).lower(talk.x).compile()
+    fails(program, "waited 0.5 s for ", talk.x)
     # a program with callbacks leaves a token on each device, for which JAX waits at the end of the process: in place of
     # those that have failed stand those of the last one
     again = talk(lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
-    np.testing.assert_array_equal(again(X), X)
+    np.testing.assert_array_equal(again(talk.x), talk.x)
     jax.effects_barrier()
