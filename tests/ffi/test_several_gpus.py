@@ -146,7 +146,7 @@ class Talk(NamedTuple):
         return np.tile(parts.sum(0), (self.n,) + (1,) * (x.ndim - 1))
 
 
-@pytest.fixture(scope="module", params=[[0, 1], [1, 0], [2, 0, 3, 1]], ids=str)
+@pytest.fixture(scope="module", params=[[0, 1], [1, 0], [2, 0, 3, 1]], ids=["two", "turned", "four"])
 def talk(request):
     """Two GPUs in one order or the other, and four."""
     found, order = jax.devices(), request.param
