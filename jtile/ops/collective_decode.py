@@ -17,9 +17,11 @@ import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import latent_attention, split_attention
 from jtile.ops._shapes import sums_in
-from jtile.ops.collective_parts import PROGRAMS, varying_together
-from jtile.ops.dispatch import small_tiles
+from jtile.ops.butterflies import divisor
+from jtile.ops.collective_parts import ONE_SHOT, programs_at_most, varying_together
 from jtile.ops.flash_attention import check_sinks
+
+PIECE = 8192  # numbers of a piece that one program puts together at a time, at most
 
 
 def decode_attention(
@@ -181,9 +183,12 @@ def _mla(axis: str, options: tuple, q, cache, lengths, pages, scales):
 
 def _together(axis: str, parts, dtype) -> jax.Array:
     acc, m, l = parts
-    most = 64 if small_tiles() else PROGRAMS
-    o = merge_parts(acc, m, l, axis=axis, dtype=dtype.name, programs=min(most, acc.shape[0] * acc.shape[1]))
-    return jt.same_along(o, axis)
+    batch, groups, _, _, group, d = acc.shape
+    heads = divisor(group, max(1, PIECE // d))
+    sent = (jt.axis_size(axis) - 2) * batch * groups * group * d * acc.dtype.itemsize
+    merge = merge_shares if sent > ONE_SHOT else merge_parts
+    programs = min(programs_at_most(), batch * groups * (group // heads))
+    return jt.same_along(merge(acc, m, l, axis=axis, dtype=dtype.name, heads=heads, programs=programs), axis)
 
 
 def _gradient_by(reference: Callable, arrays: int) -> Callable[..., Any]:
@@ -219,50 +224,127 @@ _mla.defvjp(
 
 def _boxes(acc, m, l, *, axis: str, programs: int, **_):
     """Memory for what each device sends for each query: a sum of values, and the maximum and total of its softmax."""
-    n, (batch, groups, _, t, group, d) = jt.axis_size(axis), acc.shape
-    rows = (n, batch, groups, t, group)
+    n, (batch, groups, _, _, group, d) = jt.axis_size(axis), acc.shape
+    rows = (n, batch, groups, group)
     return [jt.symmetric((*rows, d), acc.dtype), jt.symmetric((*rows, 2), acc.dtype), jt.signals((programs, n))]
 
 
-@jt.kernel(
-    out_type=lambda acc, m, l, *, dtype, **_: jax.ShapeDtypeStruct(
-        (acc.shape[0], acc.shape[1] * acc.shape[4], acc.shape[5]), dtype
-    ),
-    grid=lambda acc, m, l, *, programs, **_: programs,
-    scratch=_boxes,
-)
-def merge_parts(acc, m, l, o, box, weights, came, *, axis: str, dtype: str, programs: int):
-    """o [batch, groups * group, d] of the parts acc [batch, groups, splits, 1, group, d], m and l of all devices."""
+def _like_queries(acc, m, l, *, dtype: str, **_):
+    batch, groups, _, _, group, d = acc.shape
+    return jax.ShapeDtypeStruct((batch, groups * group, d), dtype)
+
+
+def _pieces(acc, heads: int):
+    """How many pieces there are, some heads of one group and row each; where piece t lies in what the devices send,
+    (row, group, heads), and in the output, (row, heads)."""
+    batch, groups, _, _, group, _ = acc.shape
+    cuts = group // heads
+
+    def at(t):
+        first, c = jax.lax.div(t, jnp.int32(cuts)), jax.lax.rem(t, jnp.int32(cuts)) * heads
+        b, g = jax.lax.div(first, jnp.int32(groups)), jax.lax.rem(first, jnp.int32(groups))
+        return (b, g, jt.ds(c, heads)), (b, jt.ds(g * group + c, heads))
+
+    return batch * groups * cuts, at
+
+
+@jt.function
+def _put_own(box, weights, me, acc, m, l, at):
+    """Store what this device found for a piece, all its splits, as part `me` of memory that may be another device's."""
+    b, g, h = at
+    splits = acc.shape[2]
+    top = m[b, g, 0, 0, h]
+    for s in jt.range(1, splits):
+        top = jnp.maximum(top, m[b, g, s, 0, h])
+    w = jnp.exp2(m[b, g, 0, 0, h] - top)
+    total, y = w * l[b, g, 0, 0, h], w[:, None] * acc[b, g, 0, 0, h, :]
+    for s in jt.range(1, splits):
+        w = jnp.exp2(m[b, g, s, 0, h] - top)
+        total, y = total + w * l[b, g, s, 0, h], y + w[:, None] * acc[b, g, s, 0, h, :]
+    box[me, b, g, h, :] = y
+    weights[me, b, g, h, 0] = top
+    weights[me, b, g, h, 1] = total
+
+
+@jt.function
+def _merged(box, weights, n, at):
+    """The mean of a piece from the parts of all devices, in their order."""
+    b, g, h = at
+    top = weights[0, b, g, h, 0]
+    for k in jt.range(1, n):
+        top = jnp.maximum(top, weights[k, b, g, h, 0])
+    w = jnp.exp2(weights[0, b, g, h, 0] - top)
+    total, y = w * weights[0, b, g, h, 1], w[:, None] * box[0, b, g, h, :]
+    for k in jt.range(1, n):
+        w = jnp.exp2(weights[k, b, g, h, 0] - top)
+        total, y = total + w * weights[k, b, g, h, 1], y + w[:, None] * box[k, b, g, h, :]
+    return y * jnp.where(total == 0, 0.0, 1.0 / total)[:, None]
+
+
+@jt.kernel(out_type=_like_queries, grid=lambda acc, m, l, *, programs, **_: programs, scratch=_boxes)
+def merge_parts(acc, m, l, o, box, weights, came, *, axis: str, dtype: str, heads: int, programs: int):
+    """o [batch, groups * group, d] of the parts acc [batch, groups, splits, 1, group, d], m and l of all devices, each
+    of which puts everything together; `heads` at a time, which divide a group."""
     # o = sum_n 2^(m_n - M) acc_n / sum_n 2^(m_n - M) l_n     M = max_n m_n, first over splits and then over devices
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    groups, group, d = acc.shape[1], acc.shape[4], acc.shape[5]
-    count = acc.shape[0] * groups
-    at = lambda t: (jax.lax.div(t, jnp.int32(groups)), jax.lax.rem(t, jnp.int32(groups)))
+    count, at = _pieces(acc, heads)
     for t in jt.range(p, count, programs):
-        b, g = at(t)
-        m_n = m[b, g, :, 0]
-        w = jnp.exp2(m_n - m_n.max(0)[None])
-        box[me, b, g, 0] = (w[..., None] * acc[b, g, :, 0]).sum(0)
-        weights[me, b, g, 0, :, 0] = m_n.max(0)
-        weights[me, b, g, 0, :, 1] = (w * l[b, g, :, 0]).sum(0)
+        _put_own(box, weights, me, acc, m, l, at(t)[0])
     for k in jt.range(n - 1):
         to = (me + 1 + k) % n
         there, scale = box.on(axis, to), weights.on(axis, to)
         for t in jt.range(p, count, programs):
-            b, g = at(t)
-            there[me, b, g, 0] = box[me, b, g, 0]
-            scale[me, b, g, 0] = weights[me, b, g, 0]
+            b, g, h = at(t)[0]
+            there[me, b, g, h, :] = box[me, b, g, h, :]
+            scale[me, b, g, h, :] = weights[me, b, g, h, :]
         jt.signal(came.on(axis, to)[p, me])
     for k in jt.range(n - 1):
         jt.wait(came[p, (me + 1 + k) % n])
     for t in jt.range(p, count, programs):
-        b, g = at(t)
-        top = weights[0, b, g, 0, :, 0]
-        for k in jt.range(1, n):
-            top = jnp.maximum(top, weights[k, b, g, 0, :, 0])
-        total, y = jnp.zeros_like(top), jt.zeros((group, d), acc.dtype)
-        for k in jt.range(n):
-            w = jnp.exp2(weights[k, b, g, 0, :, 0] - top)
-            total, y = total + w * weights[k, b, g, 0, :, 1], y + w[:, None] * box[k, b, g, 0]
-        y = y * jnp.where(total == 0, 0.0, 1.0 / total)[:, None]
-        o[b, jt.ds(g * group, group), :] = y.astype(dtype)
+        place, (b, h) = at(t)
+        o[b, h, :] = _merged(box, weights, n, place).astype(dtype)
+
+
+def _shares(acc, m, l, *, axis: str, programs: int, dtype: str, **options):
+    """Memory for parts, and for what the devices put together of them."""
+    whole = _like_queries(acc, m, l, dtype=dtype)
+    return [
+        *_boxes(acc, m, l, axis=axis, programs=programs, **options),
+        jt.symmetric(whole.shape, whole.dtype),
+        jt.signals((programs, jt.axis_size(axis))),
+    ]
+
+
+@jt.kernel(out_type=_like_queries, grid=lambda acc, m, l, *, programs, **_: programs, scratch=_shares)
+def merge_shares(acc, m, l, o, box, weights, came, whole, done, *, axis: str, dtype: str, heads: int, programs: int):
+    """`merge_parts` in two turns: of each program's pieces, device d puts every n-th from its d-th on together, and
+    sends it to all."""
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    count, at = _pieces(acc, heads)
+    pieces = lambda d: jt.range(p + d * programs, count, n * programs)
+    for k in jt.range(n):
+        to = (me + 1 + k) % n
+        there, scale = box.on(axis, to), weights.on(axis, to)
+        for t in pieces(to):
+            _put_own(there, scale, me, acc, m, l, at(t)[0])
+        if k < n - 1:
+            jt.signal(came.on(axis, to)[p, me])
+    for k in jt.range(n - 1):
+        jt.wait(came[p, (me + 1 + k) % n])
+    for t in pieces(me):
+        place, (b, h) = at(t)
+        whole[b, h, :] = _merged(box, weights, n, place).astype(dtype)
+    for k in jt.range(n - 1):
+        to = (me + 1 + k) % n
+        there = whole.on(axis, to)
+        for t in pieces(me):
+            b, h = at(t)[1]
+            there[b, h, :] = whole[b, h, :]
+        jt.signal(done.on(axis, to)[p, me])
+    for k in jt.range(n):
+        d = (me + k) % n
+        if k > 0:
+            jt.wait(done[p, d])
+        for t in pieces(d):
+            b, h = at(t)[1]
+            o[b, h, :] = whole[b, h, :]

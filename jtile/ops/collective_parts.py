@@ -20,6 +20,7 @@ from jtile.ops.dispatch import small_tiles
 TILE = 4096  # elements of a tile
 SMALL = 1024  # elements of a tile on targets with small tiles: 16 bytes of bfloat16 for each of 128 threads
 PROGRAMS = 4  # programs on a CPU, where each is a thread
+ONE_SHOT = 1 << 20  # bytes that a device sends too many where everyone sums everything: a second turn costs as much
 MOST = 128  # programs elsewhere, at most: there are as many multiprocessors
 
 

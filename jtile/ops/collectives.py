@@ -26,7 +26,7 @@ from jtile.ops.collective_experts import dispatch as dispatch
 from jtile.ops.collective_experts import dispatch_reference as dispatch_reference
 from jtile.ops.collective_norms import all_reduce_rms_norm as all_reduce_rms_norm
 from jtile.ops.collective_norms import all_reduce_rms_norm_reference as all_reduce_rms_norm_reference
-from jtile.ops.collective_parts import meta, sum_all, summed_cotangent, varying_together
+from jtile.ops.collective_parts import ONE_SHOT, meta, sum_all, summed_cotangent, varying_together
 from jtile.ops.collective_products import all_gather_matmul as all_gather_matmul
 from jtile.ops.collective_products import all_gather_matmul_reference as all_gather_matmul_reference
 from jtile.ops.collective_products import matmul_all_reduce as matmul_all_reduce
@@ -37,8 +37,6 @@ from jtile.ops.exchanged_parts import add, add_everywhere, gather, swap
 from jtile.ops.ring_attention import ring_attention as ring_attention
 from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference
 from jtile.ops.ring_attention import zigzag_order as zigzag_order
-
-ONE_SHOT = 1 << 20  # bytes that a device sends too many where everyone sums everything: a second turn costs as much
 
 
 def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.Array:

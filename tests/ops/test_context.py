@@ -4,6 +4,8 @@ process; and their kernels in the interpreter, which finds races and deadlocks."
 from pathlib import Path
 
 import devices
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,15 +49,29 @@ def test_the_ring_in_the_interpreter():
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-5, atol=1e-5)
 
 
-def test_parts_of_a_softmax_in_the_interpreter():
+@pytest.mark.parametrize("merge", [decode.merge_parts, decode.merge_shares], ids=lambda k: k.name)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_parts_of_a_softmax_in_the_interpreter(merge, heads):
     """Of three devices, two splits each; a device with no keys."""
     acc, l = floats(3, 2, 2, 2, 1, 2, 4), np.abs(floats(3, 2, 2, 2, 1, 2))
     m = floats(*l.shape)
     acc[1], l[1], m[1] = 0, 0, -1e30
-    got = decode.merge_parts.interpret(acc, m, l, axis="x", dtype="float32", programs=2, mesh={"x": 3}, seed=1)
+    got = merge.interpret(acc, m, l, axis="x", dtype="float32", heads=heads, programs=2, mesh={"x": 3}, seed=1)
     w = np.exp2(m)[..., 0, :]
     want = (w[..., None] * acc[..., 0, :, :]).sum((0, 3)) / (w * l[..., 0, :]).sum((0, 3))[..., None]
     np.testing.assert_allclose(got, np.broadcast_to(want.reshape(2, 4, 4), got.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize("merge", [decode.merge_parts, decode.merge_shares], ids=lambda k: k.name)
+def test_parts_of_large_caches_compile_for_hopper(merge):
+    """128 heads of 512 features asked for more shared memory than there is."""
+    pytest.importorskip("triton")
+    shape = (64, 1, 4, 1, 128, 512)
+    acc, m = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:5], jnp.float32)
+    heads = decode.divisor(shape[4], decode.PIECE // shape[5])
+    options = dict(axis="x", dtype="bfloat16", heads=heads, programs=128, mesh={"x": 4})
+    found = merge.lower(acc, m, m, **options, target="cuda:sm_90")
+    assert found.launch["resources"]["spills"] == 0
 
 
 def test_tokens_to_experts_and_back_in_the_interpreter():
