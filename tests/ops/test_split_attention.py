@@ -195,3 +195,14 @@ def test_eight_bits_compile_for_gpus(target, dtype):
     args = *args, shape((2, 3), jnp.int32), (shape((6, 2, 64), jnp.float32),) * 2
     options = {"splits": 2, "bk": 32, "scale": 0.125, "softcap": None, "window": None}
     assert split_attention.decode_splits.lower(*args, **options, target=target).image
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("t", "dtype", "window"), [(16, "float8_e4m3fn", None), (32, "int8", 100)])
+def test_tiles_of_eight_bits_compile_at_the_block_level(t, dtype, window):
+    shape, pool = jax.ShapeDtypeStruct, (6, 64, 2, 128)
+    args = shape((2, t, 8, 128), jnp.bfloat16), shape(pool, dtype), shape(pool, dtype), shape((2,), jnp.int32)
+    args = *args, shape((2, 3), jnp.int32), (shape((6, 2, 64), jnp.float32),) * 2
+    options = {"splits": 1, "bk": 64, "scale": 0.125, "softcap": None, "window": window}
+    found = split_attention.decode_splits.lower(*args, **options, target="cuda:sm_90")
+    assert found.texts["schedule"].startswith("block level"), found.texts["schedule"]

@@ -256,8 +256,19 @@ class Homes:
         it is the first tile of the innermost loops, where most of the work is."""
         for op in self._by_depth:
             for v in filter(self._lacks, op.results):
-                return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
+                return self._set(v, blocked(v.shape, elem_of(self._stored_as(v)), self.warps))
         return False
+
+    def _stored_as(self, v: ir.Value) -> str:
+        """The dtype in which a tile goes to shared memory, if it is loaded there and only converted: a thread's
+        neighbours are then 16 bytes of what it stores, so that stores, of more bytes than the loads, meet no bank
+        twice."""
+        users = [op for op, _ in self._users.get(v, [])]
+        if not isinstance(v.op, ir.LoadShared) or len(users) != 1 or not isinstance(users[0], ir.Cast):
+            return v.dtype
+        stores = [op for op, _ in self._users.get(users[0].result, [])]
+        wider = ir.DTYPES[users[0].result.dtype].bits > ir.DTYPES[v.dtype].bits
+        return users[0].result.dtype if wider and all(isinstance(op, ir.StoreShared) for op in stores) else v.dtype
 
 
 def _defined(op: ir.Op) -> list[ir.Value]:

@@ -30,11 +30,11 @@ from jtile.passes.products import promoted, untransposed
 from jtile.passes.rewrite import buffers, written
 
 from .epilogue import Leaving, store
-from .feeds import choices, users
+from .feeds import choices, scratch, users
 from .maps import unspread
 from .rings import Held, Place, Role, Site
 
-Scratch = Mapping[object, Value]  # (shape, dtype) of a computed right operand -> its buffer
+Scratch = Mapping[object, Value]  # (shape, dtype, number) of a computed right operand -> its buffer
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,6 +82,7 @@ class _Consumer(Role):
         self.numbers: dict[Load, Value] = {}  # the number of the slot of each load
         self.chosen: dict[Value, Value] = {}  # the result of a choice -> its buffer
         self.tiles: dict[Value, Value] = {}  # operands that were loaded to registers
+        self.rights: dict[Op, int] = {}  # the numbers of the buffers of computed right operands
 
     def run(self, body: Block) -> Block:
         self.choices = {op: c for op, c in choices(body).items() if c[0] in self.place}
@@ -116,6 +117,7 @@ class _Consumer(Role):
 
     def ops(self, b: Block) -> None:
         sites = self.sites(b)
+        self.rights |= scratch(b, self.choices)
         uses = [_use(b, held, site, self._loads(b, site), self.choices) for site, held in sites.items()]
         for i, op in enumerate(b.ops):
             self.b.loc = op.loc
@@ -200,7 +202,7 @@ class _Consumer(Role):
     # -- products -----------------------------------------------------------------------------------------------------
     def dot(self, op: Dot) -> Value:
         a = self.left(op.a, op.trans_a)
-        b = self.right(op.b, op.trans_b)
+        b = self.right(op)
         acc = None if op.acc is None else self.look(op.acc)
         few = op.sizes()[-1] <= 128  # terms, which have one accumulator in any case
         apart = acc is not None and few and promoted(op)  # so that the addition overlaps with the next product
@@ -219,15 +221,15 @@ class _Consumer(Role):
             return self.b.value(Transpose(x, (1, 0))) if across else x
         return self.turned(view[0], view[1] != across)
 
-    def right(self, v: Value, across: bool) -> Value:
-        view = self.view(v)
+    def right(self, op: Dot) -> Value:
+        view = self.view(op.b)
         if view is None:  # products take their right operand from shared memory
-            v, flipped = untransposed(v)
-            buffer = self.scratch[v.shape, v.dtype]
+            v, flipped = untransposed(op.b)
+            buffer = self.scratch[v.shape, v.dtype, self.rights[op]]
             self.b.add(StoreShared(buffer, self.look(v)))
             self.b.add(FenceShared())
             view = buffer, flipped
-        return self.turned(view[0], view[1] != across)
+        return self.turned(view[0], view[1] != op.trans_b)
 
     def turned(self, buffer: Value, across: bool) -> Value:
         return self.b.value(TransposeShared(buffer)) if across else buffer

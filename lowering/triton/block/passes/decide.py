@@ -236,8 +236,8 @@ def _words(v: Value, found: Feeds) -> int:
 
 
 def _scratch_bytes(found: Feeds) -> int:
-    """Bytes of buffers for computed right operands, one for each shape, and of spare slots."""
-    kinds = {(d.b.shape, d.b.dtype): tile_bytes(d.b) for d in found.computed}
+    """Bytes of buffers for computed right operands (see `scratch`), and of spare slots."""
+    kinds = {(untransposed(d.b)[0].shape, d.b.dtype, n): tile_bytes(d.b) for d, n in found.computed.items()}
     spare = [s.loads for r in found.rings for s in r.sites[:1]]
     replaced = {(x.ref, x.result.type) for x in found.replaced}
     spares = [tile_bytes(x.result) for loads in spare for x in loads if (x.ref, x.result.type) in replaced]

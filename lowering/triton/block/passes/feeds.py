@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jtile.ir import (
     Bitcast,
@@ -84,12 +84,12 @@ class Ring:
 
 @dataclasses.dataclass(eq=False)
 class Feeds:
-    """Rings of a kernel, its products, those of them whose right operand is computed, and loads that are replaced in
-    some rounds (see `choices`)."""
+    """Rings of a kernel, its products, those of them whose right operand is computed with the number of its buffer (see
+    `scratch`), and loads that are replaced in some rounds (see `choices`)."""
 
     rings: list[Ring]
     dots: list[Dot]
-    computed: list[Dot]
+    computed: dict[Dot, int]
     replaced: set[Load]
     home: dict[Op, Block]
 
@@ -131,9 +131,7 @@ def feeds(kernel: Kernel) -> Feeds:
     sites = [_site(g, home, depth, g[0] in far) for g in groups]
     brought = {x for _, loads in found for x in loads}
     either = {op: c for op, c in choices(kernel.body).items() if c[0] in brought}
-    computed = [
-        d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
-    ]
+    computed = {d: n for b in dict.fromkeys(home[d] for d in dots) for d, n in scratch(b, either).items()}
     rings = _rings(kernel, sites, either)
     if not any(not s.resident and s.depth for r in rings for s in r.sites):
         refuse("no loop loads the operands of its matrix products", dots[0])
@@ -258,6 +256,45 @@ def choices(body: Block) -> dict[Op, tuple[Load, int]]:
                 load = op.blocks()[plain[0]].yields[0].op
                 found[op] = load, plain[0]  # type: ignore[assignment]
     return found
+
+
+def scratch(b: Block, either: Container[Op]) -> dict[Dot, int]:
+    """The products of a block whose right operand is computed, and which of the buffers of its shape each one has.
+
+    All have the same buffer, but where a product needs the result of another: a loop of these starts the later product
+    beside the first one of the next round, so that each operand has a buffer of its own.
+
+    Args:
+      either: the `choices` of the kernel, whose products find both operands in a ring.
+    """
+    dots = [op for op in b.ops if isinstance(op, Dot)]
+    computed = [
+        d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
+    ]
+    if not _dependent(b, dots):
+        return dict.fromkeys(computed, 0)
+    numbers: dict[Hashable, dict[Value, int]] = {}
+    out: dict[Dot, int] = {}
+    for d in computed:
+        v, _ = untransposed(d.b)
+        of_shape = numbers.setdefault((v.shape, v.dtype), {})
+        out[d] = of_shape.setdefault(v, len(of_shape))
+    return out
+
+
+def _dependent(b: Block, dots: Sequence[Dot]) -> bool:
+    """Whether an operand of one of the products is made from the result of another; sums do not count."""
+    made, inside = {op.result for op in dots}, set(b.ops)
+    for d in dots:
+        todo, seen = [d.a, d.b], set()
+        while todo:
+            v = todo.pop()
+            if v in made:
+                return True
+            if v.op is not None and v not in seen and v.op in inside:
+                seen.add(v)
+                todo += free_values(v.op)
+    return False
 
 
 def _rights(v: Value, users: dict[Value, list[Op]]) -> bool:

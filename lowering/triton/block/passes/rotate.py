@@ -266,7 +266,7 @@ class _Parts:
       dots: the products.
       late: views of their buffers, ops that fill the buffers in the loop itself, and ops that only these need.
       own: ops of `late` that nobody else needs; a view that others use too is made twice, for it cannot be carried.
-      waits: waits on barriers of buffers that only the products and `late` read.
+      waits: waits on barriers of buffers that only the products and `own` read.
     """
 
     def __init__(self, products: Products, chains: list[Chain], filled: dict[Op, set[Value]]):
@@ -299,14 +299,22 @@ class _Parts:
         """Whether an op writes buffers of the products, itself or inside, or is the fence behind such stores."""
         inner = list(Block((), [op]).walk())
         if isinstance(op, FenceShared):
-            inner = [x for x in self.body.ops if isinstance(x, StoreShared)]
+            inner = self._fenced(op)
             return bool(inner) and all(root_of(x.buffer) in self.roots for x in inner)
         return any(isinstance(x, StoreShared) and root_of(x.buffer) in self.roots for x in inner)
+
+    def _fenced(self, fence: FenceShared) -> list[StoreShared]:
+        """The stores of the body that stand between a fence and the one before it."""
+        found: list[StoreShared] = []
+        for op in self.body.ops[: self.body.ops.index(fence)]:
+            found = [] if isinstance(op, FenceShared) else [*found, op] if isinstance(op, StoreShared) else found
+        return found
 
     def _waits(self, filled: dict[Op, set[Value]]) -> set[Op]:
         others = [op for op in self.body.ops if op not in self.dots and op not in self.own]
         shared = {r for op in others for x in Block((), [op]).walk() for v in x.operands() if (r := root_of(v))}
-        barriers = set().union(*(filled.get(r, set()) for r in self.roots - shared))
+        read = {r for op in self.own if isinstance(op, LoadShared) and (r := root_of(op.buffer))}
+        barriers = set().union(*(filled.get(r, set()) for r in (self.roots | read) - shared))
         barriers -= set().union(*(filled.get(r, set()) for r in shared))
         return {op for op in self.body.ops if isinstance(op, Wait) and op.barrier in barriers}
 
@@ -318,8 +326,10 @@ class _Parts:
         return any(root_of(v) in written | {None} for v in buffers)
 
     def arrivals(self) -> list[Arrive]:
-        """The arrivals behind the end of the first delayed product."""
-        first = min(self.body.ops.index(w) for w in self.ends)
+        """The arrivals behind the end of the first delayed product, or behind the first delayed load: what is loaded
+        late is given back late."""
+        loads = (op for op in self.own if isinstance(op, LoadShared))
+        first = min(self.body.ops.index(op) for op in (*self.ends, *loads))
         return [op for op in self.body.ops[first:] if isinstance(op, Arrive)]
 
     def kept(self, ops: Iterable[Op]) -> list[Value]:

@@ -72,11 +72,11 @@ def _stores(kernel: Kernel, plan: Plan, body) -> list[tuple[Store, epilogue.Outp
 
 
 def _scratch(b: Builder, found: Feeds, w: int) -> dict[object, Value]:
-    """A buffer for each shape of computed right operands: every share has all columns of a product."""
+    """The buffers of computed right operands: every share has all columns of a product."""
     out: dict[object, Value] = {}
-    for dot in found.computed:
+    for dot, n in found.computed.items():
         v, _ = untransposed(dot.b)
-        if (v.shape, v.dtype) not in out:
+        if (v.shape, v.dtype, n) not in out:
             b.loc = dot.loc
-            out[v.shape, v.dtype] = b.value(AllocShared(v.shape, v.dtype), f"right{w}")
+            out[v.shape, v.dtype, n] = b.value(AllocShared(v.shape, v.dtype), f"right{w}")
     return out
