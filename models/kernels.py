@@ -5,13 +5,14 @@ Queries, keys and values leave the projection in one pass; in a decoding step th
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops.cache_appends import heads_of, put, rotated, slot_of
+from jtile.ops.cache_appends import heads_of, put, rotated, slot_of, turned
 from jtile.ops.cache_appends import rope_append as rope_append
 
 
@@ -85,9 +86,16 @@ def rounded(x, dtype):
 def quantized(x, dtype):
     """(x [..., n] in int8 or float8_e4m3fn, the float32 scales [...] that give it back): the largest number of each n
     becomes the largest of the dtype."""
-    x = x.astype(jnp.float32)
-    scales, unit = scales_of(jnp.max(jnp.abs(x), axis=-1), dtype)
-    return rounded(x * unit[..., None], dtype), scales
+    (y,), scales = quantized_parts((x,), dtype)
+    return y, scales
+
+
+def quantized_parts(parts, dtype):
+    """`quantized` for an array that is given in parts along its last axis: the parts of 8 bits, and the scales."""
+    parts = [x.astype(jnp.float32) for x in parts]
+    largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=-1) for x in parts))
+    scales, unit = scales_of(largest, dtype)
+    return [rounded(x * unit[..., None], dtype) for x in parts], scales
 
 
 def _scaled_step_types(qkv, cos, sin, lengths, keys, values, key_scales, value_scales, *_, heads, **__):
@@ -108,16 +116,25 @@ def rope_append_scaled(
     """Does what `rope_append` does for caches of 8 bits, which have scales float32 [batch or pages, kv_heads, slots]:
     see `quantized`."""
     p = jt.program_id(0)
-    place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
-    R = rotated(heads_of(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
-    q[p, :, :] = R[:heads].astype(q.dtype)
-    row, at, there = place
-    for cache, scales, x in (
-        (new_keys, new_key_scales, R[heads:]),
-        (new_values, new_value_scales, X[heads + kv_heads :]),
+    place, half = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv.shape[2] // 2
+    turn, row, at, there = (cos[p, :][None], sin[p, :][None]), *place
+    whole, low, high = (slice(None),), slice(0, half), slice(half, 2 * half)
+    if norms:
+        R = rotated(heads_of(qkv[p, : heads + kv_heads, :], norms, heads, kv_heads, eps), *turn)
+        q[p, :, :] = R[:heads].astype(q.dtype)
+        sides, rows = whole, (R[heads:],)
+    else:  # by halves, see `rope_append`
+        of = lambda some: turned(*(qkv[p, some, side].astype(jnp.float32) for side in (low, high)), *turn)
+        for side, value in zip((low, high), of(slice(0, heads)), strict=True):
+            q[p, :, side] = value.astype(q.dtype)
+        sides, rows = (low, high), of(slice(heads, heads + kv_heads))
+    for cache, scales, parts, of_parts in (
+        (new_keys, new_key_scales, rows, sides),
+        (new_values, new_value_scales, (qkv[p, heads + kv_heads :, :],), whole),
     ):
-        y, scale = quantized(x, cache.dtype)
-        put(cache, place, y)
+        kept, scale = quantized_parts(parts, cache.dtype)
+        for side, value in zip(of_parts, kept, strict=True):
+            put(cache, place, value, slice(0, kv_heads), side)
         jt.store(scales, (row, slice(None), at), scale, mask=there)
 
 

@@ -123,6 +123,25 @@ def test_keys_and_values_of_eight_bits_are_what_they_were(dtype):
                     assert (off <= np.abs(want[b, position]).max(-1) * (0.5 / 127 if dtype == "int8" else 1 / 28)).all()
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_turned_keys_of_eight_bits(normed):
+    """What a cache of floats gets, rounded; queries are the same."""
+    rng = np.random.default_rng(0)
+    qkv, angles = rng.normal(size=(2, 4, 8)).astype(np.float32), rng.normal(size=(2, 4)).astype(np.float32)
+    norms = tuple(rng.normal(size=(2, 8)).astype(np.float32)) if normed else ()
+    lengths, options = np.array([1, 0], np.int32), dict(heads=2, kv_heads=1, eps=1e-5)
+    pool = np.zeros((2, 2, 1, 8), np.float32)
+    turn = np.cos(angles), np.sin(angles)
+    q, *plain = kernels.rope_append.interpret(qkv, *turn, lengths, pool, pool, norms, None, **options)
+    of_slots = np.zeros((2, 1, 2), np.float32)
+    held = *[pool.astype(jnp.float8_e4m3fn)] * 2, of_slots, of_slots
+    got, *held = kernels.rope_append_scaled.interpret(qkv, *turn, lengths, *held, norms, None, **options)
+    np.testing.assert_allclose(got, q, rtol=1e-6)
+    for x, eight, scales in zip(plain, held[:2], held[2:], strict=True):
+        back = eight.astype(np.float32) * np.asarray(scales).swapaxes(1, 2)[..., None]
+        np.testing.assert_allclose(back, x, atol=np.abs(x).max() / 28)
+
+
 def test_rings_pages_and_eight_bits_of_one_model(short, outputs):
     """Layer 0 has a window of 8 tokens, the prompt 24: the tokens of whole sequences, but where two logits are nearly
     equal."""
