@@ -279,19 +279,21 @@ def _of_all_rows(
 ):
     """The result of the kernel whose programs share out the keys of all rows; each device shares out its own."""
     cache, pages = ("b _ h _", "") if table is None else ("_ _ h _", ", b _")
-    rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
+    of_scales = ", _ h _" * len(scales)  # of pages, since rows in one piece have none here
+    rule = f"b _ h _ _, {cache}, {cache}, b{pages}{of_scales} -> b _ h _ _"
+    run = jt.partitioned(_of_a_device(scale, softcap, splits), rule)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    return jt.partitioned(_of_a_device(scale, softcap, splits), rule)(grouped, k, v, lengths, table).reshape(q.shape)
+    return run(grouped, k, v, lengths, table, *scales).reshape(q.shape)
 
 
 @functools.lru_cache(maxsize=128)
 def _of_a_device(scale: float, softcap: float | None, splits: int | None):
     """The function for `jt.partitioned`, which cuts along kv heads, an axis of q [batch, t, kv heads, group, d]."""
 
-    def decode_in_shares(q, k, v, lengths, table):
+    def decode_in_shares(q, k, v, lengths, table, *scales):
         flat = q.reshape(*q.shape[:2], -1, q.shape[4])
         options = {"scale": scale, "softcap": softcap, "window": None, "splits": splits}
-        return _op_of_a_device(flat, k, v, lengths, table, (), **options).reshape(q.shape)
+        return _op_of_a_device(flat, k, v, lengths, table, scales, **options).reshape(q.shape)
 
     return decode_in_shares
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jtile as jt
 from jtile._errors import ModelError
-from jtile.ops import QuantizedTensor, gpu_tiles
+from jtile.ops import QuantizedTensor, gpu_tiles, hopper_decode, hopper_eight
 from jtile.ops.float8_rows import MANY
 
 from ..decoder import Attention
@@ -216,7 +216,9 @@ def _in_chunks(lm: LanguageModel, attention) -> bool:
     if not gpu_tiles.warpgroups() or not isinstance(attention, Attention) or lm.dtype == jnp.float32:
         return False
     c, group = attention.config, attention.config.heads // attention.config.kv_heads
-    simple = (c.window, c.chunk, attention.sinks, lm.cache_dtype) == (None,) * 4 and (lm.page_size or PAGE) % 64 == 0
+    if lm.cache_dtype is not None and not (hopper_decode.EIGHT_BITS and lm.cache_dtype == hopper_eight.DTYPE):
+        return False
+    simple = (c.window, c.chunk, attention.sinks) == (None,) * 3 and (lm.page_size or PAGE) % 64 == 0
     return simple and c.head_dim in (64, 128) and group in (2, 4, 8, 16)
 
 
