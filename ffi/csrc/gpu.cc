@@ -235,7 +235,8 @@ void Launcher::encode_maps(OnDevice& on, const Array* arrays, const int64_t* sym
   try {
     for (size_t k = 0; k < record_.maps.size(); ++k) {
       const TensorMap& map = record_.maps[k];
-      MapShape shape{arrays[map.buffer].data, {}, {}};
+      void* data = map.device < 0 ? arrays[map.buffer].data : peers_->of(on.device, map.device, map.offset);
+      MapShape shape{data, {}, {}};
       for (size_t d = 0; d < map.rank; ++d) {
         shape.dims[d] = static_cast<uint64_t>(map.dims[d].value(symbols));
         if (d + 1 < map.rank) shape.strides[d] = static_cast<uint64_t>(map.strides[d].value(symbols));

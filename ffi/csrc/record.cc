@@ -35,7 +35,7 @@ class Reader {
       if (!(record_.npu && !has(json, "sites")) && !json.at("sites").is_null()) read_sites(json.at("sites"));
       read_attributes(json.at("attributes"));
       if (has(json, "devices")) read_devices(json.at("devices"));
-      if (talks_ != record_.talking.has_value())
+      if (talks_ != record_.talking.has_value() || (of_devices_ > 0 && !talks_))
         fail(Code::kInvalidArgument, "it has to say of what devices its parameter is");
     } catch (const Error& error) {
       fail(error.code(), "kernel ", record_.name, ": the launch record is refused: ", error.what());
@@ -122,7 +122,13 @@ class Reader {
     if (record_.maps.size() == kMaxMaps)
       fail(Code::kInvalidArgument, "the kernel has more than ", kMaxMaps, " tensor maps");
     TensorMap map{};
-    map.buffer = array(json.at("buffer"));
+    if (has(json, "device")) {
+      map.device = number(json.at("device"), "device of a tensor map", 0, 63);
+      map.offset = number(json.at("offset"), "offset of a tensor map", 0, kMaxWorkspace);
+      of_devices_ = std::max(of_devices_, map.device + 1);
+    } else {
+      map.buffer = array(json.at("buffer"));
+    }
     map.dtype = static_cast<uint32_t>(number(json.at("dtype"), "dtype of a tensor map", 0, 15));
     map.swizzle = static_cast<uint32_t>(number(json.at("swizzle"), "swizzle", 0, 3));
     const JsonList &dims = json.at("dims").list("dims"), &strides = json.at("strides").list("strides");
@@ -184,6 +190,7 @@ class Reader {
 
   Record record_;
   bool talks_ = false;
+  int64_t of_devices_ = 0;  // so many devices at least have memory that tensor maps are of
   size_t symbols_ = 0;
 };
 

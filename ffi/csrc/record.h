@@ -19,7 +19,9 @@ constexpr size_t kMaxMapRank = 5;
 
 // A part of an array as a tensor map describes it; innermost dimension first.
 struct TensorMap {
-  size_t buffer;
+  size_t buffer;         // an array; of no meaning where it is of the memory of a device
+  int64_t device = -1;   // of the group of devices that talk, whose block it is of; -1: an array
+  int64_t offset = 0;    // of the block
   uint32_t dtype;  // a CUtensorMapDataType
   size_t rank;
   Expression dims[kMaxMapRank];
