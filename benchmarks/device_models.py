@@ -1,110 +1,256 @@
-"""`python -m benchmarks devices --models`: steps of language models of published shapes with random weights, cut over
-all devices by kernels that talk to each other, beside the same step on one of them."""
+"""`python -m benchmarks devices --only models`: steps of language models of published shapes with random weights, cut
+over all devices by kernels that talk to each other, beside the same step on one of them where the model fits there,
+with XLA's collectives (NCCL on GPUs) in place of ours, and, of Llamas, beside a plain decoder that XLA cuts.
+
+The same step in which devices keep to themselves says how much of a step is communication, with the devices' waiting
+for each other. Microseconds are those of calls as `LanguageModel.stream` makes them."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import gc
 import json
 import statistics
 import sys
-import zlib
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks.data import normal
-from benchmarks.gpu.models import DENSE, SHAPES, TINY
-from jtile.models import LanguageModel
-from jtile.models.checkpoint import Checkpoint
-from jtile.models.cuts import cut
-from jtile.models.families import read_config
-from jtile.models.mesh import Devices
+import jtile as jt
+from benchmarks.data import size
+from benchmarks.device_parts import made
+from benchmarks.device_plain import Plain
+from benchmarks.gpu import machine
+from benchmarks.gpu.models import DENSE, LARGE, SHAPES, TINY, mixtures, model_state
+from jtile import ops
+from jtile.models import LanguageModel, parallel, programs
+from jtile.models.cache import Entry, KVCache
+from jtile.models.generate import CHUNK
+from jtile.models.latent import LatentConfig
+from jtile.models.mesh import ENTRIES, ROWS, SAME
+from jtile.models.programs import Memory
+from jtile.models.sampling import Sampling
+from jtile.ops import collectives
 
-PROMPT, STEPS, REPEATS = 16, 64, 3
-WORKS = (("Llama-3.1-8B", "tensor", 1), ("Llama-3.1-8B", "tensor", 64), ("Qwen3-30B-A3B", "expert", 32))
-TINY_WORKS = (("tiny", "tensor", 2), ("tiny mixture", "expert", 4))
-_SCALE = 0.02
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn(Checkpoint):
-    """A checkpoint of random weights, of which each part is drawn on the device that has it. The parts of one tensor
-    do not make a whole that is the same for any cut: only times are measured."""
-
-    head: bool = True
-
-    @property
-    def tied(self) -> bool:
-        """Whether the embedding is the output head, too."""
-        return not self.head
-
-    def sample(self) -> jax.Array:
-        """An array with the dtype of the weights; no tensor is stored."""
-        return jnp.zeros((1, 1), DENSE)
-
-    def unit(self) -> int:
-        """One column, since there are no groups."""
-        return 1
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        """The whole tensor."""
-        return self._drawn(name, shape, 0)
-
-    def part(self, name: str, shape: tuple[int, ...], cuts: Mapping[int, np.ndarray]) -> jax.Array:
-        """Random numbers in the shape of the part; a tensor that is not cut is the same on all devices."""
-        if len(shape) == 1:
-            found = cut(self.weight(name, shape), dict(cuts), name)
-            assert isinstance(found, jax.Array)
-            return found
-        sizes = tuple(len(cuts[d]) if d in cuts else n for d, n in enumerate(shape))
-        return self._drawn(name, sizes, sum(int(index[0]) + 1 for index in cuts.values()))
-
-    def _drawn(self, name: str, shape: tuple[int, ...], seed: int) -> jax.Array:
-        if len(shape) == 1:
-            return (jnp.ones if name.endswith("norm.weight") else jnp.zeros)(shape, jnp.float32)
-        return normal((zlib.crc32(name.encode()) + seed) >> 1, *shape, dtype=DENSE, scale=_SCALE)
+CONTEXT, STEPS, REPEATS = 512, 32, 5  # tokens in front of a step, steps of a sample, samples
+ROOM = 0.85  # the share of a device's memory that weights may have
+ONE, PLAIN = "one_step", "plain"  # what records call the step of one device, and that of the plain decoder
 
 
-def made(config: dict, mesh: Mesh | None, role: str) -> LanguageModel:
-    """A model on one device, or cut over those of a mesh."""
-    source = Drawn("a shape", read_config(config, "a shape"), {}, None, (), not config["tie_word_embeddings"])
-    devices = None if mesh is None else Devices.of(mesh, {role: mesh.axis_names[0]}, source.config)
-    return LanguageModel.from_checkpoint(source, DENSE, devices=devices)
+class Work(NamedTuple):
+    """What of a model is cut, how many rows its steps have, how its weights are stored, and about how many bytes they
+    have."""
+
+    model: str
+    role: str
+    rows: tuple[int, ...]
+    nbytes: float
+    stored: str = DENSE
 
 
-def step_us(lm: LanguageModel, rows: int, steps: int) -> float:
-    """Microseconds of a step, the median of a few generations."""
-    ids = np.random.default_rng(0).integers(0, lm.config.vocab_size, (rows, PROMPT))
-
-    def run() -> float:
-        stream = lm.stream(ids, steps + 1, eos=None)
-        for _ in stream:
-            pass
-        return 1e6 * stream.stats.decode_seconds / steps
-
-    run()
-    return statistics.median(run() for _ in range(REPEATS))
+WORKS = (
+    Work("Llama-3.1-8B", "tensor", (1, 64), 16e9),
+    Work("Llama-3.1-70B", "tensor", (1, 64), 141e9),
+    Work("Qwen3-30B-A3B", "expert", (32,), 61e9),
+    Work("DeepSeek-V3, 6 layers", "expert", (32,), 42e9, "fp8"),
+)
+TINY_WORKS = (Work("tiny", "tensor", (2,), 0), Work("tiny mixture", "expert", (4,), 0))
 
 
-def measure(count: int, tiny: bool) -> list[dict[str, Any]]:
-    """A record for each line of the table."""
-    mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
-    works, shapes, steps = (TINY_WORKS, TINY, 4) if tiny else (WORKS, SHAPES, STEPS)
-    records: list[dict[str, Any]] = []
-    for name, role, rows in works:
-        record: dict[str, Any] = {"work": f"{name}, a step", "size": f"{rows} rows, {role}", "devices": count,
-                                  "tiny": tiny}  # fmt: skip
-        for side, over in (("one_step", None), ("jtile", mesh)):
-            lm = made(shapes[name], over, role)
-            record[f"{side}_us"] = round(step_us(lm, rows, steps), 1)
+# Sides --------------------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """Stand-ins for the collectives of a step, of the same shapes, for which no device needs another."""
+
+    @staticmethod
+    def all_reduce(x, axis):
+        del axis
+        return x
+
+    @staticmethod
+    def all_reduce_rms_norm(x, weight, axis, *, residual, eps):
+        del axis
+        return ops.rms_norm(x, weight, eps=eps, residual=residual)
+
+    @staticmethod
+    def all_gather(x, axis, *, dim=0):
+        """Rows of several devices are made up here, and differ, so that they choose as many experts as real ones."""
+        return jnp.concatenate([jnp.roll(x, k, axis=-1) for k in range(jt.axis_size(axis))], dim)
+
+    @staticmethod
+    def reduce_scatter(x, axis, *, dim=0):
+        return jax.lax.slice_in_dim(x, 0, x.shape[dim] // jt.axis_size(axis), axis=dim)
+
+
+# what records call a mesh with some collectives -> how a model finds one of them
+SIDES: dict[str, Callable[[str, bool], Callable]] = {
+    "jtile": parallel.collective,
+    "xla": lambda name, talk: getattr(collectives, f"{name}_reference"),
+    "alone": lambda name, talk: getattr(Alone, name),
+}
+
+
+@contextlib.contextmanager
+def collectives_of(side: str) -> Iterator[None]:
+    """A block in which models are traced with the collectives of a side."""
+    usual, parallel.collective = parallel.collective, SIDES[side]
+    try:
+        yield
+    finally:
+        parallel.collective = usual
+
+
+# Steps --------------------------------------------------------------------------------------------------------------
+
+
+def entry_of(lm: LanguageModel) -> list[tuple[int, ...]]:
+    """The shapes of what a device keeps of a token in each layer."""
+    blocks: Any = lm.part.blocks
+    c = blocks[0].attention.config
+    return [(c.rank + c.rope.size,)] if isinstance(c, LatentConfig) else [(c.kv_heads, c.head_dim)] * 2
+
+
+class Steps:
+    """The program of a model for `CHUNK` steps of so many rows, with the collectives of a side, and what it takes."""
+
+    def __init__(self, lm: LanguageModel, rows: int, side: str, steps: int):
+        self.lm, self.rows, self.steps, self.slots = lm, rows, steps, CONTEXT + (REPEATS + 2) * steps
+        static = {"chunk": CHUNK, "steps": Sampling().static, "logprobs": False}
+        decode: Any = programs.decode
+        lower = decode.lower if lm.devices is None else functools.partial(lm.devices.lower, decode)
+        self.numbers = self._put(np.int32(1)), self._put(np.int32(CHUNK)), {}, self._put(np.full(1, -1, np.int32))
+        with collectives_of(side):
+            self.lowered: Any = lower(lm._structure, lm._weights, *self._begin(), *self.numbers, **static)
+        self.program: Any = None
+
+    def _put(self, x: np.ndarray | np.int32, kind: str = SAME) -> jax.Array:
+        return jax.device_put(x, None if self.lm.devices is None else self.lm.devices.lies(kind))
+
+    def _begin(self) -> tuple[Memory, jax.Array, jax.Array]:
+        """The memory of rows of `CONTEXT` random tokens, the last tokens, and which rows have ended."""
+        devices, layers = self.lm.devices, self.lm.config.num_layers
+        count = 1 if devices is None else devices.mesh.size // devices.size("expert")
+        draw = jax.jit(
+            lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.dtype(DENSE)),
+            static_argnums=1, out_shardings=None if devices is None else devices.lies(ENTRIES),
+        )  # fmt: skip
+        shapes = [(count * self.rows, self.slots, *shape) for shape in entry_of(self.lm)]
+        entries = tuple(Entry(tuple(draw(i, shape) for shape in shapes)) for i in range(layers))
+        ids = np.random.default_rng(0).integers(0, self.lm.config.vocab_size, self.rows).astype(np.int32)
+        lengths, last, done = np.full(self.rows, CONTEXT, np.int32), ids, np.zeros(self.rows, bool)
+        lengths, last, done = (self._put(x, ROWS) for x in (lengths, last, done))
+        return Memory(KVCache(entries, lengths), {}), last, done
+
+    def compile(self) -> None:
+        """Compiles the program; several may be compiled at once."""
+        self.program, self.lowered = self.lowered.compile(), None
+
+    def us(self, repeats: int) -> float:
+        """Microseconds of a step, the median of samples behind a first one."""
+        memory, tokens, done = self._begin()
+        found = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            for _ in range(max(self.steps // CHUNK, 1)):
+                *_, tokens, done, memory = self.program(self.lm._weights, memory, tokens, done, *self.numbers)
+            jax.block_until_ready(tokens)
+            found.append(1e6 * (time.perf_counter() - start) / (max(self.steps // CHUNK, 1) * CHUNK))
+        return statistics.median(found[1:])
+
+
+def bytes_read(lm: LanguageModel, rows: int) -> int:
+    """Bytes that a device reads in a step at least: its weights but rows of the embedding and experts that no row goes
+    through, if rows choose them at random, and the keys and values of its rows."""
+    part, devices = lm.part, lm.devices
+    unread = 0.0 if part.output is None else float(size(part.embedding.get_value()))
+    for mixture in mixtures(part):
+        experts = mixture.router.weight.get_value().shape[0]
+        unread += size(model_state(mixture.experts)) * (1 - mixture.router.config.chosen / experts) ** rows
+    numbers = sum(int(np.prod(shape)) for shape in entry_of(lm)) * lm.config.num_layers
+    own = rows // (1 if devices is None else devices.size("expert"))
+    return int(size(model_state(part)) - unread) + own * CONTEXT * numbers * jnp.dtype(DENSE).itemsize
+
+
+# Records ------------------------------------------------------------------------------------------------------------
+
+
+def room() -> float:
+    """Bytes of a device's memory that weights may have."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return ROOM * stats.get("bytes_limit", float("inf"))
+
+
+def stepped(
+    lm: LanguageModel, sides: Sequence[str], rows: Sequence[int], steps: int
+) -> Iterator[tuple[str, int, float]]:
+    """(side, rows, microseconds of a step) for all of them. Programs are traced one after the other, compiled at once,
+    and run one after the other."""
+    made = {(side, m): Steps(lm, m, "jtile" if side == ONE else side, steps) for m in rows for side in sides}
+    with ThreadPoolExecutor(len(made)) as pool:
+        list(pool.map(Steps.compile, made.values()))
+    for (side, m), run in made.items():
+        yield side, m, run.us(REPEATS)
+
+
+def timed(config: dict, work: Work, mesh: Mesh, sides: Sequence[str], steps: int) -> Iterator[tuple[str, int, float]]:
+    """As `stepped`, for models that are made here, and are gone before the next one is; behind them (`bytes`, rows,
+    bytes that a device of the mesh reads)."""
+    over = [side for side in sides if side in SIDES]
+    for models, where in (([ONE], None), (over, mesh)):
+        if set(models) <= set(sides) and models:
+            lm = made(config, where, work.role, work.stored)
+            yield from stepped(lm, models, work.rows, steps)
+            yield from (("bytes", m, bytes_read(lm, m)) for m in work.rows if where is not None)
             del lm
             gc.collect()
-        record["ratio"] = round(record["one_step_us"] / record["jtile_us"], 2)
-        print(json.dumps(record), file=sys.stderr, flush=True)
-        records.append(record)
+    if PLAIN in sides:
+        plain = Plain(config, mesh)
+        for m in work.rows:
+            run = plain.stepper(m, CONTEXT, CONTEXT + (REPEATS + 2) * steps)
+            yield PLAIN, m, statistics.median([run(steps) for _ in range(REPEATS + 1)][1:]) / steps * 1e6
+
+
+def sides_of(work: Work, count: int) -> list[str]:
+    """The sides that have room for a model; none, if the mesh has no room."""
+    if work.nbytes / count > room():
+        return []
+    return [ONE] * (work.nbytes < room()) + [*SIDES] + [PLAIN] * (work.role == "tensor")
+
+
+def record(work: Work, rows: int, found: dict[str, float], rate: float, count: int, tiny: bool) -> dict[str, Any]:
+    """The record of a line: times, tokens a second, and shares of the step; the bound is the time in which a device
+    reads its bytes at `rate` bytes a second."""
+    out: dict[str, Any] = {"work": f"{work.model}, a step", "size": f"{rows} rows, {work.role}", "devices": count,
+                           "tiny": tiny, "stored": work.stored}  # fmt: skip
+    out |= {f"{side}_us": round(us, 1) for side, us in found.items() if side != "bytes"}
+    ours, bound = found["jtile"], 1e6 * found["bytes"] / rate
+    out |= {"tokens_per_second": round(1e6 * rows / ours), "bound_us": round(bound, 1)}
+    out |= {"of_bound": round(bound / ours, 3), "communication": round(1 - found["alone"] / ours, 3)}
+    return out | {"ratio": round(found[ONE] / ours, 2)} if ONE in found else out
+
+
+def measure(count: int, tiny: bool, match: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+    """A record for each line of the table whose model has room; match: only models with one of these in their names."""
+    mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
+    works, shapes, steps = (TINY_WORKS, TINY, CHUNK) if tiny else (WORKS, SHAPES | LARGE, STEPS)
+    rate = machine.measure(tiny).copy_rate
+    records: list[dict[str, Any]] = []
+    for work in works:
+        sides = sides_of(work, count)
+        if not sides or not any(text in work.model for text in match):
+            continue
+        found: dict[int, dict[str, float]] = {rows: {} for rows in work.rows}
+        for side, rows, us in timed(shapes[work.model], work, mesh, sides, steps):
+            found[rows][side] = us
+        for rows, of in found.items():
+            records.append(record(work, rows, of, rate, count, tiny))
+            print(json.dumps(records[-1]), file=sys.stderr, flush=True)
     return records

@@ -27,7 +27,8 @@ CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in 
 LONG, HOST = 0.1, 1e-3  # seconds: the least of the rounds of one program; the start of one
 MOST = 2000  # the most rounds
 # what a record calls the time of a peer -> the peer
-PEERS = {"xla_us": "XLA", "one_us": "one device, its time divided", "one_step_us": "one device"}
+PEERS = {"one_us": "one device, its time divided", "one_step_us": "one device", "plain_us": "plain `jnp`, cut by XLA",
+         "xla_us": "XLA"}  # fmt: skip
 HOSTS = 50e9  # bytes a second of one card to other hosts: each card has a network adapter of 400 Gb/s
 COUNTS = (8, 72, 1024)
 MODELS = "models"  # the name of device_models.py for `--only`

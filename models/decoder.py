@@ -246,9 +246,10 @@ class Decoder(nnx.Module):
     def _logits(self, normed):
         return self._capped(layers.linear(normed, self._table(), jnp.float32))
 
-    def _capped(self, logits):
-        logits, cap = self.over.gathered(logits, self.config.vocab_size), self.config.softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+    def _capped(self, logits, shares: bool = False):
+        cap = self.config.softcap
+        capped = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return self.over.gathered(capped, self.config.vocab_size, shares)
 
     def head(self, hidden):
         """The logits behind hidden states.
@@ -335,13 +336,14 @@ class Decoder(nnx.Module):
         """The attention window of each layer; None where it sees all keys."""
         return tuple(block.attention.window for block in self.blocks)
 
-    def step(self, tokens, cache: kv.KVCache, of=None):
+    def step(self, tokens, cache: kv.KVCache, of=None, shares: bool = False):
         """The logits behind the next tokens of each row, which the cache takes in.
 
         Args:
           tokens: int32 [batch] or [batch, t]. A cache with rings (see `cache.Layout`) takes only one.
           cache: the cache of the tokens before.
           of: int32 [n], numbers of some of the batch * t tokens; only their logits are computed.
+          shares: logits of one token a row may stay cut over devices, as `parallel.Shares`.
         Returns:
           Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
         """
@@ -358,8 +360,9 @@ class Decoder(nnx.Module):
         if of is not None:
             x, delta = jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), (x, delta))
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
-        logits = self._capped(logits)
-        return logits if of is not None else logits.reshape(*tokens.shape, -1), cache.longer(entries, t)
+        logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)
+        alone = of is not None or tokens.ndim == 1
+        return logits if alone else logits.reshape(*tokens.shape, -1), cache
 
 
 def _positions(ids):

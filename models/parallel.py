@@ -22,6 +22,7 @@ from jtile.ops import collectives
 # more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
 GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
+WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searched in those of all devices
 
 
 def collective(name: str, talk: bool) -> Callable:
@@ -54,6 +55,38 @@ class Term:
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
         return x, normed
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Logits float32 [rows, vocab] of which each device along an axis has a share of the columns, `own`, one behind the
+    other; columns from `vocab` on belong to no token. talk: see `Axes`."""
+
+    own: jax.Array
+    axis: str
+    vocab: int
+    talk: bool
+
+    def whole(self) -> jax.Array:
+        """The logits [rows, vocab] on every device."""
+        return collective("all_gather", self.talk)(self.own, self.axis, dim=-1)[..., : self.vocab]
+
+    def largest(self) -> jax.Array:
+        """The first largest column of each row, int32 [rows], or `vocab` where one is NaN: each device sends one number
+        and its column a row."""
+        share, n = self.own.shape[1], jt.axis_size(self.axis)
+        first, own = share * jax.lax.axis_index(self.axis), self.own
+        if n * share > self.vocab:
+            columns = first + jnp.arange(share, dtype=jnp.int32)
+            own = jnp.where(columns[None, :] < self.vocab, own, -jnp.inf)
+        at = ops.argmax(own)
+        top = jnp.take_along_axis(own, at[:, None], axis=1)[:, 0]
+        sent = jnp.stack([jax.lax.bitcast_convert_type(top, jnp.int32), first + at])
+        found = collective("all_gather", self.talk)(sent, self.axis).reshape(n, 2, -1)
+        tops = jax.lax.bitcast_convert_type(found[:, 0], jnp.float32)
+        best = jnp.argmax(tops, axis=0)  # the first of equal ones: the lowest column; of NaN, any
+        token = jnp.take_along_axis(found[:, 1], best[None, :], axis=0)[0]
+        return jnp.where(jnp.isnan(tops).any(0), jnp.int32(self.vocab), token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +128,13 @@ class Axes:
         rows = ops.embedding(table, jnp.where(known, here, 0), dtype=dtype)
         return self.term(jnp.where(known[..., None], rows, 0)).whole()
 
-    def gathered(self, logits, vocab: int):
-        """Logits [..., vocab] from those of this device's share of the vocabulary."""
+    def gathered(self, logits, vocab: int, shares: bool = False):
+        """Logits [..., vocab] from those of this device's share of the vocabulary; or, with `shares`, their `Shares`,
+        if they are many."""
         if self.tensor is None:
             return logits
-        return collective("all_gather", self.talk)(logits, self.tensor, dim=-1)[..., :vocab]
+        found = Shares(logits, self.tensor, vocab, self.talk)
+        return found if shares and logits.size * logits.dtype.itemsize > WHOLE else found.whole()
 
     def all(self, yes):
         """Whether a bool scalar is true of all rows, those of other devices too."""

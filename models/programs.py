@@ -98,7 +98,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
         tokens, done, out, memory, filled = carry
         filled = filled + unfinished(i, carry).astype(jnp.int32)
         with overlapping(len(tokens)):
-            logits, cache = model.step(tokens, memory.cache)
+            logits, cache = model.step(tokens, memory.cache, shares=not logprobs)
         tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
         new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
         out = [jax.lax.dynamic_update_slice(x, y[:, None], (jnp.int32(0), i)) for x, y in zip(out, new, strict=True)]

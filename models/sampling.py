@@ -15,6 +15,8 @@ import jtile as jt
 from jtile import ops
 from jtile._errors import PromptError
 
+from .parallel import Shares
+
 # Bits of a threshold that a pass over the logits finds: a GPU, which waits for each pass, takes 15 sums at once.
 DIGIT = {"cpu": 1, "gpu": 4}
 REAL = (int, float, np.integer, np.floating)
@@ -248,9 +250,14 @@ def noted(state: dict[str, jax.Array], tokens, real=None) -> dict[str, jax.Array
 
 
 def choose(logits, step, steps: Steps, numbers: dict[str, jax.Array], state: dict[str, jax.Array]):
-    """The next token, int32 [batch], for logits float32 [batch, vocab]; for rows with NaN it is the number `vocab`,
-    which is no token: the host sees it, and the device does nothing more for it. `step` (int32, or [batch] of them) is
-    how many tokens were made so far, `numbers` come from `Sampling.traced`, `state` from `begin` and `noted`."""
+    """The next token, int32 [batch], for logits float32 [batch, vocab], or `Shares` of them; for rows with NaN it is
+    the number `vocab`, which is no token: the host sees it, and the device does nothing more for it. `step` (int32, or
+    [batch] of them) is how many tokens were made so far, `numbers` come from `Sampling.traced`, `state` from `begin`
+    and `noted`."""
+    if isinstance(logits, Shares):
+        if steps == Steps():
+            return logits.largest()
+        logits = logits.whole()
     logits = _adjusted(logits, steps, numbers, state)
     if not steps.draws:
         return _argmax(logits)

@@ -24,7 +24,7 @@ from jtile.ops import QuantizedTensor
 DENSE = "bfloat16"
 STORED = ("fp8", "int4")  # other ways to store the matrices of blocks; tables stay dense, as in most checkpoints
 _GROUP = 128  # weights of an int4 matrix that share a scale
-_SCALE = 0.02  # of weights, as models are initialised, so that activations keep their size
+SCALE = 0.02  # of weights, as models are initialised, so that activations keep their size
 
 
 def _llama(layers: int, hidden: int, features: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict:
@@ -55,6 +55,8 @@ SHAPES = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
+# Models that are measured over several GPUs only.
+LARGE = {"Llama-3.1-70B": _llama(80, 8192, 28672, 64, 8, 128256, tied=False)}
 TINY = {
     "tiny": _llama(1, 64, 96, 4, 2, 128, tied=True),
     "tiny mixture": dict(
@@ -76,20 +78,25 @@ def make(config: dict, stored: str = DENSE) -> LanguageModel:
         if len(shape) == 1:
             return (jnp.ones if name.endswith("norm.weight") else jnp.zeros)(shape, jnp.float32)
         if stored == "q4_1":
-            drawn = normal(seed, *shape, scale=_SCALE)
+            drawn = normal(seed, *shape, scale=SCALE)
             return QuantizedTensor.quantize(drawn, "q8_0" if name.endswith("embed_tokens.weight") else "q4_1")
-        if stored == DENSE or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
-            return normal(seed, *shape, dtype=DENSE, scale=_SCALE)
-        return _float8(seed, *shape) if stored == "fp8" else _int4(seed, *shape)
+        if stored == DENSE or is_table(name):
+            return normal(seed, *shape, dtype=DENSE, scale=SCALE)
+        return float8(seed, *shape) if stored == "fp8" else _int4(seed, *shape)
 
     return LanguageModel(Decoder(read_config(config, "a shape"), weight, config["tie_word_embeddings"], DENSE))
 
 
-def _float8(seed: int, out: int, inner: int) -> QuantizedTensor:
+def is_table(name: str) -> bool:
+    """Whether the tensor is one that quantised checkpoints keep dense: a table of the vocabulary, or a router."""
+    return name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"))
+
+
+def float8(seed: int, out: int, inner: int) -> QuantizedTensor:
     """An fp8 matrix of codes below 2 with a scale for each row; its products with many rows are computed in 8 bits."""
     codes = jax.random.bits(jax.random.key(seed), (out, inner), jnp.uint8) & np.uint8(0xBF)
     numbers = np.arange(64, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
-    scale = jnp.full((out, 1), _SCALE / np.sqrt((numbers**2).mean()), jnp.float32)
+    scale = jnp.full((out, 1), SCALE / np.sqrt((numbers**2).mean()), jnp.float32)
     found = QuantizedTensor.from_float8(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), scale)
     return dataclasses.replace(found, activations="rows")
 
@@ -105,7 +112,7 @@ def _int4(seed: int, out: int, inner: int) -> QuantizedTensor:
     low, high = (jnp.where(c == 0, jnp.uint8(8), c) for c in (codes & np.uint8(15), codes >> np.uint8(4)))
     group = _GROUP if inner % _GROUP == 0 else 32
     steps = np.array([*range(-7, 8), 0.0])
-    scale = jnp.full((out, inner // group), _SCALE / np.sqrt(np.mean(steps**2)), jnp.float16)
+    scale = jnp.full((out, inner // group), SCALE / np.sqrt(np.mean(steps**2)), jnp.float16)
     return QuantizedTensor(low | high << np.uint8(4), scale, None, "q4_0")
 
 

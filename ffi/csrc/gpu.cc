@@ -1,6 +1,7 @@
 #include "gpu.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "gpu_devices.h"
@@ -333,8 +334,9 @@ bool Launcher::is_node() const {
   // (rows of an H200): nodes are kernels that start early, and those that let others do so. XLA would load the image of
   // a node once more, maybe while a device waits for this one.
   const bool overlaps = record_.node || record_.programmatic;
-  return overlaps && record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites &&
-         !record_.talking;
+  // An experiment: kernels that talk as nodes, too, where the kernels around them are.
+  const bool talks = record_.talking && !(record_.node && std::getenv("JTILE_TALKING_NODES") != nullptr);
+  return overlaps && record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites && !talks;
 }
 
 void Launcher::record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,

@@ -73,8 +73,9 @@ def check_qwen2_by_tokens():
 
 
 def check_qwen3_on_three_devices():
-    """Which divide neither heads nor features nor the vocabulary."""
-    greedy("qwen3", (3,), {"tensor": "x"})
+    """Which divide neither heads nor features nor the vocabulary, and keep their shares of the logits."""
+    with mock.patch.object(parallel, "WHOLE", 0):
+        greedy("qwen3", (3,), {"tensor": "x"})
 
 
 def check_mistral_by_rings():
@@ -226,3 +227,15 @@ def check_what_is_refused():
     assert dict(found["mesh"].shape) == {"tensor": 2, "context": 4}
     assert found["parallel"] == {"tensor": "tensor", "context": "context"}
     assert dict(devices_at_hand("2")["mesh"].shape) == {"tensor": 2}
+
+
+def check_the_largest_of_shares():
+    """Tokens that are found in the shares of a vocabulary are those of the whole one: the first of equal logits, and no
+    token where a logit is NaN. Columns behind the vocabulary, which the last device has, are none."""
+    logits = np.random.default_rng(0).normal(size=(6, 90)).astype(np.float32)
+    logits[1, [7, 40, 80]], logits[2, 3], logits[3], logits[4, 89] = 9, np.nan, -np.inf, 9
+    wide = np.concatenate([logits, np.full((6, 6), 99, np.float32)], 1)
+    for talk in (True, False):
+        run = lambda x, talk=talk: parallel.Shares(x, "x", 90, talk).largest()
+        found = jax.jit(jax.shard_map(run, mesh=mesh_of(4), in_specs=P(None, "x"), out_specs=P(), check_vma=False))
+        np.testing.assert_array_equal(found(wide), [logits[0].argmax(), 7, 90, 0, 89, logits[5].argmax()])
