@@ -114,7 +114,9 @@ class Product(Handle):
         wide = np.float64 if out.kind == "f" else np.int64
         with np.errstate(all="ignore"):
             r = np.matmul(a.astype(wide), self.b.data.astype(wide))  # computed as by the card of `dot`
-            self.value = (r if acc is None else r + acc.astype(wide)).astype(out)
+            total = np.zeros(self.op.result.shape, wide) if acc is None else acc.astype(wide)
+            total[:, : r.shape[1]] += r
+            self.value = total.astype(out)
         self.a = self.b = self.acc = None
 
     def after_wait(self, crew: Crew, op: Op) -> np.ndarray | Product:

@@ -14,6 +14,8 @@ from .memory import access
 from .reductions import accumulator_dtype
 from .types import BOOL, DTYPES, INDEX, BarrierType, SharedType, TileType
 
+COLUMNS = 8  # an instruction for products has a multiple of so many
+
 
 def shared(v: Value) -> SharedType:
     """The type of a value that must be one buffer of shared memory (not a ring of several)."""
@@ -361,6 +363,9 @@ class DotAsync(Op):
     memory, acc a tile or None for zero; where `keep` (bool scalar) is false, acc counts as zero. The result may only be
     the accumulator of a further product, a carried value, or waited for; buffers may not be overwritten before that.
 
+    b may have fewer columns than acc, a multiple of 8: the product is added to the first columns, and the others are
+    those of acc, or zeros.
+
     `fast`: 8-bit floats are summed in the tensor cores' own accumulators, of about 22 bits; else they are added up in
     float32 every 128 terms.
     """
@@ -375,14 +380,22 @@ class DotAsync(Op):
     effect = "io"
     level = "block"
 
+    @property
+    def narrow(self) -> bool:
+        """Whether only the first columns of the accumulator are added to."""
+        return self.result.shape[1] > self.b.shape[1]
+
     def infer(self):
         a = tile(self.a) if isinstance(self.a.type, TileType) else shared(self.a)
         b = shared(self.b)
         _predicate(self.keep)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
             raise TypeError(f"dot_async cannot contract {a} with {b}")
+        acc = None if self.acc is None else tile(self.acc)
         out = TileType((a.shape[0], b.shape[1]), accumulator_dtype(a.dtype, b.dtype))
-        if self.acc is not None and tile(self.acc) != out:
+        if acc is not None and len(acc.shape) == 2 and acc.shape[1] > b.shape[1] and b.shape[1] % COLUMNS == 0:
+            out = dataclasses.replace(out, shape=(a.shape[0], acc.shape[1]))
+        if acc is not None and acc != out:
             raise TypeError(f"the accumulator of this product is {out}, got {self.acc.type}")
         if self.keep is not None and self.acc is None:
             raise TypeError("a product without accumulator has nothing to keep")

@@ -246,7 +246,8 @@ def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool =
 
     Args:
       a: [m, k], a tile (in registers) or a buffer.
-      b: a buffer [k, n]; transposed ones with `.T`.
+      b: a buffer [k, n]; transposed ones with `.T`. A part of one, whose columns begin with the buffer's and are a
+        multiple of 8, adds to the first columns of `acc`, and leaves the others.
       acc: tile [m, n] of float32 (int32 for ints), or None for zero.
       keep: bool scalar: where it is false, `acc` counts as zero.
       fast: sum 8-bit floats in the tensor cores' own accumulators, of about 22 bits, all the way; else in float32

@@ -146,7 +146,7 @@ def _predicated(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
 def _kept(op: DotAsync, rw: Rewriter):
     """Simplify a product whose accumulator always counts, or never."""
     keep = None if op.keep is None else number(op.keep)
-    if keep is None:
+    if keep is None or (op.narrow and not keep):  # the accumulator says how many columns a narrow product has
         return None
     return rw.new(dataclasses.replace(op, keep=None, acc=op.acc if keep else None))
 

@@ -31,6 +31,7 @@ class Choice:
       fixed: names of the options that the user gave, which are not lowered on lack of memory.
       registers: registers of a thread, at most, so that two blocks share a multiprocessor; 0: no limit.
       evict: (position of a parameter, "first" or "last") of tensor maps; see `ptx.py`.
+      columns: (columns of an instruction as triton writes it, those that it is to have); see `ptx.py`.
     """
 
     num_warps: int
@@ -39,6 +40,7 @@ class Choice:
     fixed: tuple[str, ...] = ()
     registers: int = 0
     evict: tuple[tuple[int, str], ...] = ()
+    columns: tuple[tuple[int, int], ...] = ()
 
 
 def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice:

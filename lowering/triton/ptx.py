@@ -1,4 +1,4 @@
-"""Works around defects of ptxas, and of the PTX that triton makes."""
+"""Works around defects of ptxas, and of the PTX that triton makes; says in PTX what triton has no words for."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
         for when in sorted(set(policies.values()))
     ]
     return _START.sub(lambda m: m[0] + "".join(made), text, count=1)
+
+
+def narrowed(text: str, columns: Sequence[tuple[int, int]]) -> str:
+    """PTX whose warpgroup products have fewer columns than those that triton writes, which have powers of two.
+
+    An instruction names a register for every number of its result that a thread has, columns from first to last, so
+    that one of fewer columns names the first of them. The others stay as they are.
+
+    Args:
+      columns: (columns of instructions in the text, those that they are to have).
+    """
+    for wide, narrow in columns:
+        instruction = re.compile(rf"(wgmma\.mma_async\S*\.m64n){wide}(k\S+\s+\{{)([^{{}}]*)\}}")
+        first = lambda m, n=narrow: f"{m[1]}{n}{m[2]}{','.join(m[3].split(',')[: n // 2])}}}"
+        text, found = instruction.subn(first, text)
+        assert found, f"no products of {wide} columns"
+    return text
 
 
 def letting(text: str) -> str:

@@ -54,6 +54,7 @@ class Record:
       params, grid, zeroed, sites, devices, dims, attributes: see the module.
       extra: bytes of each further result (an expression): workspace, sites.
       evict: position of a parameter, a tensor map -> how soon the cache forgets what its copies read; see `ptx.py`.
+      columns: columns of an instruction for products, as triton writes it -> those that it is to have; see `ptx.py`.
     """
 
     params: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -65,6 +66,7 @@ class Record:
     dims: list[int] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     evict: dict[int, str] = dataclasses.field(default_factory=dict)
+    columns: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def finish(self, name: str, symbol: str, f: Features, built: Any) -> str:
         """The record as JSON text, with what compiling decided (a `stages.Built`)."""

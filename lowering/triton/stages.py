@@ -122,7 +122,7 @@ def _staged(
             if name == "ttgir" and not versions.reduces_any_layout():
                 layouts.check(str(value))
             if name == "ptx":
-                value = ptx.evicting(ptx.mended(value), choice.evict)
+                value = ptx.narrowed(ptx.evicting(ptx.mended(value), choice.evict), choice.columns)
                 value = ptx.letting(value) if f.dependents else value
                 waits = ptx.WAITS in value
             if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):

@@ -23,6 +23,7 @@ class Mem:
       elem: element type.
       layout: the layout of one buffer.
       whole: the shape of the buffer that this is a part of, where it is one.
+      part: the shape of its first rows or columns, where only products read those: a side is no power of two.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Mem:
     layout: Any
     slots: int | None = None
     whole: tuple[int, ...] | None = None
+    part: tuple[int, ...] | None = None
 
     @property
     def type(self) -> str:

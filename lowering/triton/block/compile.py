@@ -82,7 +82,9 @@ def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: stages.Tex
         )
     text, record, block = emit_block_kernel(kernel, f)
     roles = roles_of(kernel)
-    choice = Choice(roles.warps[0], 1, 1, ("num_stages",), evict=tuple(sorted(record.evict.items())))
+    narrow = tuple((n, columns) for n, columns in sorted(record.columns.items()) if n != columns)
+    evict = tuple(sorted(record.evict.items()))
+    choice = Choice(roles.warps[0], 1, 1, ("num_stages",), evict=evict, columns=narrow)
     others = [body for body in roles.bodies[1:] if any(isinstance(op, ir.DotAsync) for op in body.walk())]
     tool = ptxas.mended() if len(others) > 1 else None
     built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir", tool=tool)

@@ -22,6 +22,7 @@ EXACT = 1 << 30  # terms that are summed in the tensor cores before they go to f
 @emits(ir.DotAsync)
 def _dot_async(em: BlockEmitter, op: ir.DotAsync) -> Val:
     out = _checked(em, op)
+    _count_columns(em, op, out)
     a, b = _left(em, op), em.env[op.b]
     em.flying = [v for v in em.flying if v is not op.acc] + [op.result]
     if ir.DTYPES[op.a.dtype].bits == 8 and op.result.dtype == "float32" and not op.fast:
@@ -83,6 +84,28 @@ def _left(em: BlockEmitter, op: ir.DotAsync) -> Val | Mem:
     elem = shared_elem(op.a.dtype, em.features)
     with em.code.within({2: layout}):
         return em.code.bitcast(v, elem)
+
+
+def _count_columns(em: BlockEmitter, op: ir.DotAsync, out: Mma) -> None:
+    """Note how many columns a product's instructions have. Those that triton writes have a power of two; `ptx.narrowed`
+    makes narrow ones of them, by their number of columns.
+
+    Raises:
+      UnsupportedError: the product is narrow, and not all others of the same instruction are as narrow as it.
+    """
+    columns, wide, m = op.b.shape[1], op.result.shape[1], em.env[op.b]
+    if op.narrow:
+        what = f"a product with {columns} of {wide} columns"
+        if op.a.dtype not in OPERANDS[:2]:
+            em.refuse(op, f"{what} of 16-bit floats, got {op.a.dtype}")
+        if m.part is None or m.shape[1] != wide:
+            em.refuse(op, f"{what} whose right operand is the first columns of a buffer that has {wide}")
+        if out.n != wide:
+            em.refuse(op, f"{what} where one instruction has {wide}, here {out.n}: take fewer columns, or fewer warps")
+    number = columns if op.narrow else out.n
+    if em.record.columns.setdefault(out.n, number) != number:
+        em.refuse(op, f"products of one kernel that have {number} and {em.record.columns[out.n]} of {out.n} columns: "
+                      "give them accumulators of different widths")  # fmt: skip
 
 
 def _checked(em: BlockEmitter, op: ir.DotAsync) -> Mma:

@@ -124,8 +124,10 @@ def columns_of_products(roles: ir.Roles) -> int:
     154, 90, 58 for 256, 128, 64 columns."""
     first, *others = roles.warps
     threads = 32 * (first + -(-sum(others) // 4) * 4)  # roles behind the first share warpgroups
+    products = [op for body in roles.bodies for op in body.walk() if isinstance(op, ir.DotAsync)]
+    most = max((op.b.shape[1] for op in products), default=COLUMNS)  # an instruction has no more, if it is narrow
     columns = COLUMNS
-    while columns > 8 and columns // 2 + AROUND > REGISTERS // threads // 8 * 8:
+    while columns > 8 and min(columns, most) // 2 + AROUND > REGISTERS // threads // 8 * 8:
         columns //= 2
     return columns
 

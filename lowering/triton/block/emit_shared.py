@@ -6,7 +6,7 @@ import dataclasses
 
 from jtile import ir
 
-from ..emitter import memory_elem
+from ..emitter import memory_elem, padded
 from ..features import Features
 from ..tma import FP8
 from ..ttir import Val
@@ -85,8 +85,8 @@ def _transpose_shared(em: BlockEmitter, op: ir.TransposeShared) -> Mem:
     if not isinstance(m.layout, Swizzled):
         em.refuse(op, f"no transposed view of a buffer of {op.buffer.type}: its elements are wider than 32 bits")
     layout = dataclasses.replace(m.layout, transposed=not m.layout.transposed)
-    whole = None if m.whole is None else m.whole[::-1]
-    out = dataclasses.replace(m, name=em.code.name(), shape=m.shape[::-1], layout=layout, whole=whole)
+    whole, part = (None if sides is None else sides[::-1] for sides in (m.whole, m.part))
+    out = dataclasses.replace(m, name=em.code.name(), shape=m.shape[::-1], layout=layout, whole=whole, part=part)
     em.code.do(f"{out.name} = ttg.memdesc_trans {m.name} {{order = array<i32: 1, 0>}} : {m.type} -> {out.type}")
     return out
 
@@ -97,6 +97,8 @@ def _slice_shared(em: BlockEmitter, op: ir.SliceShared) -> Mem:
     m = em.env[op.buffer]
     if op.sizes == m.shape:
         return m
+    if op.sizes != padded(op.sizes):
+        return _first(em, op, m)
     if isinstance(m.layout, Swizzled) and len(m.shape) == 2:
         per = max(m.layout.width * 8 // m.layout.elem_bits, 1)
         units = (per, 8) if m.layout.transposed else (8, per)
@@ -108,6 +110,18 @@ def _slice_shared(em: BlockEmitter, op: ir.SliceShared) -> Mem:
     starts = ", ".join(map(str, op.starts))
     em.code.do(f"{out.name} = ttg.memdesc_subslice {m.name}[{starts}] : {m.type} -> {out.type}")
     return out
+
+
+def _first(em: BlockEmitter, op: ir.SliceShared, m: Mem) -> Mem:
+    """The first rows or columns of a buffer, of a number that is no power of two: products read no further."""
+    longer = [axis for axis, n in enumerate(op.sizes) if n != m.shape[axis]]
+    ops = list(em.kernel.body.walk())
+    views = {op.result, *(x.result for x in ops if isinstance(x, ir.TransposeShared) and x.buffer is op.result)}
+    users = [x for x in ops if not isinstance(x, ir.TransposeShared) and not views.isdisjoint(x.operands())]
+    if any(op.starts) or len(longer) != 1 or m.part or not all(isinstance(x, ir.DotAsync) for x in users):
+        em.refuse(op, f"slices of {op.buffer.type} with sides of powers of two, or its first rows or columns for a "
+                      f"product, got {op.sizes} from {op.starts}")  # fmt: skip
+    return dataclasses.replace(m, part=tuple(op.sizes))
 
 
 @emits(ir.LoadShared)

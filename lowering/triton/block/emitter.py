@@ -200,7 +200,8 @@ class BlockEmitter(Emitter):
         return versions.reduces_any_layout() or (in_order(h.lane) and in_order(h.warp))
 
     def check_sides(self, op: ir.Op) -> None:
-        for v in op.results:
+        views = isinstance(op, ir.SliceShared | ir.TransposeShared)  # `emit_shared` says which of these there are
+        for v in () if views else op.results:
             shape = v.shape if isinstance(v.type, ir.TileType | ir.SharedType) else ()
             if shape != padded(shape):
                 self.refuse(op, f"tiles and buffers with sides of powers of two at the block level, got {v.type}")
