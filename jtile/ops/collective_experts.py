@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
-from jtile.ops.collective_parts import PROGRAMS, varying_together
-from jtile.ops.dispatch import small_tiles
+from jtile.ops.collective_parts import programs_at_most, varying_together
+from jtile.ops.routing import route
 
 
 class Routes(NamedTuple):
@@ -56,12 +56,12 @@ def dispatch(
     n = jt.axis_size(axis)
     e, bound = _sizes(x, experts, count, capacity, n)
     x, experts = varying_together(axis, x, experts)
-    place, counts = _plan(experts.astype(jnp.int32), n, e, capacity)
     if 0 in (x.size, experts.size):
+        place, counts = _plan(experts.astype(jnp.int32), n, e, capacity)
         empty = varying_together(axis, jnp.zeros((n * bound, x.shape[1]), x.dtype), jnp.zeros_like(counts))
         return empty[0], empty[1][0], Routes(place, counts, empty[1])
-    options = dict(axis=axis, bound=bound, sent=place.size, programs=_programs(bound))
-    rows, received = send_rows(_in_order(x, place), counts, **options)
+    ordered, place, counts = _ordered(x, experts, n, e, capacity)
+    rows, received = send_rows(ordered, counts, axis=axis, bound=bound, sent=place.size, programs=_programs(bound))
     return rows, received.sum(0), Routes(place, counts, received)
 
 
@@ -168,7 +168,7 @@ def _check_rows(y, routes: Routes, n: int, weights) -> None:
 
 
 def _programs(rows: int) -> int:
-    return max(1, min(64 if small_tiles() else PROGRAMS, rows))
+    return max(1, min(programs_at_most(), rows))
 
 
 def _plan(experts, n: int, e: int, capacity: int | None):
@@ -184,6 +184,15 @@ def _plan(experts, n: int, e: int, capacity: int | None):
     start = jnp.pad(jnp.cumsum(counts) - counts, (0, 1))
     kept = (of < n * e) & (rank < jnp.pad(counts, (0, 1))[of])
     return jnp.where(kept, start[of] + rank, -1).reshape(experts.shape), counts.reshape(n, e)
+
+
+def _ordered(x, experts, n: int, e: int, capacity: int | None):
+    """The rows that are sent, in the order of experts, and what `_plan` gives."""
+    if capacity is not None:
+        place, counts = _plan(experts.astype(jnp.int32), n, e, capacity)
+        return _in_order(x, place), place, counts
+    rows, place, counts = route(x, experts, n * e)
+    return rows, jnp.where(place < counts.sum(), place, -1), counts.reshape(n, e)
 
 
 def _in_order(x, place):
@@ -259,6 +268,8 @@ def send_rows(x, counts, rows, received, box, came, table, told, *, axis: str, b
     for d in jt.range(n):
         jt.wait(told[d])
         total = total + TABLE[d, 0]
+    for r in jt.range(total.sum(dtype=jnp.int32) + p, rows.shape[0], programs):
+        rows[r] = jt.zeros((x.shape[1],), x.dtype)
     base = jnp.cumsum(total, dtype=jnp.int32) - total
     for d in jt.range(n):
         jt.wait(came[p, d])
@@ -271,8 +282,6 @@ def send_rows(x, counts, rows, received, box, came, table, told, *, axis: str, b
         base = base + here
         if p == 0:
             received[d] = table[d]
-    for r in jt.range(total.sum(dtype=jnp.int32) + p, rows.shape[0], programs):
-        rows[r] = jt.zeros((x.shape[1],), x.dtype)
 
 
 @jt.kernel(
