@@ -134,4 +134,6 @@ def llama_cpp(path: Path, threads: int, context: int) -> list[str] | None:
     if any(importlib.util.find_spec(name) is None for name in ("llama_cpp", "fastapi", "sse_starlette")):
         return None
     sizes = ["--n_ctx", str(context), "--n_threads", str(threads), "--n_threads_batch", str(threads)]
+    # by default a new request breaks off the one that is being answered; with this it waits for it
+    sizes += ["--interrupt_requests", "false"]
     return [sys.executable, "-m", "llama_cpp.server", "--model", str(path), "--port", "{port}", *sizes]

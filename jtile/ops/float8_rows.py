@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import scaled_matmul
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.operands import Weight
+from jtile.ops.operands import Norm, Weight
 from jtile.ops.quantized_tensor import BLOCKS
 from jtile.ops.weight_codes import FLOAT8
 
 MANY = 128  # with so many rows, or more, a product is bound by the tensor cores, and not by reading the weights
+NORMED = False  # whether a norm in front of a product rounds its rows itself: no device has run this yet
 _LARGEST = 448.0  # the largest number of e4m3
 _SMALLEST = 2.0**-100  # rows of smaller numbers become zeros, lest the factor that makes them larger is infinite
 
@@ -28,7 +29,13 @@ def rounded_rows(x, codes, scale, *, groups: int, packed: bool):
     """x [m, in / 128, 128] as e4m3 codes, in the order of packed weights if asked for, and scales [m, groups]: one for
     each row or for each 128 numbers."""
     i = jt.program_id(0)
-    X = x[i, :, :].astype(jnp.float32)
+    Q, S = _coded(x[i, :, :].astype(jnp.float32), groups, packed)
+    scale[i, :] = S
+    codes[i, :, :] = Q.astype(codes.dtype)
+
+
+def _coded(X, groups: int, packed: bool):
+    """A row X [in / 128, 128] as numbers of e4m3, not yet rounded, and its scales; see `rounded_rows`."""
     top = jnp.max(abs(X), axis=1)
     top = jnp.broadcast_to(top.max(), (1,)) if groups == 1 else top
     some = top >= jnp.float32(_SMALLEST)
@@ -38,6 +45,22 @@ def rounded_rows(x, codes, scale, *, groups: int, packed: bool):
     Q = X * jnp.where(some, jnp.float32(_LARGEST) / top, jnp.float32(1))[:, None]
     if packed:  # from the order s, h, t, e (see `QuantizedTensor.packed`) to s, t, e, h
         Q = Q.reshape(X.shape[0], 8, 2, 4, 2).transpose(0, 1, 3, 4, 2).reshape(X.shape)
+    return Q, S
+
+
+def _normed_types(x, residual, weight, *, packed, **_):
+    return *_rounded_types(x, groups=1), jt.like(residual)
+
+
+@jt.kernel(out_type=_normed_types, grid=lambda x, *_, **__: x.shape[0])
+def normed_rounded_rows(x, residual, weight, codes, scale, total, *, eps: float, packed: bool):
+    """total = x + residual [m, in / 128, 128], and the rows of its RMS norm with weight [in / 128, 128] as those of
+    `rounded_rows` with one scale."""
+    i, (_, blocks, width) = jt.program_id(0), x.shape
+    t = x[i, :, :].astype(jnp.float32) + residual[i, :, :].astype(jnp.float32)
+    total[i, :, :] = t.astype(total.dtype)
+    mean = (t * t).sum() * (1.0 / (blocks * width))
+    Q, S = _coded(t * jax.lax.rsqrt(mean + eps) * weight[...].astype(jnp.float32), 1, packed)
     scale[i, :] = S
     codes[i, :, :] = Q.astype(codes.dtype)
 
@@ -78,13 +101,29 @@ def product(x, weight: Weight, *, activations: str, out_dtype, **_) -> jax.Array
         return scaled_matmul.scaled_matmul(
             codes, b, scale, squares, block=BLOCKS, transpose_b=True, out_dtype=out_dtype
         )
-    return scaled_matmul.row_products(codes, b, scale[:, 0], weight.scale[:, 0], out_dtype=out_dtype)
+    return _by_rows(codes, scale, (weight,), None, out_dtype)
 
 
 def gated(x, gate: Weight, up: Weight, *, activation: str, out_dtype) -> jax.Array:
     """`activation(g) * u` [m, out], of the products g and u of x [m, in] with two fp8 weights that have a scale a row:
     the sums of both stay in registers, where two products would write and read 8 bytes for each."""
-    codes, scale = _rounded(x, gate, 1)
-    weights = (_codes(w, x.shape[1]) for w in (gate, up))
-    scales = scale[:, 0], gate.scale[:, 0], up.scale[:, 0]
-    return scaled_matmul.gated_row_products(codes, *weights, *scales, activation=activation, out_dtype=out_dtype)
+    return _by_rows(*_rounded(x, gate, 1), (gate, up), activation, out_dtype)
+
+
+def _by_rows(codes, scale, weights: tuple[Weight, ...], activation: str | None, out_dtype) -> jax.Array:
+    """The product of rounded rows with a weight that has a scale a row, or the gated one with two."""
+    matrices = (_codes(w, codes.shape[1]) for w in weights)
+    scales = scale[:, 0], *(w.scale[:, 0] for w in weights)
+    if activation is None:
+        return scaled_matmul.row_products(codes, *matrices, *scales, out_dtype=out_dtype)
+    return scaled_matmul.gated_row_products(codes, *matrices, *scales, activation=activation, out_dtype=out_dtype)
+
+
+def normed_product(x, norm: Norm, weights: tuple[Weight, ...], *, eps: float, activation: str | None, out_dtype):
+    """(the product [m, out] of the norm of x + residual, or the gated one with two weights, and that sum), for weights
+    with a scale a row."""
+    (m, inner), packed = x.shape, weights[0].codes.dtype == jnp.uint32
+    blocks = inner // BLOCKS, BLOCKS
+    rows = (y.reshape(m, *blocks) for y in (x, norm.residual))
+    codes, scale, total = normed_rounded_rows(*rows, norm.weight.reshape(blocks), eps=eps, packed=packed)
+    return _by_rows(codes.reshape(m, inner), scale, weights, activation, out_dtype), total.reshape(m, inner)

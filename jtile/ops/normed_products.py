@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import hopper_gemv
+from jtile.ops import float8_rows, hopper_gemv
 from jtile.ops._shapes import check_float, check_shape, float_dtype
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
@@ -140,9 +140,21 @@ def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
     return weights[0].kind, tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
 
 
+def _rounded(x, residual, weight, weights, **options):
+    return float8_rows.normed_product(x, Norm(weight, residual), _stored(x, weights)[1], **options)
+
+
+def _not_rounded(x, residual, weight, weights, **_) -> str | None:
+    kinds = {(w.activations, w.is_packed) for w in weights if isinstance(w, QuantizedTensor)}
+    if not float8_rows.NORMED or len(kinds) != 1 or next(iter(kinds))[0] != "rows":
+        return "the rows of the norm are not to be rounded by one scale each"
+    return float8_rows.misfit(x, _stored(x, weights)[1][0], activations="rows")
+
+
 # The product of rms_norm(x + residual) [m, k] with a matrix [n, k], or the gated one with two; and the sum.
 _product = Op(
     "product of an RMS norm",
     Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("norm that rounds its rows, then product", _rounded, _not_rounded, BLOCK_LEVEL, portable=False),
     Implementation("norm, then product", _one_by_one),
 )

@@ -11,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, quantized_lanes
+from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, normed_products, quantized_lanes
 from jtile.ops.embeddings import embedding_reference
 from jtile.ops.operands import NO_EPILOGUE, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -252,3 +252,27 @@ def test_gated_rows_that_are_rounded_too(packed):
         both = functools.partial(float8_rows.gated, activation="silu", out_dtype="float32")
         y = evaluated(lambda x: both(x, *(Weight(w.codes, w.scale) for w in forms)))(x)
     assert relative_error(y, g / (1 + np.exp(-g)) * u) < (5e-4 if jax.default_backend() == "gpu" else 3e-6)
+
+
+@pytest.mark.parametrize(("packed", "gated"), [(True, False), (False, True)])
+def test_a_norm_that_rounds_its_rows(packed, gated, monkeypatch):
+    """One kernel from x and the residual to rows of 8 bits and the sum, in front of one product or of two."""
+    monkeypatch.setattr(float8_rows, "NORMED", True)
+    codes = np.asarray(normal(1, 128, 256, dtype="float8_e4m3fn"))
+    scale = np.exp2(np.asarray(normal(2, 128, 1))) * np.float32(0.1)
+    w = dataclasses.replace(QuantizedTensor.from_float8(jnp.asarray(codes), jnp.asarray(scale)), activations="rows")
+    weights = [w.packed() if packed else w] * (1 + gated)
+    x, residual = (np.asarray(normal(seed, 130, 256, dtype="bfloat16")) for seed in (3, 4))
+    norm = 1 + np.asarray(normal(5, 256)) / 4
+    t = x.astype(np.float32) + residual.astype(np.float32)
+    rows = rounded_to_8_bits(t / np.sqrt((t * t).mean(-1, keepdims=True) + 1e-5) * norm, 1)
+    want = rows @ (codes.astype(np.float32) * scale).T
+    want = want / (1 + np.exp(-want)) * want if gated else want
+    options = {"eps": 1e-5, "activation": "silu" if gated else None, "out_dtype": "float32"}
+    with jt.config(arch="sm_90"):
+        op = ops.rms_norm_gated_mlp if gated else ops.rms_norm_matmul
+        assert "normed_rounded_rows" in str(jax.make_jaxpr(lambda x: op(x, norm, *weights, residual=residual))(x))
+        run = functools.partial(normed_products._rounded, weights=tuple(weights), **options)
+        got, total = evaluated(run)(x, residual, norm)
+    assert relative_error(got, want) < 2e-3  # a number beside the middle of two codes may be rounded to either
+    np.testing.assert_array_equal(np.asarray(total, np.float32), t.astype(residual.dtype).astype(np.float32))
