@@ -166,6 +166,14 @@ def mlp_behind_norm(mlp, x, delta, norm, eps: float):
     return x, mlp(normed)
 
 
+def tokens_at(arrays, at):
+    """The tokens `at`, int32 [batch], of arrays [batch, length, ...] in a tree: [batch, ...]; None: all tokens."""
+    if at is None:
+        return arrays
+    one = lambda y: jnp.take_along_axis(y, at.reshape(-1, *(1,) * (y.ndim - 1)), axis=1)[:, 0]
+    return jax.tree.map(one, arrays)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -184,18 +192,20 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = norm("input_layernorm"), attention
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
 
-    def _run(self, x, delta, attend):
+    def _run(self, x, delta, attend, at=None):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
-        the attention."""
+        the attention; at: see `prefill`."""
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
         attended, entry = attend(entered)
+        x, attended = tokens_at((x, attended), at)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 
-    def prefill(self, x, delta, cos, sin, lengths=None):
+    def prefill(self, x, delta, cos, sin, lengths=None, at=None):
         """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens).
-        Where that is a state, only the first `lengths` [batch] tokens of each row count."""
+        Where that is a state, only the first `lengths` [batch] tokens of each row count. at, int32 [batch]: of each row
+        only this token goes through the MLP, and x and delta behind the block are [batch, hidden]."""
         more = {"lengths": lengths} if self.recurrent else {}
-        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more))
+        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more), at)
 
     def step(self, x, delta, cos, sin, slots: kv.Slots):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
@@ -261,19 +271,23 @@ class Decoder(nnx.Module):
         """
         return self._logits(self._norm(hidden))
 
-    def prefill(self, ids, lengths=None):
+    def prefill(self, ids, lengths=None, at=None):
         """Runs whole prompts.
 
         Args:
           ids: int32 [batch, length].
           lengths: int32 [batch], how many ids of each row are tokens; None: all.
+          at: int32 [batch], the one token of each row whose hidden state is asked for; None: all tokens. The others
+            have no use for the MLP of the last block, which is left out for them.
         Returns:
-          Hidden states [batch, length, hidden] before the final norm, and the entry of each layer for the cache.
+          Hidden states [batch, length, hidden], or [batch, hidden] of the tokens `at`, before the final norm, and the
+          entry of each layer for the cache.
         """
         x, angles = self._enter(ids, _positions(ids))
         delta, entries = None, []
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks, 1):
             more = {"lengths": lengths} if getattr(block, "recurrent", False) else {}
+            more |= {"at": at} if i == len(self.blocks) else {}
             (x, delta), entry = block.prefill(x, delta, *angles[block.rope], **more)
             entries.append(entry)
         return x + layers.whole(delta), entries

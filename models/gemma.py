@@ -19,7 +19,7 @@ from .config import (
     read_decoder,
     read_layer_types,
 )
-from .decoder import Attention, GatedMLP, as_float32, enter, mlp_behind_norm
+from .decoder import Attention, GatedMLP, as_float32, enter, mlp_behind_norm, tokens_at
 from .entries import number, table
 from .rope import Rope, read_rope
 
@@ -110,18 +110,19 @@ class Block(nnx.Module):
         self.attention_norm, self.attention, self.attended_norm = norm("input"), attention, norm("post_attention")
         self.mlp_norm, self.mlp, self.mixed_norm = norm("pre_feedforward"), mlp, norm("post_feedforward")
 
-    def _run(self, x, delta, attend):
+    def _run(self, x, delta, attend, at=None):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
-        the attention."""
+        the attention; at: see `decoder.Block.prefill`."""
         norm = lambda y, weight: layers.rms_norm(layers.whole(y), weight.get_value(), self.eps)
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
         attended, entry = attend(entered)
+        x, attended = tokens_at((x, attended), at)
         x, mixed = mlp_behind_norm(self.mlp, x, norm(attended, self.attended_norm), self.mlp_norm, self.eps)
         return (x, norm(mixed, self.mixed_norm)), entry
 
-    def prefill(self, x, delta, cos, sin):
+    def prefill(self, x, delta, cos, sin, at=None):
         """See `decoder.Block`."""
-        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin))
+        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin), at)
 
     def step(self, x, delta, cos, sin, slots):
         """See `decoder.Block`."""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+import jtile as jt
 from jtile._errors import ModelError, PromptError
 
 from . import cache as kv
@@ -348,9 +349,13 @@ class Generation(Iterator):
     def _run(self):
         if self._new_tokens == 0:
             return
-        (tokens, logprobs, done, memory), decode, rest = self._start()
-        start, made = time.perf_counter(), 1
-        first = [None if x is None else x[:, None] for x in (tokens, logprobs)]
+        prompt, decode, rest = self._start()
+        began, start = time.perf_counter(), None
+        tokens, logprobs, done, memory = out = prompt()
+        if jt.platform() == "cpu":  # elsewhere the prompt hides the time that the host takes to launch the first chunk
+            jax.block_until_ready(out)
+            start = self._prompt_done(began)
+        made, first = 1, [None if x is None else x[:, None] for x in (tokens, logprobs)]
         pending = [(*first, 1, done)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
         while pending:
             if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
@@ -360,6 +365,7 @@ class Generation(Iterator):
                 pending.append((*out, done))
                 made += count
             rows, logprobs, steps, ended = (None if x is None else np.asarray(x) for x in pending.pop(0))
+            start = self._prompt_done(began) if start is None else start
             self.stats.decode_seconds = time.perf_counter() - start
             for i in range(int(steps)):
                 yield rows[:, i], None if logprobs is None else logprobs[:, i]
@@ -367,6 +373,7 @@ class Generation(Iterator):
                 return
 
     def _start(self):
+        """(a function that runs the prompt, the program of a chunk of steps, its last arguments), all compiled."""
         lm, choice = self._lm, self._choice
         length = self._prompt.ids.shape[1]
         size = kv.bucket(length, lm.config.max_length)
@@ -380,10 +387,13 @@ class Generation(Iterator):
         args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
         decode, more = lm._compiled(programs.decode, *args_of_step, chunk=CHUNK, **static)
         self.stats.compile_seconds = seconds + more
-        start = time.perf_counter()
-        out = jax.block_until_ready(prefill(lm._weights, *args))
-        self.stats.prefill_seconds = time.perf_counter() - start
-        return out, decode, rest
+        return functools.partial(prefill, lm._weights, *args), decode, rest
+
+    def _prompt_done(self, began: float) -> float:
+        """Notes that the prompt, which began then, is done now; returns the time."""
+        now = time.perf_counter()
+        self.stats.prefill_seconds = now - began
+        return now
 
 
 def _is_single(ids) -> bool:

@@ -59,8 +59,7 @@ def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, l
     """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
     the `Memory`)."""
     model = merge(structure, weights)
-    hidden, entries = model.prefill(ids, lengths)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    last, entries = model.prefill(ids, lengths, at=lengths - 1)
     logits, cache = model.head(last), kv.from_prefill(entries, lengths, layout)
     penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
     tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)

@@ -149,14 +149,18 @@ class Work:
         return int(weights - table - unread) + keys * entry * width
 
     def prompt_flops(self) -> int:
-        """The operations of a prompt: two for each weight of the blocks and each token, and those of attention."""
+        """The operations of a prompt: two for each weight of the blocks and each token, and those of attention. Only
+        the last token of a row goes through the last MLP, whose output is the next token's."""
         model, c = self.lm.model, attention_of(self.lm)
         products = lambda module: sum(math.prod(w.shape) for w in _matrices(module))
-        experts = sum(products(m.experts) * (1 - m.router.config.chosen / count_of(m)) for m in mixtures(model))
-        weights = sum(products(block) for block in model.blocks) - int(experts)
+        blocks: Any = model.blocks
+        unused = lambda m: int(products(m.experts) * (1 - m.router.config.chosen / count_of(m)))
+        weights = sum(products(block) for block in blocks) - sum(map(unused, mixtures(model)))
+        last = blocks[-1].mlp
+        last = products(last) - (unused(last) if isinstance(last, Mixture) else 0)
         scores = self.rows * self.tokens * (self.tokens + 1) // 2 * c.heads * self.lm.config.num_layers
         sides = c.plain + c.rope.size + c.value if isinstance(c, LatentConfig) else 2 * c.head_dim
-        return 2 * weights * self.rows * self.tokens + 2 * scores * sides
+        return 2 * self.rows * (weights * self.tokens - last * (self.tokens - 1)) + 2 * scores * sides
 
 
 def _matrices(module) -> list:

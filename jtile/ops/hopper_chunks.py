@@ -65,7 +65,7 @@ class _Work(Work):
             empty.at(turn).wait(before=True)
             full.at(turn).expect(buffer.nbytes)
             for i in range(self.heads):
-                jt.async_copy(self.tile(self.q, b, head, one, i), self.part(buffer, i), full.at(turn))
+                jt.async_copy(self.tile(self.q, b, head, one, i), self.part(buffer.at(turn), i), full.at(turn))
 
     def clear(self, one: int, c, turn, key, length):
         if one == 0:
@@ -111,7 +111,7 @@ def hopper_chunks(
     d, dtype = q.shape[2], q.dtype
     came = _CAME // (units.size * d)
     slots = (_RING - _CAME if scales else _RING) // (units.size * d * dtype.itemsize)
-    buffers = tuple(jt.alloc((ROWS, d), dtype) for _ in range(CONSUMERS))
+    buffers = tuple(jt.alloc((ROWS, d), dtype, slots=1) for _ in range(CONSUMERS))
     outputs = tuple(jt.alloc((ROWS, d), dtype) for _ in range(CONSUMERS))
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = (tuple(jt.barrier(1) for _ in range(CONSUMERS)) for _ in range(2))

@@ -33,6 +33,9 @@ from jtile.ops.hopper_shares import (
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
 _RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values
 EIGHT_BITS = False  # whether caches of 8 bits are attended to here, too: no device has run this yet
+# Bytes of queries, and tiles of them: keys of the next row do not come before its queries have a place, so that with
+# one tile the memory waits for the products of the row in front.
+_QUERIES, _AHEAD = 32 << 10, 2
 # Keys of a copy where rows are short: eight layers of Llama-3.1-8B with 64 rows of 512 to 544 keys take 1680 us a step
 # so, 1695 in pieces of 64, and 1743 in whole units of 128.
 _PIECE = 32
@@ -52,7 +55,7 @@ class Work:
       q, k, v, lengths, table: the operands of `hopper_decode`.
       units, parts, t, whole: its meta-parameters.
       eight: what comes instead of K and V from a cache of 8 bits, which are converted then; None for other caches.
-      Q, K, V: the tile of queries, and rings of units of keys and of values.
+      Q, K, V: rings of tiles of queries, and of units of keys and of values.
       q_full, q_empty, ...: a slot of Q, K or V has come; has been read.
     """
 
@@ -118,7 +121,7 @@ class Work:
         return [(page(block), jax.lax.rem(block, of_page)) for block in blocks]
 
     def queries(self, one: int):
-        """The buffer of the queries of consumer `one`, and its barriers."""
+        """The ring of the queries of consumer `one`, and its barriers."""
         del one
         return self.Q, self.q_full, self.q_empty
 
@@ -127,7 +130,7 @@ class Work:
         del b, head
         self.q_empty.at(turn).wait(before=True)
         self.q_full.at(turn).expect(self.Q.nbytes)
-        jt.async_copy(self.q.tiles(None, ROWS, self.q.shape[2]).at[r, 0, 0], self.Q, self.q_full.at(turn))
+        jt.async_copy(self.q.tiles(None, ROWS, self.q.shape[2]).at[r, 0, 0], self.Q.at(turn), self.q_full.at(turn))
 
     def clear(self, one: int, c, turn, key, length):
         """Make values behind the length zeros in round c, the last one of a row, before consumer `one` reads them."""
@@ -210,7 +213,8 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
     values, maxima and sums, and the number of the next unit. The scores of a unit run beside the weighted values of the
     one before."""
     d, bk = w.V.shape[1], w.units.size
-    Q, q_full, q_empty = w.queries(one)
+    ring, q_full, q_empty = w.queries(one)
+    Q = ring.at(turn)
     q_full.at(turn).wait()
     w.k_full.at(c).wait()
     s, of_values = scaled(w, jt.dot_wait(jt.dot_async(Q, w.K.at(c).T), pending=0), c)
@@ -274,10 +278,10 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, scales, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
-    whole: bool = False,
+    whole: bool = False, ahead: int = 1,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
-    with `whole` rows there are no parts.
+    with `whole` rows there are no parts. ahead: tiles of queries that there is room for.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]; scales: () or, of pages of 8 bits, those of
@@ -286,9 +290,9 @@ def hopper_decode(
     d, dtype = q.shape[2], q.dtype
     slots = _RING // (units.size * d * dtype.itemsize)
     came, slots = slots, slots // 2 if scales else slots  # as many bytes of keys as they come as of converted ones
-    Q = jt.alloc((ROWS, d), dtype)
+    Q = jt.alloc((ROWS, d), dtype, slots=ahead)
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
-    q_full, q_empty = jt.barrier(1), jt.barrier(1)
+    q_full, q_empty = jt.barrier(ahead), jt.barrier(ahead)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     eight = hopper_eight.rings(scales, (units.size, d), came, slots)
@@ -379,6 +383,7 @@ def of_batch(q, k, v, lengths, table, scales=(), *, scale: float, softcap: float
     parts = gpu_tiles.processors()
     last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
+    options |= {"ahead": 1 if scales else min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, scales, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

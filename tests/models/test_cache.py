@@ -48,6 +48,18 @@ def test_steps_of_several_tokens_in_pages(short, outputs, dtype, near):
     assert (np.asarray(lengths) == ids.shape[1]).all()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prompts_of_which_one_token_is_asked_for(short, outputs, name):
+    """Its hidden state is that of the whole prompt, and so are the entries of the cache."""
+    model, ids = short(name, 1).model, outputs(name)["input_ids"].astype(np.int32)
+    at = np.arange(len(ids), dtype=np.int32) + 3
+    (hidden, entries), (one, same) = (model.prefill(ids, at=at) for at in (None, at))
+    assert one.shape == (len(ids), hidden.shape[2])
+    np.testing.assert_allclose(one, np.asarray(hidden)[np.arange(len(ids)), at], rtol=1e-4, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(entries), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_bytes_of_a_cache():
     """A window of 8 keeps 8 tokens, one that is wider than the cache as many as that."""
     lengths, row = jnp.array([30, 3]), jnp.zeros((2, 32, 2, 16), jnp.float32)
