@@ -46,7 +46,7 @@ def _summed(name: str, m: int, k: int, f: int) -> Work:
 
 
 def _tokens(name: str, count: int) -> Work:
-    """Tokens of a device to experts and back, or parts of them to each device."""
+    """Tokens of a device, parts of which go to each device."""
     return Work(name, f"{count}x7168", lambda n: [(max(1, count // n) * n, 7168)])
 
 
@@ -80,9 +80,9 @@ WORKS = (
     _tokens("all_to_all", 128),
     _tokens("all_to_all", 4096),
     _tokens("all_to_all", 32768),
-    _tokens("experts", 128),
-    _tokens("experts", 4096),
-    _tokens("experts", 32768),
+    Work("experts", "128 tokens a device", lambda n: [(128, 7168)]),
+    Work("experts", "4096 tokens a device", lambda n: [(4096, 7168)]),
+    Work("experts", "32768 tokens", lambda n: [(32768 // n, 7168)]),
     Work("mla_decode", "64 rows of 16384 tokens", lambda n: [(64, 128, 576), (64, 16384 // n, 576)]),
     Work("decode_attention", "64 rows of 16384 tokens", lambda n: [(64, 32, 128), *[(64, 16384 // n, 8, 128)] * 2]),
     _ring(None),
