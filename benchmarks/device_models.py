@@ -218,11 +218,13 @@ def timed(config: dict, work: Work, mesh: Mesh, sides: Sequence[str], steps: int
             yield PLAIN, m, statistics.median([run(steps) for _ in range(REPEATS + 1)][1:]) / steps * 1e6
 
 
-def sides_of(work: Work, count: int) -> list[str]:
-    """The sides that have room for a model; none, if the mesh has no room."""
+def sides_of(work: Work, config: dict, count: int) -> list[str]:
+    """The sides that have room for a model; none, if the mesh has no room. The plain decoder wants heads that devices
+    can share equally."""
     if work.nbytes / count > room():
         return []
-    return [ONE] * (work.nbytes < room()) + [*SIDES] + [PLAIN] * (work.role == "tensor")
+    plain = work.role == "tensor" and config["num_key_value_heads"] % count == 0
+    return [ONE] * (work.nbytes < room()) + [*SIDES] + [PLAIN] * plain
 
 
 def record(work: Work, rows: int, found: dict[str, float], rate: float, count: int, tiny: bool) -> dict[str, Any]:
@@ -244,7 +246,7 @@ def measure(count: int, tiny: bool, match: Sequence[str] = ("",)) -> list[dict[s
     rate = machine.measure(tiny).copy_rate
     records: list[dict[str, Any]] = []
     for work in works:
-        sides = sides_of(work, count)
+        sides = sides_of(work, shapes[work.model], count)
         if not sides or not any(text in work.model for text in match):
             continue
         found: dict[int, dict[str, float]] = {rows: {} for rows in work.rows}
