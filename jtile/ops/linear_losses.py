@@ -121,13 +121,7 @@ def linear_cross_entropy_dx(d, w, first, total, dx, *, bm: int, bn: int, bk: int
     dx.tiles(bm, bn)[i, j] = share if total is None else share + total.tiles(bm, bn)[i, j]
 
 
-@jt.kernel(
-    out_type=lambda d, x, first, total, **_: jt.like(total),
-    grid=lambda d, x, first, total, *, bm, bn, **_: (jt.cdiv(d.shape[1], bm), jt.cdiv(x.shape[1], bn)),
-    alias={"total": "dw"},
-)
-def linear_cross_entropy_dw(d, x, first, total, dw, *, bm: int, bn: int, bk: int):
-    """dw [vocab, k], `total` with the rows of the classes of d [rows, classes], the first of which is row `first`."""
+def _put(d, x, first, dw, bm: int, bn: int, bk: int) -> None:
     # dw_vk = sum_i d_iv x_ik
     i, j = jt.program_id(0), jt.program_id(1)
     rows = d.shape[0]
@@ -139,6 +133,25 @@ def linear_cross_entropy_dw(d, x, first, total, dw, *, bm: int, bn: int, bk: int
         jt.store(dw, here, share, mask=jnp.broadcast_to((i * bm + jt.arange(bm) < d.shape[1])[:, None], (bm, bn)))
     else:
         dw[here] = share
+
+
+@jt.kernel(
+    out_type=lambda d, x, first, total, **_: jt.like(total),
+    grid=lambda d, x, first, total, *, bm, bn, **_: (jt.cdiv(d.shape[1], bm), jt.cdiv(x.shape[1], bn)),
+    alias={"total": "dw"},
+)
+def linear_cross_entropy_dw(d, x, first, total, dw, *, bm: int, bn: int, bk: int):
+    """dw [vocab, k], `total` with the rows of the classes of d [rows, classes], the first of which is row `first`."""
+    _put(d, x, first, dw, bm, bn, bk)
+
+
+@jt.kernel(
+    out_type=lambda d, x, first, *, vocab, **_: jt.like(x, shape=(vocab, x.shape[1])),
+    grid=lambda d, x, first, *, bm, bn, **_: (jt.cdiv(d.shape[1], bm), jt.cdiv(x.shape[1], bn)),
+)
+def linear_cross_entropy_first_dw(d, x, first, dw, *, vocab: int, bm: int, bn: int, bk: int):
+    """dw [vocab, k] with these rows alone; the others are undefined, until `linear_cross_entropy_dw` writes them."""
+    _put(d, x, first, dw, bm, bn, bk)
 
 
 def _tuned(kernel: jt.Kernel, itemsize: int, m, n, k, **of):
@@ -171,13 +184,15 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kep
         if further is not None:
             d += jax.lax.dynamic_slice_in_dim(further, block * bn, classes, 1).astype(d.dtype)
         add, sides = _tuned(linear_cross_entropy_dx, itemsize, rows, k, classes)
-        put, others = _tuned(linear_cross_entropy_dw, itemsize, classes, k, rows, left=True)
-        dx, dw = add(d, w, block * bn, dx, **sides), put(d, x, block * bn, dw, **others)
+        kernel = linear_cross_entropy_first_dw if dw is None else linear_cross_entropy_dw
+        put, others = _tuned(kernel, itemsize, classes, k, rows, left=True)
+        dx = add(d, w, block * bn, dx, **sides)
+        dw = put(d, x, block * bn, vocab=vocab, **others) if dw is None else put(d, x, block * bn, dw, **others)
         if bias is not None:
             db = jax.lax.dynamic_update_slice(db, d.astype(wide).sum(0), (block * bn,))
         return dx, dw, db
 
-    so_far = None, jnp.zeros_like(w), None if bias is None else jnp.zeros(blocks * bn, wide)
+    so_far = None, None, None if bias is None else jnp.zeros(blocks * bn, wide)
     for first, times, n, held in _stretches(blocks, per, 0 if logits is None else jt.cdiv(logits.shape[1], bn)):
 
         def run(m, so_far, first=first, n=n, there=logits if held else None):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from jtile.tune.warpgroups import cdiv
 
 LONG = 8192  # terms from which on a sum of few rows counts as long
+EVEN = 1.05  # how many times as many tiles as there are the cores of a CPU may have room for in as many rounds
 SIDE = 256  # side of a tile of the result on a CPU: panels of both operands stay in the second-level cache
 
 
@@ -132,8 +133,9 @@ def on_cpu(m: int, n: int, k: int, cores: int) -> dict[str, int]:
     give every core work."""
     bm, bn = even(m, SIDE), even(n, SIDE)
     for wider in ((bm, even(n, 2 * SIDE)), (even(m, 2 * SIDE), even(n, 2 * SIDE))):
-        # a larger tile packs its operands less often; but every core wants several
-        if cdiv(m, wider[0]) * cdiv(n, wider[1]) >= 4 * cores:
+        # a larger tile packs its operands less often; but every core wants several, and as many as the others
+        found = cdiv(m, wider[0]) * cdiv(n, wider[1])
+        if found >= 4 * cores and cdiv(found, cores) * cores <= EVEN * found:
             bm, bn = wider
     if m <= 16:
         bn = even(n, max(64, (256 << 10) // max(k, 1)))
