@@ -17,6 +17,9 @@ from rich.table import Table
 
 from benchmarks.harness import Record, Result
 
+KEPT = "records.json"
+APART = {"llm": "llm.json"}  # workloads whose records have a file of their own: long ones, which pages do not show
+
 
 def table(results: Sequence[Result]) -> None:
     """Prints a line for each result; ratios below 1 are red."""
@@ -124,8 +127,10 @@ def main(files: Sequence[str]) -> None:
         rows = json.loads(Path(file).read_text())
         for device in dict.fromkeys(row["device"] for row in rows):
             folder = Path(__file__).parent / "records" / device
-            merge_rows([row for row in rows if row["device"] == device], folder / "records.json")
-            plot_file(folder / "records.json", folder / "ratios.png")
+            for name in dict.fromkeys(APART.get(row["workload"], KEPT) for row in rows):
+                of = lambda row, name=name: APART.get(row["workload"], KEPT) == name
+                merge_rows([row for row in rows if row["device"] == device and of(row)], folder / name)
+            plot_file(folder / KEPT, folder / "ratios.png")
             print(f"{file}: merged into {folder}")
 
 
