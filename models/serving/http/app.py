@@ -87,20 +87,24 @@ class Watched:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, start = 500, time.perf_counter()
+        status, start, server = 500, time.perf_counter(), self._server
 
         async def noted(message: Message) -> None:
             nonlocal status
             status = message["status"] if message["type"] == "http.response.start" else status
-            await send(message)
+            server.sending += 1
+            try:
+                await send(message)
+            finally:
+                server.sending, server.sent = server.sending - 1, time.monotonic()
 
-        self._server.open += 1
+        server.open += 1
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._server.open -= 1
+            server.open -= 1
             path = getattr(scope.get("route"), "path", "other")  # so that there are few names, whatever clients ask for
-            self._server.metrics.responded(path, status)
+            server.metrics.responded(path, status)
             line = {"method": scope["method"], "path": scope["path"], "status": status}
             LOG.info(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
 
@@ -135,7 +139,7 @@ class Guarded:
     def _client(self, scope: Scope) -> str:
         """The client whose requests are counted together: a key, or an address."""
         if self._keys:
-            return dict(scope["headers"])[b"authorization"].decode("latin1")
+            return dict(scope["headers"])[b"authorization"].partition(b" ")[2].strip().decode("latin1")
         return (scope.get("client") or ("",))[0]
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -144,8 +148,8 @@ class Guarded:
         if not self._keys:
             return None
         given = dict(scope["headers"]).get(b"authorization", b"")
-        key = given.removeprefix(b"Bearer ")
-        if given != key and any(hmac.compare_digest(key, known) for known in self._keys):
+        scheme, _, key = given.partition(b" ")
+        if scheme.lower() == b"bearer" and any(hmac.compare_digest(key.strip(), known) for known in self._keys):
             return None
         why = "a wrong API key" if given else "no API key"
         return ApiError(401, f"{why}: send the header 'Authorization: Bearer KEY'", DENIED, code="invalid_api_key")

@@ -28,13 +28,17 @@ from .metrics import Metrics
 from .schema import CHOICES, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Generated, Message, TokenizeBody
 
 Prompt = str | Sequence[int]
+PATIENCE = (
+    30.0  # seconds without a part of a body, or, when the server stops, with all answers held up by their readers
+)
+TICK = 0.5  # seconds after which a server that waits for a body sees that it is to stop
 
 
 @dataclasses.dataclass
 class Server:
     """What the endpoints share. name: the name of the model; limit: the most bytes of a body; stopping: whether new
-    requests are refused because the server ends; open: requests that are being answered; embedding: lets one request
-    for embeddings run."""
+    requests are refused because the server ends; open: requests that are being answered; sending: those of them that
+    wait for a client to read; sent: when something was last sent; embedding: lets one request for embeddings run."""
 
     engine: Engine
     name: str
@@ -42,8 +46,15 @@ class Server:
     limit: int = 8 << 20
     stopping: bool = False
     open: int = 0
+    sending: int = 0
+    sent: float = dataclasses.field(default_factory=time.monotonic)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     embedding: anyio.CapacityLimiter = dataclasses.field(default_factory=lambda: anyio.CapacityLimiter(1))
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all clients that are left have stopped reading."""
+        return self.open == self.sending and time.monotonic() - self.sent > PATIENCE
 
     # -- small ones ----------------------------------------------------------------------------------------------------
 
@@ -241,12 +252,31 @@ class Server:
         return name
 
     async def _body[T: BaseModel](self, request: Request, form: type[T]) -> T:
-        data = bytearray()
-        async for part in request.stream():
+        data, more = bytearray(), True
+        while more:
+            part, more = await self._part(request)
             data += part
             if len(data) > self.limit:
                 raise ApiError(413, f"the body has more than {self.limit} bytes", code="body_too_large")
         return form.model_validate_json(bytes(data))
+
+    async def _part(self, request: Request) -> tuple[bytes, bool]:
+        """The next part of a body, and whether there are more.
+
+        Raises:
+          ApiError: none comes, or the server stops, which waits for no request that is not there.
+          ClientDisconnect: the client has gone.
+        """
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            with anyio.move_on_after(TICK):
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                return message.get("body", b""), message.get("more_body", False)
+            if self.stopping:
+                raise ApiError(503, "the server is stopping", SERVER, code="stopping")
+        raise ApiError(408, f"no part of the body came for {PATIENCE:.0f} s", code="request_timeout")
 
 
 def cancel(streams: Sequence[Stream]) -> None:

@@ -20,10 +20,12 @@ from ..worker import responsive
 from .app import LOG, make_app
 from .endpoints import Server
 
+CLOSING = 5  # seconds for connections to close when all answers have been sent
+
 
 class Graceful(uvicorn.Server):
     """A server that ends gracefully: after the first signal new requests get 503, and it ends when those under way have
-    their answers; after the second one it ends at once."""
+    their answers, or when nobody reads these any more; after the second one it ends at once."""
 
     def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
@@ -37,7 +39,7 @@ class Graceful(uvicorn.Server):
         LOG.info('{"event": "stopping", "open": %d}', self._server.open)
 
     async def on_tick(self, counter: int) -> bool:
-        done = self._server.stopping and self._server.open == 0
+        done = self._server.stopping and (self._server.open == 0 or self._server.stuck)
         return await super().on_tick(counter) or done
 
 
@@ -75,7 +77,9 @@ def serve(
                 raise ModelError(f"the model and an adapter are both called {name!r}; give the model another --name")
             app = make_app(engine, name, api_keys, origins, requests_per_minute=requests_per_minute)
             print(f"jtile: {name} on http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
-            config = uvicorn.Config(app, host=host, port=port, access_log=False, log_level="warning")
+            config = uvicorn.Config(
+                app, host=host, port=port, access_log=False, log_level="warning", timeout_graceful_shutdown=CLOSING
+            )
             server = Graceful(config, app.state.server)
             server.run()
             return SUCCESS if server.started else FAILURE

@@ -24,7 +24,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
 
-from jtile.models.serving.http import make_app  # noqa: E402
+from jtile.models.serving.http import endpoints, make_app  # noqa: E402
 from jtile.models.serving.http.rates import Rates  # noqa: E402
 from jtile.models.serving.http.tools import CallReader  # noqa: E402
 
@@ -332,7 +332,7 @@ def test_errors_have_openais_form(app, path, options, status, message):
 def test_keys_and_pages_of_others(app, engine):
     locked = make_app(engine, "tiny", api_keys=["one", "two"])
     models = ("GET", "/v1/models", {})
-    for header, status in ((None, 401), ("Bearer three", 401), ("two", 401), ("Bearer two", 200)):
+    for header, status in ((None, 401), ("Bearer three", 401), ("two", 401), ("Bearer two", 200), ("bearer  two", 200)):
         (response,) = call(locked, models, headers={"Authorization": header} if header else None)
         assert response.status_code == status
     assert call(locked, ("GET", "/health", {}))[0].status_code == 200
@@ -405,10 +405,7 @@ def leave(app, body: dict, after: int):
 
         if after == 0:
             asyncio.get_running_loop().call_later(0.02, gone.set)
-        path = "/v1/completions"
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": []}
-        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
-        await app(scope, receive, send)
+        await request_of(app, receive, send)
 
     return main()
 
@@ -441,6 +438,68 @@ def test_clients_that_go_at_any_moment(app, engine):
     assert results.count(alone) > requests // 10
     until(lambda: idle(engine))
     assert app.state.server.open == 0
+
+
+def request_of(app, receive, send=None):
+    """A POST of the application's own, to `/v1/completions`; returns its messages unless they go to `send`."""
+    sent, path = [], "/v1/completions"
+
+    async def keep(message):
+        sent.append(message)
+
+    async def main():
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": []}
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+        await app(scope, receive, send or keep)
+        return sent
+
+    return main()
+
+
+@pytest.mark.parametrize(("stops", "status", "code"), [(False, 408, "request_timeout"), (True, 503, "stopping")])
+def test_a_body_that_does_not_end(engine, monkeypatch, stops, status, code):
+    """Its part is waited for, but not for ever, and not at all by a server that stops."""
+    app = make_app(engine, "tiny")
+    monkeypatch.setattr(endpoints, "PATIENCE", 1e6 if stops else 0.01)
+    monkeypatch.setattr(endpoints, "TICK", 0.001)
+    parts = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]
+
+    async def receive():
+        if parts:
+            return parts.pop()
+        app.state.server.stopping = stops
+        await asyncio.Event().wait()
+
+    start, body = asyncio.run(request_of(app, receive))
+    assert start["status"] == status and json.loads(body["body"])["error"]["code"] == code
+    assert app.state.server.open == 0
+
+
+def test_a_client_that_does_not_read_holds_up_no_stop(engine, monkeypatch):
+    app = make_app(engine, "tiny")
+    server, parts = app.state.server, [{"type": "http.request", "body": json.dumps(OK).encode()}]
+
+    async def receive():
+        return parts.pop() if parts else await asyncio.Event().wait()
+
+    async def main():
+        reads = asyncio.Event()
+
+        async def send(message):
+            await reads.wait()
+
+        request = asyncio.ensure_future(request_of(app, receive, send))
+        assert not server.stuck
+        while server.sending == 0:
+            await asyncio.sleep(0.001)
+        for patience, stuck in ((1e6, False), (-1.0, True)):
+            monkeypatch.setattr(endpoints, "PATIENCE", patience)
+            assert server.stuck is stuck
+        reads.set()
+        await request
+
+    asyncio.run(main())
+    assert (server.open, server.sending) == (0, 0)
 
 
 def test_a_port_that_is_taken_is_told_of_before_the_model_is_loaded(capsys, monkeypatch):
