@@ -15,7 +15,9 @@ from .groups import Group, Unit
 from .loops import Loop
 from .steps import MOVES, Step, Value
 from .sums import Sums
-from .tilings import group_tiling, loop_tiling
+from .tilings import Tiling, group_tiling, loop_tiling, window_tiling
+from .windowed import ends_within, window_body
+from .windows import long_shape
 
 
 def name_of(first: str, steps: Sequence[Step]) -> str:
@@ -40,7 +42,7 @@ class GroupKernel:
     """
 
     def __init__(self, group: Group):
-        self.group, self.tiling = group, group_tiling(group.layout, kept_tiles(group))
+        self.group, self.tiling = group, self._tiling(group)
         self._sums = Sums(group, self.tiling)
         self.types = [self._sums.type_of(v) for v in group.outputs]
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
@@ -54,15 +56,28 @@ class GroupKernel:
         """The same by the interpreter."""
         return self._unpacked(self.kernel.interpret(*self._packed(args)))
 
-    def _packed(self, args: Sequence[Any]) -> list[Any]:
+    def _tiling(self, group: Group) -> Tiling:
+        if group.windowed:
+            return window_tiling(group.layout, ends_within(group))
+        return group_tiling(group.layout, kept_tiles(group))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the arrays that the kernel reads."""
         group, layout = self.group, self.group.layout
-        shapes = [*map(layout.shape_of, group.loaded), *(table_shape(step, layout) for step in group.gathers)]
-        return [x.reshape(shape) for x, shape in zip(args, shapes, strict=True)]
+        if group.windowed:
+            return [*map(long_shape, group.inputs)]
+        return [*map(layout.shape_of, group.loaded), *(table_shape(step, layout) for step in group.gathers)]
+
+    def _packed(self, args: Sequence[Any]) -> list[Any]:
+        return [x.reshape(shape) for x, shape in zip(args, self.shapes, strict=True)]
 
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
         return [self._sums.finished(v, y) for v, y in zip(self.group.outputs, outs, strict=True)]
 
     def _body(self, *refs) -> None:
+        if self.group.windowed:
+            return window_body(self.group, self.tiling, refs)
         group, frame = self.group, self.tiling.frame()
         frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))
         for value, ref in zip(group.loaded, refs):

@@ -27,7 +27,9 @@ CHAINS_ON_GPUS = (
 )
 # Whether products of computed matrices and vectors become sums on GPUs; not compared with XLA's code there yet.
 VECTOR_PRODUCTS_ON_GPUS = False
+WINDOWS_ON_GPUS = False  # whether GPUs run groups with windows as kernels; not compared with XLA's code there yet
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
+SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
 EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time
 
@@ -100,6 +102,26 @@ def not_worth(
     arrays = sum(size_of(v) * MANY > largest for v in (*inputs, *outputs))  # numbers and rows take no time to read
     if not layout.whole and names <= CHEAP and arrays >= MANY:
         return f"it is arithmetic of {arrays} arrays, which memory bounds"
+    return None
+
+
+def takes_windows() -> bool:
+    """Whether groups read slices, pads and concatenations where they lie."""
+    return WINDOWS_ON_GPUS or "warps" not in jt.target().features
+
+
+def windows_not_worth(
+    steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[Value], layout: Layout
+) -> str | None:
+    """Why a group with windows is not worth a kernel, or None."""
+    largest = max((size_of(v) for v in (*inputs, *outputs)), default=0)
+    if largest < LEAST:
+        return f"its largest array has {largest} elements, fewer than {LEAST}"
+    if layout.sizes[-1] < SHORT:
+        return f"its last axis has {layout.sizes[-1]} elements, too few for vectors"
+    work = [step for step in steps if step.name in ELEMENTWISE - {"convert_element_type", "copy", "select_n"}]
+    if len({step.name for step in work} - {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"}) < 2 or not inputs:
+        return "it moves elements, and computes little"
     return None
 
 

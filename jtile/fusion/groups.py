@@ -7,13 +7,23 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from .chains import Chain, chain_of
-from .costs import has_room, not_worth, once_is_quicker, picks_well, reads_parts, sums_of_vectors
+from .costs import (
+    has_room,
+    not_worth,
+    once_is_quicker,
+    picks_well,
+    reads_parts,
+    sums_of_vectors,
+    takes_windows,
+    windows_not_worth,
+)
 from .gathers import is_gather, tiles_of
 from .inner import functions_of
 from .layout import Layout, layout_of
 from .loops import Loop, loop_of
 from .steps import ELEMENTWISE, MOVES, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
 from .vector_products import with_sums
+from .windows import has_windows, traffic, window_layout, with_windows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +48,11 @@ class Group:
         return [step for node in self.nodes for step in node.steps]
 
     @functools.cached_property
+    def windowed(self) -> bool:
+        """Whether the group reads windows of arrays: slices of them, say."""
+        return has_windows(self.steps)
+
+    @functools.cached_property
     def gathers(self) -> list[Step]:
         """The steps of the group that pick from tables."""
         return [step for step in self.steps if step.name == "gather"]
@@ -50,8 +65,8 @@ class Group:
     @property
     def by_equations(self) -> bool:
         """Whether the derivative is that of the equations: some have rules of their own, or a kernel's would keep all
-        partial sums, or add to elements of a table one by one."""
-        return bool(self.last or self.gathers) or any(node.ruled for node in self.nodes)
+        partial sums, or add to elements of a table, or of windows, one by one."""
+        return bool(self.last or self.gathers or self.windowed) or any(node.ruled for node in self.nodes)
 
 
 LARGE = 65536  # elements from which on an array is worth reading only once for several results
@@ -87,7 +102,29 @@ class Plan:
 def plan_of(program: Program, *, everything: bool = False) -> Plan:
     """Cuts a program greedily: a node joins the group of what it reads, where all values have axes in common.
     `everything`: groups that compute something are kernels, worth it or not."""
-    return _Cutter(program, everything).plan()
+    if everything:
+        return _Cutter(program, everything).plan()
+    if sums_of_vectors():
+        program = dataclasses.replace(program, nodes=with_sums(program.nodes))
+    plan = _Cutter(program).plan()
+    if not takes_windows():
+        return plan
+    nodes = with_windows(program.nodes, program.outputs)
+    if not any(has_windows(node.steps) for node in nodes):
+        return plan
+    other = _Cutter(dataclasses.replace(program, nodes=nodes)).plan()
+    return other if _moved(other) <= _moved(plan) else plan
+
+
+def _moved(plan: Plan) -> tuple[int, int]:
+    """How many elements the parts of a plan read and write, and how many kernels it has."""
+    found = 0
+    for unit in plan.order:
+        if not isinstance(unit, int):
+            found += traffic((*unit.inputs, *unit.outputs))
+        elif not (node := plan.program.nodes[unit]).free:
+            found += traffic(dict.fromkeys((*node.ins, *node.outs)))
+    return found, len(plan.units)
 
 
 def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
@@ -98,8 +135,6 @@ def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
 
 class _Cutter:
     def __init__(self, program: Program, everything: bool = False):
-        if not everything and sums_of_vectors():
-            program = dataclasses.replace(program, nodes=with_sums(program.nodes))
         self.program, self.nodes, self.everything = program, program.nodes, everything
         self.maker = {v: k for k, node in enumerate(self.nodes) for v in node.outs}
         self.users: dict[Value, list[int]] = {}
@@ -134,15 +169,20 @@ class _Cutter:
         if not self.everything:
             for first in [*self.members]:
                 self._take_gathers(first)
+            for first in [*self.members]:
+                self._take_makers(first)
         groups, taken, left = [], [], []
         made_by = {v: node.name for node in self.nodes for v in node.outs}
         for first, members in self.members.items():
             group = self._group(members)
             assert group is not None
             read = [*group.loaded, *(step.outs[0] for step in group.gathers)]
-            why = not_worth(group.steps, read, group.outputs, group.layout, everything=self.everything)
-            if not self.everything:
-                why = why or reads_parts(group.loaded, made_by, group.layout)
+            if group.windowed:
+                why = windows_not_worth(group.steps, read, group.outputs, group.layout)
+            else:
+                why = not_worth(group.steps, read, group.outputs, group.layout, everything=self.everything)
+                if not self.everything:
+                    why = why or reads_parts(group.loaded, made_by, group.layout)
             if why is None:
                 groups.append(group)
                 taken.append(members)
@@ -240,6 +280,51 @@ class _Cutter:
                 return together
             self.picked.difference_update(gathers)
         return None
+
+    def _take_makers(self, first: int) -> None:
+        """Puts into a group with windows those groups whose values nothing else reads: as long as it computes little
+        anew, no array has to lie between them."""
+        tried: set[int] = set()
+        while (members := self.members.get(first)) is not None:
+            group, own = self._group(members), set(members)
+            assert group is not None
+            makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v)) in self.group_of} - tried  # type: ignore[operator]
+            if not group.windowed or not makers:
+                return
+            maker = max(makers)
+            tried.add(maker)
+            theirs = self.members[maker]
+            made = [v for k in theirs for v in self.nodes[k].outs]
+            used = {user for v in made for user in self.users.get(v, ())}
+            together = sorted({*members, *theirs})
+            if not used <= {*own, *theirs} or not self.results.isdisjoint(made) or not self._is_convex(together):
+                continue
+            if self._group(together) and self._runs(together, [first, maker]):
+                del self.members[first], self.members[maker]
+                self._put(together, None)
+                first = together[0]
+                continue
+            self._move_down(first, maker)
+
+    def _move_down(self, first: int, maker: int) -> None:
+        """Moves those elementwise nodes of a group into one that reads them and what they read: one array less lies
+        between the two."""
+        for k in reversed(self.members[maker]):
+            members, theirs, node = self.members[first], self.members[maker], self.nodes[k]
+            group, rest = self._group(members), [m for m in theirs if m != k]
+            assert group is not None
+            read, own = {x for x in node.ins if isinstance(x, Value)}, {*group.inputs, *node.outs}
+            moves = rest and set(node.outs) <= set(group.inputs) and read <= own and self.results.isdisjoint(node.outs)
+            if not moves or any(step.name not in ELEMENTWISE for step in node.steps):
+                continue
+            together = sorted([*members, k])
+            alone = all({*self.users.get(v, ())} <= {*members} for v in node.outs)
+            if alone and self._group(rest) and self._group(together) and self._runs(together, [first, maker]):
+                for gone in (first, maker):
+                    del self.members[gone]
+                self._put(rest, None)
+                self._put(together, None)
+                first, maker = together[0], rest[0]
 
     def _index_of(self, gathers: Sequence[int]) -> list[int]:
         """The elementwise nodes and moves that make nothing but indices of these gathers."""
@@ -364,9 +449,10 @@ class _Cutter:
 
 def _settled(group: Group | None) -> Layout | None:
     """The layout of a group to which elementwise steps may come without another choice of what programs take whole."""
-    if group is None or group.last or (group.layout.whole and len(group.layout.sizes) - 1 not in group.layout.whole):
+    if group is None or group.last or group.windowed:
         return None
-    return group.layout
+    layout = group.layout
+    return layout if not layout.whole or len(layout.sizes) - 1 in layout.whole else None
 
 
 def _laid_out(steps: Sequence[Step], read: list[Value], written: list[Value]) -> tuple[Layout | None, list[Step]]:
@@ -374,6 +460,9 @@ def _laid_out(steps: Sequence[Step], read: list[Value], written: list[Value]) ->
     what no program has room for, or does not have side by side in memory."""
     inner = {x for step in steps for x in step.ins}
     ends = {step.outs[0]: step for step in steps if step.name in REDUCTIONS and step.outs[0] not in inner}
+    if has_windows(steps):
+        last = [*ends.values()]
+        return window_layout(steps, written, last), last
     whole = layout_of(steps, [*read, *written])
     if whole is None or not all(map(whole.covers, written)) or not has_room(whole) or not once_is_quicker(whole, steps):
         whole = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -159,9 +159,10 @@ class _Opener:
     """Makes nodes of equations. What depends on no input is made anew for each operand that it is: the numbers of rows
     and of columns of a mask are often one value, which then stands for two axes."""
 
-    def __init__(self):
+    def __init__(self, more: Callable[[Step], bool] = lambda step: False):
         self.nodes: list[Node] = []
         self.constants: dict[Value, Any] = {}
+        self._more = more  # what a kernel can take besides
         self._free: dict[Value, list[Node]] = {}  # the nodes that make a value without any input
 
     def open(self, closed: Any, names: dict[Any, Operand]) -> None:
@@ -183,7 +184,7 @@ class _Opener:
             self._add(Step(eqn, ins, outs), eqn.effects)
 
     def _add(self, step: Step, effects: Any) -> None:
-        steps = _steps(step, effects)
+        steps = _steps(step, effects) or ((step,) if not effects and self._more(step) else ())
         trees = [self._free.get(x) for x in step.ins if isinstance(x, Value)]
         simple = bool(steps) and all(s.name in MOVES | ELEMENTWISE for s in steps)
         free = simple and None not in trees and sum(map(len, trees)) < MOST_FREE  # type: ignore[arg-type]
@@ -231,10 +232,11 @@ def _steps(step: Step, effects: Any = ()) -> tuple[Step, ...]:
     return () if not hasattr(inner, "consts") or inner.consts else steps_of(inner, step)
 
 
-def steps_of(inner: Any, step: Step) -> tuple[Step, ...]:
-    """The steps of a closed jaxpr that stands for an equation; () where a kernel cannot take one of them."""
+def steps_of(inner: Any, step: Step, more: Callable[[Step], bool] = lambda step: False) -> tuple[Step, ...]:
+    """The steps of a closed jaxpr that stands for an equation; () where a kernel cannot take one of them. `more`: which
+    steps it can take besides those of `is_fusable`."""
     names: dict[Any, Operand] = dict(zip(inner.jaxpr.invars, step.ins, strict=True))
-    opener = _Opener()
+    opener = _Opener(more)
     opener.open(inner, names)
     results = [_operand(names, v) for v in inner.jaxpr.outvars]
     nodes = opener.needed(results)

@@ -3,6 +3,7 @@ what it has, and XLA adds up the sums of the programs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from .frames import Frame
 from .groups import Group
 from .steps import Step, Value
 from .tilings import Tiling
+from .windowed import WindowFrame
 
 TOGETHER = {
     "reduce_sum": jnp.add,
@@ -77,20 +79,20 @@ class Sums:
         ins = list(zip(group.loaded, refs))
         frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))
         outs = dict(zip(group.outputs, refs[len(group.inputs) :], strict=True))
+        made = {v: step for step in group.steps for v in step.outs}
         for value, ref in ins:
-            if not layout.late & set(layout.axes[value]):
+            if not group.windowed and not layout.late & set(layout.axes[value]):
                 frame.load(value, ref)
         each = jt.cdiv(tiling.late_blocks, tiling.shares)
         until = jnp.minimum((share + 1) * each, tiling.late_blocks)
 
         def one(number, sums):
-            own = Frame(layout, frame.sides, {**frame.ids, **tiling.places(number)}, dict(frame.tiles), frame.tables)
-            for value, ref in ins:
-                if value not in own.tiles:
-                    own.load(value, ref)
-            for step in group.steps:
-                if step not in self.last:
-                    own.run(step)
+            ids = {**frame.ids, **tiling.places(number)}
+            if group.windowed:
+                own = WindowFrame(layout, frame.sides, ids, dict(ins), made)
+            else:
+                own = Frame(layout, frame.sides, ids, dict(frame.tiles), frame.tables)
+                self._compute(own, ins)
             for value, ref in outs.items():
                 if value not in self._of:
                     own.store(value, ref)
@@ -102,6 +104,14 @@ class Sums:
             tile = step.run([total], axes=tuple(frame.gone(step)))[0]
             frame.tiles[out] = tile.reshape(frame.shape_of(out))
             frame.store(out, outs[out], share)
+
+    def _compute(self, frame: Frame, ins: Sequence[tuple[Value, Any]]) -> None:
+        for value, ref in ins:
+            if value not in frame.tiles:
+                frame.load(value, ref)
+        for step in self.group.steps:
+            if step not in self.last:
+                frame.run(step)
 
     def _none(self, frame: Frame, step: Step):
         dtype = dtype_of_sums(step)

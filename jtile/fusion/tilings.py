@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -91,6 +92,27 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
         return tiling
     others = math.prod(tiling.grid[1:])
     return Tiling(layout, tuple(sides), max(1, min(m.sums // others, tiling.late_blocks)))
+
+
+def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tiling:
+    """The tiling of a group with windows, of which `within` says for each axis between which numbers none leaves its
+    array: tiles are narrower than rows there, so that most of them do not meet an end."""
+    m, sides, last = machine(), [1] * len(layout.sizes), len(layout.sizes) - 1
+    left = m.tile
+    for a in reversed(range(len(sides))):
+        n, room = layout.sizes[a], left
+        if a == last and last and within[a] != (0, n - 1):
+            room = min(room, max(NARROWEST, 1 << max(n // NARROW, 1).bit_length() - 1), WIDEST)
+        sides[a] = room if a == last and room < n else fit(n, min(room, n))
+        left = max(left // sides[a], 1)
+    tiling = Tiling(layout, tuple(sides))
+    if not layout.late:
+        return tiling
+    return Tiling(layout, tuple(sides), max(1, min(m.sums // math.prod(tiling.grid[1:]), tiling.late_blocks)))
+
+
+NARROW = 6  # tiles that a row has at least where windows leave it
+NARROWEST, WIDEST = 64, 512  # elements of such a tile along the last axis
 
 
 def loop_tiling(layout: Layout) -> Tiling:

@@ -16,9 +16,14 @@ rules = Rules()
 
 
 def spans(kernel: Kernel) -> Kernel:
-    """The kernel, where gathers of consecutive elements that all lie in their arrays are loads of a box."""
+    """The kernel, where gathers of consecutive elements are loads of a box, if these all lie in their arrays or a mask
+    says which of them are read."""
     gathers = (op for op in kernel.body.walk() if isinstance(op, Load) and any(isinstance(d, Take) for d in op.index))
-    return Rewriter(kernel, rules).run() if any(not op.checked for op in gathers) else kernel
+    return Rewriter(kernel, rules).run() if any(_is_told(op) for op in gathers) else kernel
+
+
+def _is_told(op: Load) -> bool:
+    return op.mask is not None or not op.checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +75,7 @@ def _run(v: Value, rw: Rewriter) -> _Run | None:
 @rules(Load)
 def _load(op: Load, rw: Rewriter):
     takes = [(k, d) for k, d in enumerate(op.index) if isinstance(d, Take)]
-    if not takes or op.checked or op.mask is not None:
+    if not takes or not _is_told(op):
         return None
     first, last = takes[0][0], takes[-1][0]
     if any(not isinstance(d, At | Take) for d in op.index[first : last + 1]):
@@ -82,6 +87,8 @@ def _load(op: Load, rw: Rewriter):
         return None
     dims = dict(zip((k for k, _ in takes), (Span(r.start, shape[r.axis]) for r in runs if r is not None), strict=True))
     index: Index = tuple(dims.get(k, d) for k, d in enumerate(op.index))
-    box = rw.new(Load(op.ref, index, None, op.pad, False))
-    wanted = op.result.shape
-    return box if tuple(index_shape(index)) == tuple(wanted) else rw.new(Reshape(box, wanted))
+    wanted, same = op.result.shape, tuple(index_shape(index)) == tuple(op.result.shape)
+    if op.mask is not None and not same:
+        return None
+    box = rw.new(Load(op.ref, index, op.mask, op.pad, op.checked))
+    return box if same else rw.new(Reshape(box, wanted))

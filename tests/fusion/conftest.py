@@ -12,6 +12,8 @@ def any_size(monkeypatch):
     monkeypatch.setattr(costs, "LEAST", 0)
     monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
     monkeypatch.setattr(costs, "VECTOR_PRODUCTS_ON_GPUS", True)
+    monkeypatch.setattr(costs, "WINDOWS_ON_GPUS", True)
+    monkeypatch.setattr(costs, "SHORT", 0)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
