@@ -6,6 +6,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -104,13 +105,23 @@ class Server:
         body = await self._body(request, EmbeddingBody)
         if self._named(body.model) != self.name:
             raise ApiError(400, f"embeddings are those of {self.name!r}; its adapters have none", param="model")
-        rows, count = await anyio.to_thread.run_sync(self._embed, body, limiter=self.embedding)
+        gone, found = threading.Event(), []
+
+        async def embed() -> None:
+            found.extend(await anyio.to_thread.run_sync(self._embed, body, gone, limiter=self.embedding))
+
+        try:
+            await unless_gone(request.receive, embed())
+        finally:
+            gone.set()
+        rows, count = found
         data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
 
-    def _embed(self, body: EmbeddingBody) -> tuple[list, int]:
-        """(the embeddings in the form that is asked for, how many tokens the inputs have); it runs in a thread."""
+    def _embed(self, body: EmbeddingBody, gone: threading.Event) -> tuple[list, int]:
+        """(the embeddings in the form that is asked for, how many tokens the inputs have); it runs in a thread, which
+        computes no further ones when the client is `gone`."""
         lm = self.engine.lm
         size = lm.config.hidden_size if body.dimensions is None else body.dimensions
         if not 1 <= size <= lm.config.hidden_size:
@@ -118,6 +129,8 @@ class Server:
         inputs = [self._tokenizer().encode(x) if isinstance(x, str) else x for x in body.inputs()]
         rows = []
         for ids in inputs:
+            if gone.is_set():
+                break
             row = np.asarray(lm.embed(ids))[:size]
             row = row / max(float(np.linalg.norm(row)), 1e-30)
             packed = body.encoding_format == "base64"

@@ -1,4 +1,4 @@
-"""OpenAI's interface: what clients get, what they are told, and that those who fail or go leave nothing behind."""
+"""OpenAI's interface: what clients get, and what they are told."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
 
-from jtile.models.serving.http import endpoints, make_app  # noqa: E402
+from jtile.models.serving.http import make_app  # noqa: E402
 from jtile.models.serving.http.rates import Rates  # noqa: E402
 from jtile.models.serving.http.tools import CallReader  # noqa: E402
 
@@ -382,124 +382,6 @@ def test_an_answer_that_fails(app, engine, monkeypatch):
     assert post(app, "/v1/completions", **OK).status_code == 503
     response = post(app, "/v1/completions", **OK, stream=True)
     assert "it broke" in json.loads(response.text.split("\n\n")[0].removeprefix("data: "))["error"]["message"]
-
-
-def leave(app, body: dict, after: int):
-    """A client that goes when it has got so many messages of its answer."""
-
-    async def main():
-        sent, gone = [], asyncio.Event()
-        parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
-
-        async def receive():
-            if parts:
-                return parts.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-            if len(sent) >= after:
-                gone.set()
-            await asyncio.sleep(0.002 * (after % 2))
-
-        if after == 0:
-            asyncio.get_running_loop().call_later(0.02, gone.set)
-        await request_of(app, receive, send)
-
-    return main()
-
-
-def test_clients_that_go_at_any_moment(app, engine):
-    """Beside others that stay, slow readers, and requests that are none; see `test_storm.py` for real connections."""
-    rng, requests = np.random.default_rng(0), 36
-    alone = text_of(engine, "abc", 5)
-    body = {"prompt": "abc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
-
-    async def stay():
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=600) as client:
-            response = await client.post("/v1/completions", json=body | {"max_tokens": 5})
-            return response.json()["choices"][0]["text"] if response.status_code == 200 else response.status_code
-
-    async def main():
-        jobs = []
-        for kind in rng.integers(0, 4, requests):
-            broken = {"prompt": [1], "n": int(rng.integers(-3, 3)), "stream": bool(rng.integers(0, 2)), "max_tokens": 9}
-            late = int(rng.integers(1, 9))
-            jobs.append([(body | {"stream": True}, late), (body, 0), None, (broken, 3)][kind])
-        results = []
-        for i in range(0, len(jobs), 6):  # the queue is full now and then
-            results += await asyncio.gather(*(leave(app, *job) if job else stay() for job in jobs[i : i + 6]))
-        return [result for result in results if result is not None]
-
-    results = asyncio.run(main())
-    assert set(results) <= {alone, 429}
-    assert results.count(alone) > requests // 10
-    until(lambda: idle(engine))
-    assert app.state.server.open == 0
-
-
-def request_of(app, receive, send=None):
-    """A POST of the application's own, to `/v1/completions`; returns its messages unless they go to `send`."""
-    sent, path = [], "/v1/completions"
-
-    async def keep(message):
-        sent.append(message)
-
-    async def main():
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": []}
-        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
-        await app(scope, receive, send or keep)
-        return sent
-
-    return main()
-
-
-@pytest.mark.parametrize(("stops", "status", "code"), [(False, 408, "request_timeout"), (True, 503, "stopping")])
-def test_a_body_that_does_not_end(engine, monkeypatch, stops, status, code):
-    """Its part is waited for, but not for ever, and not at all by a server that stops."""
-    app = make_app(engine, "tiny")
-    monkeypatch.setattr(endpoints, "PATIENCE", 1e6 if stops else 0.01)
-    monkeypatch.setattr(endpoints, "TICK", 0.001)
-    parts = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]
-
-    async def receive():
-        if parts:
-            return parts.pop()
-        app.state.server.stopping = stops
-        await asyncio.Event().wait()
-
-    start, body = asyncio.run(request_of(app, receive))
-    assert start["status"] == status and json.loads(body["body"])["error"]["code"] == code
-    assert app.state.server.open == 0
-
-
-def test_a_client_that_does_not_read_holds_up_no_stop(engine, monkeypatch):
-    app = make_app(engine, "tiny")
-    server, parts = app.state.server, [{"type": "http.request", "body": json.dumps(OK).encode()}]
-
-    async def receive():
-        return parts.pop() if parts else await asyncio.Event().wait()
-
-    async def main():
-        reads = asyncio.Event()
-
-        async def send(message):
-            await reads.wait()
-
-        request = asyncio.ensure_future(request_of(app, receive, send))
-        assert not server.stuck
-        while server.sending == 0:
-            await asyncio.sleep(0.001)
-        for patience, stuck in ((1e6, False), (-1.0, True)):
-            monkeypatch.setattr(endpoints, "PATIENCE", patience)
-            assert server.stuck is stuck
-        reads.set()
-        await request
-
-    asyncio.run(main())
-    assert (server.open, server.sending) == (0, 0)
 
 
 def test_a_port_that_is_taken_is_told_of_before_the_model_is_loaded(capsys, monkeypatch):
