@@ -15,9 +15,12 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit
 from jtile.ops.collective_parts import programs_at_most, varying_together
+from jtile.ops.dispatch import small_tiles
 from jtile.ops.routing import route
+
+ROWS, COLUMNS = 8, 1024  # of a block that a program copies at a time, at most, on targets with small tiles
 
 
 class Routes(NamedTuple):
@@ -61,7 +64,7 @@ def dispatch(
         empty = varying_together(axis, jnp.zeros((n * bound, x.shape[1]), x.dtype), jnp.zeros_like(counts))
         return empty[0], empty[1][0], Routes(place, counts, empty[1])
     ordered, place, counts = _ordered(x, experts, n, e, capacity)
-    rows, received = send_rows(ordered, counts, axis=axis, bound=bound, sent=place.size, programs=_programs(bound))
+    rows, received = send_rows(ordered, counts, **_options(axis, bound, place.size, x.shape[1]))
     return rows, received.sum(0), Routes(place, counts, received)
 
 
@@ -87,7 +90,7 @@ def combine(y: jax.Array, routes: Routes, axis: str, *, weights: jax.Array | Non
         back = varying_together(axis, jnp.zeros((shape[0] * shape[1], shape[2]), y.dtype))[0]
     else:
         bound = y.shape[0] // jt.axis_size(axis)
-        options = dict(axis=axis, bound=bound, sent=routes.place.size, programs=_programs(bound))
+        options = _options(axis, bound, routes.place.size, y.shape[1])
         back = return_rows(y, routes.counts, routes.received, **options)
     return _added(back, routes.place, weights)
 
@@ -167,8 +170,18 @@ def _check_rows(y, routes: Routes, n: int, weights) -> None:
         check_shape("combine", "weights", weights, routes.place.shape)
 
 
-def _programs(rows: int) -> int:
-    return max(1, min(programs_at_most(), rows))
+def _options(axis: str, bound: int, sent: int, width: int) -> dict:
+    """The options of the kernels. On GPUs a block of rows has enough loads under way for a multiprocessor."""
+    programs = max(1, min(programs_at_most(), bound))
+    rows = max(1, min(ROWS, jt.next_power_of_2(jt.cdiv(bound, programs)))) if small_tiles() else 1
+    return dict(
+        axis=axis,
+        bound=bound,
+        sent=sent,
+        programs=programs,
+        rows=rows,
+        bn=fit(width, COLUMNS if small_tiles() else width),
+    )
 
 
 def _plan(experts, n: int, e: int, capacity: int | None):
@@ -213,24 +226,83 @@ def _added(back, place, weights):
 
 
 @jt.function
-def _each(move, counts, base, programs):
-    """Call `move(i, r)` for this program's rows i of a piece in the order of experts: r is where each of them stands
-    among rows of which those of expert e begin at base[e].
+def _blocks(count, programs, rows, move):
+    """Call `move(i, used)` for this program's blocks of `rows` numbers i below count; used: which of them are below."""
+    for first in jt.range(jt.program_id(0) * rows, count, programs * rows):
+        i = first + jt.arange(rows)
+        move(i, i < count)
+
+
+@jt.function
+def _each(move, counts, base, programs, rows):
+    """Call `move(i, r, used)` for this program's rows i of a piece in the order of experts: r is where each of them
+    stands among rows of which those of expert e begin at base[e].
 
     Args:
       counts, base: int32 [experts].
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    shift = base - (ends - counts)
-    lanes = jt.arange(counts.shape[0])
-    for i in jt.range(jt.program_id(0), counts.sum(dtype=jnp.int32), programs):
-        expert = (ends <= i).sum(dtype=jnp.int32)
-        move(i, jnp.where(lanes == expert, shift, 0).sum(dtype=jnp.int32) + i)
+    shift = (base - (ends - counts))[None, :]
+    lanes = jt.arange(counts.shape[0])[None, :]
+
+    def place(i, used):
+        expert = (ends[None, :] <= i[:, None]).sum(1, dtype=jnp.int32)
+        move(i, jnp.where(lanes == expert[:, None], shift, 0).sum(1, dtype=jnp.int32) + i, used)
+
+    _blocks(counts.sum(dtype=jnp.int32), programs, rows, place)
 
 
-def _mail(rows, bound: int, axis: str, programs: int) -> list:
-    n = jt.axis_size(axis)
-    return [jt.symmetric((n, bound, rows.shape[1]), rows.dtype), jt.signals((programs, n))]
+@jt.function
+def _copy(to, at, of, place, used, bn):
+    """Copy rows, `bn` columns at a time, so that many loads are under way at once.
+
+    Args:
+      to, of: Refs [..., rows, width].
+      at, place: indices of the rows, int32 [rows], behind those of the leading dimensions. Rows of `to` follow each
+        other: else they would be stored one after the other.
+      used: bool [rows], which of them are copied.
+    """
+    for c in range(jt.cdiv(of.shape[-1], bn)):
+        columns = (c * bn + jt.arange(bn))[None, :]
+        tile = jt.load(of, (*place[:-1], place[-1][:, None], columns), mask=used[:, None])
+        jt.store(to, (*at[:-1], at[-1][:, None], columns), tile, mask=used[:, None])
+
+
+@jt.function
+def _zeros_behind(to, total, programs, rows, bn):
+    """Zeros in the tiles of `rows` rows that have none of the first `total` ones."""
+    TO = to.tiles(rows, bn)
+    for b in jt.range(jt.program_id(0), TO.shape[0], programs):
+        if b * rows >= total:
+            for c in range(TO.shape[1]):
+                TO[b, c] = jt.zeros((rows, bn), to.dtype)
+
+
+@jt.function
+def _collect(to, box, table, lanes, total, programs, rows, bn):
+    """The rows that devices sent, in the order of experts and within an expert in that of devices: row r of `to` is row
+    i of what device d sent, which holds its rows for all experts one behind the other. Zeros behind them, up to the end
+    of a tile.
+
+    Args:
+      box: [devices, rows, width]; table: the counts, int32 [devices, experts]; lanes: at least as many as experts.
+      total: int32 [lanes], how many rows each expert has.
+    """
+    TO, COUNTS, n = to.tiles(rows, bn), table.tiles(None, lanes), table.shape[0]
+    first = (jnp.cumsum(total, dtype=jnp.int32) - total)[None, :]
+    for b in jt.range(jt.program_id(0), jt.cdiv(total.sum(dtype=jnp.int32), rows), programs):
+        r = (b * rows + jt.arange(rows))[:, None]
+        begin, device, i = first, jt.zeros((rows,), jnp.int32), jt.zeros((rows,), jnp.int32) - 1
+        for d in jt.range(n):
+            counts = COUNTS[d, 0]
+            sent = (jnp.cumsum(counts, dtype=jnp.int32) - counts)[None, :]
+            here = (begin <= r) & (r < begin + counts[None, :])
+            device = device + jnp.where(here, d, 0).sum(1, dtype=jnp.int32)
+            i = i + jnp.where(here, r - begin + sent + 1, 0).sum(1, dtype=jnp.int32)
+            begin = begin + counts[None, :]
+        for c in range(TO.shape[1]):
+            columns = (c * bn + jt.arange(bn))[None, :]
+            TO[b, c] = jt.load(box, (device[:, None], jnp.maximum(i, 0)[:, None], columns), mask=(i >= 0)[:, None])
 
 
 def _lanes(counts) -> int:
@@ -242,13 +314,18 @@ def _lanes(counts) -> int:
         jt.like(x, shape=(jt.axis_size(axis) * bound, x.shape[1])), jt.like(counts),
     ),
     grid=lambda x, counts, *, programs, **_: programs,
-    scratch=lambda x, counts, *, axis, bound, programs, **_: [
-        *_mail(x, bound, axis, programs), jt.symmetric(counts.shape, counts.dtype), jt.signals(counts.shape[:1]),
+    scratch=lambda x, counts, *, bound, **_: [
+        jt.symmetric((counts.shape[0], bound, x.shape[1]), x.dtype), jt.signals(counts.shape[:1]),
+        jt.symmetric(counts.shape, counts.dtype), jt.signals(counts.shape[:1]),
     ],
 )  # fmt: skip
-def send_rows(x, counts, rows, received, box, came, table, told, *, axis: str, bound: int, sent: int, programs: int):
-    """x [sent, hidden] in the order of experts, counts int32 [devices, e]: rows [devices * bound, hidden] in the order
-    of this device's experts, received int32 [devices, e], the counts of each device for these."""
+def send_rows(
+    x, counts, y, received, box, came, table, told,
+    *, axis: str, bound: int, sent: int, programs: int, rows: int, bn: int,
+):  # fmt: skip
+    """x [sent, hidden] in the order of experts, counts int32 [devices, e]: y [devices * bound, hidden] in the order of
+    this device's experts, received int32 [devices, e], the counts of each device for these. A program copies `rows`
+    rows at a time."""
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
     COUNTS, TABLE = (r.tiles(None, _lanes(counts)) for r in (counts, table))
     if p == 0:
@@ -261,35 +338,36 @@ def send_rows(x, counts, rows, received, box, came, table, told, *, axis: str, b
         there, start = box.on(axis, d), jnp.int32(0)
         for before in jt.range(d):
             start = start + COUNTS[before, 0].sum(dtype=jnp.int32)
-        for i in jt.range(p, COUNTS[d, 0].sum(dtype=jnp.int32), programs):
-            there[me, i] = x[start + i]
-        jt.signal(came.on(axis, d)[p, me])
+
+        def send(i, used, there=there, start=start):
+            _copy(there, (me, i), x, (start + i,), used, bn)
+
+        _blocks(COUNTS[d, 0].sum(dtype=jnp.int32), programs, rows, send)
+        jt.signal(came.on(axis, d)[me])
     total = jt.zeros((_lanes(counts),), jnp.int32)
     for d in jt.range(n):
         jt.wait(told[d])
         total = total + TABLE[d, 0]
-    for r in jt.range(total.sum(dtype=jnp.int32) + p, rows.shape[0], programs):
-        rows[r] = jt.zeros((x.shape[1],), x.dtype)
-    base = jnp.cumsum(total, dtype=jnp.int32) - total
-    for d in jt.range(n):
-        jt.wait(came[p, d])
-        here = TABLE[d, 0]
-
-        def put(i, r, d=d):
-            rows[r] = box[d, i]
-
-        _each(put, here, base, programs)
-        base = base + here
         if p == 0:
             received[d] = table[d]
+    _zeros_behind(y, total.sum(dtype=jnp.int32), programs, rows, bn)
+    for d in jt.range(n):
+        jt.wait(came[d], programs)  # rows of any program may be wanted
+    _collect(y, box, table, _lanes(counts), total, programs, rows, bn)
 
 
 @jt.kernel(
     out_type=lambda y, *_, sent, **__: jt.like(y, shape=(sent, y.shape[1])),
     grid=lambda y, *_, programs, **__: programs,
-    scratch=lambda y, *_, axis, bound, programs, **__: _mail(y, bound, axis, programs),
+    scratch=lambda y, counts, *_, bound, programs, **__: [
+        jt.symmetric((counts.shape[0], bound, y.shape[1]), y.dtype),
+        jt.signals((programs, counts.shape[0])),
+    ],
 )
-def return_rows(y, counts, received, back, box, came, *, axis: str, bound: int, sent: int, programs: int):
+def return_rows(
+    y, counts, received, back, box, came,
+    *, axis: str, bound: int, sent: int, programs: int, rows: int, bn: int,
+):  # fmt: skip
     """y [devices * bound, hidden] in the places of the rows of `send_rows`: back [sent, hidden], in those of its x."""
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
     COUNTS, RECEIVED = (r.tiles(None, _lanes(counts)) for r in (counts, received))
@@ -303,20 +381,25 @@ def return_rows(y, counts, received, back, box, came, *, axis: str, bound: int, 
         for before in jt.range(d):
             base = base + RECEIVED[before, 0]
 
-        def send(i, r, there=there):
-            there[me, i] = y[r]
+        def send(i, r, used, there=there):
+            _copy(there, (me, i), y, (r,), used, bn)
 
-        _each(send, RECEIVED[d, 0], base, programs)
+        _each(send, RECEIVED[d, 0], base, programs, rows)
         jt.signal(came.on(axis, d)[p, me])
     start = jnp.int32(0)
     for d in jt.range(n):
         jt.wait(came[p, d])
+
+        def put(i, used, d=d, start=start):
+            _copy(back, (start + i,), box, (d, i), used, bn)
+
         size = COUNTS[d, 0].sum(dtype=jnp.int32)
-        for i in jt.range(p, size, programs):
-            back[start + i] = box[d, i]
+        _blocks(size, programs, rows, put)
         start = start + size
-    for r in jt.range(start + p, back.shape[0], programs):
-        back[r] = jt.zeros((y.shape[1],), y.dtype)
+    BACK = back.tiles(None, bn)
+    for r in jt.range(start + p, back.shape[0], programs):  # of tokens that went nowhere
+        for c in range(BACK.shape[1]):
+            BACK[r, c] = jt.zeros((bn,), y.dtype)
 
 
 def _sent_backward(residuals, cts, **options):

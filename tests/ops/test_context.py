@@ -74,15 +74,16 @@ def test_parts_of_large_caches_compile_for_hopper(merge):
     assert found.launch["resources"]["spills"] == 0
 
 
-def test_tokens_to_experts_and_back_in_the_interpreter():
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_to_experts_and_back_in_the_interpreter(rows):
     """Three devices with two experts each; what comes back is what was sent, in its place."""
     counts = np.array([[[1, 0], [0, 2], [1, 0]], [[0, 0], [2, 1], [0, 1]], [[0, 1], [0, 0], [1, 1]]], np.int32)
     x = floats(3, 5, 2)
-    options = dict(axis="x", bound=4, sent=5, programs=2, mesh={"x": 3}, seed=1)
-    rows, received = moe.send_rows.interpret(x, counts, **options)
+    options = dict(axis="x", bound=4, sent=5, programs=2, rows=rows, bn=2 // rows, mesh={"x": 3}, seed=1)
+    there, received = moe.send_rows.interpret(x, counts, **options)
     np.testing.assert_array_equal(received, counts.swapaxes(0, 1))
     want = [[x[0, 0], x[2, 0]], [x[1, 0], x[1, 1], x[0, 1], x[0, 2], x[1, 2]], [x[0, 3], x[2, 1], x[1, 3], x[2, 2]]]
-    np.testing.assert_array_equal(rows, [np.pad(w, ((0, 12 - len(w)), (0, 0))) for w in want])
-    back = moe.return_rows.interpret(rows, counts, received, **options)
+    np.testing.assert_array_equal(there, [np.pad(w, ((0, 12 - len(w)), (0, 0))) for w in want])
+    back = moe.return_rows.interpret(there, counts, received, **options)
     sent = counts.sum((1, 2))
     np.testing.assert_array_equal(back, np.where(np.arange(5)[None, :, None] < sent[:, None, None], x, 0))
