@@ -160,7 +160,7 @@ def enter(attention, x, delta, norm, eps: float):
 
 def mlp_behind_norm(mlp, x, delta, norm, eps: float):
     """(x + delta, the output of `mlp` for the norm of that sum)."""
-    if isinstance(mlp, GatedMLP):
+    if hasattr(mlp, "behind_norm"):
         return mlp.behind_norm(x, delta, norm.get_value(), eps)
     x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
     return x, mlp(normed)
