@@ -236,7 +236,7 @@ void Launcher::encode_maps(OnDevice& on, const Array* arrays, const int64_t* sym
   try {
     for (size_t k = 0; k < record_.maps.size(); ++k) {
       const TensorMap& map = record_.maps[k];
-      void* data = map.device < 0 ? arrays[map.buffer].data : peers_->of(on.device, map.device, map.offset);
+      void* data = map.device == TensorMap::kArray ? arrays[map.buffer].data : peers_->of(on.device, map.device, map.offset);
       MapShape shape{data, {}, {}};
       for (size_t d = 0; d < map.rank; ++d) {
         shape.dims[d] = static_cast<uint64_t>(map.dims[d].value(symbols));
@@ -343,11 +343,8 @@ void Launcher::record(int device, void* stream, const Array* arrays, size_t coun
                       const std::function<void(const Node&)>& put) {
   prepared(device, arrays, count, sizes, [&](OnDevice& on, uint32_t blocks, const int64_t* symbols) {
     if (blocks == 0) return;
-    // An experiment, as in is_node: much shared memory has the driver choose for this kernel what those around it have.
-    const char* wanted = record_.talking ? std::getenv("JTILE_TALKING_SHARED") : nullptr;
-    const uint32_t shared = wanted != nullptr ? static_cast<uint32_t>(std::atoi(wanted)) : record_.shared;
     with_params(on, stream, arrays, symbols, [&](const Value* values) {
-      put({*image_, record_.symbol, blocks, record_.threads, shared, record_.programmatic, values,
+      put({*image_, record_.symbol, blocks, record_.threads, record_.shared, record_.programmatic, values,
            record_.params.size()});
     });
   });

@@ -58,7 +58,9 @@ void* Peers::block(int ordinal) {
 void* Peers::of(int ordinal, int64_t rank, int64_t offset) {
   block(ordinal);  // all devices have met
   const auto devices = static_cast<size_t>(shape_.devices());
-  const size_t first = static_cast<size_t>(&find(ordinal) - parts_.data()) / devices * devices;
+  const auto own = static_cast<size_t>(&find(ordinal) - parts_.data());
+  const size_t first = own / devices * devices;
+  if (rank == TensorMap::kOwn) rank = static_cast<int64_t>(own - first);
   if (static_cast<size_t>(rank) >= devices || static_cast<size_t>(offset) >= facts_.bytes)
     fail(Code::kInvalidArgument, "a tensor map is of byte ", offset, " of device ", rank, " of ", devices);
   return static_cast<char*>(parts_[first + static_cast<size_t>(rank)].block) + offset;

@@ -37,7 +37,8 @@ class Peers {
   void check(int ordinal);
   // The address of a device's block; throws Error before `begin`.
   void* block(int ordinal);
-  // The address of a byte of the block of device `rank` of an ordinal's group; throws Error before `begin`.
+  // The address of a byte of the block of device `rank` of an ordinal's group, or of its own (TensorMap::kOwn); throws
+  // Error before `begin`.
   void* of(int ordinal, int64_t rank, int64_t offset);
 
  private:

@@ -35,7 +35,7 @@ class Reader {
       if (!(record_.npu && !has(json, "sites")) && !json.at("sites").is_null()) read_sites(json.at("sites"));
       read_attributes(json.at("attributes"));
       if (has(json, "devices")) read_devices(json.at("devices"));
-      if (talks_ != record_.talking.has_value() || (of_devices_ > 0 && !talks_))
+      if (talks_ != record_.talking.has_value() || (of_devices_ && !talks_))
         fail(Code::kInvalidArgument, "it has to say of what devices its parameter is");
     } catch (const Error& error) {
       fail(error.code(), "kernel ", record_.name, ": the launch record is refused: ", error.what());
@@ -123,9 +123,9 @@ class Reader {
       fail(Code::kInvalidArgument, "the kernel has more than ", kMaxMaps, " tensor maps");
     TensorMap map{};
     if (has(json, "device")) {
-      map.device = number(json.at("device"), "device of a tensor map", 0, 63);
+      map.device = number(json.at("device"), "device of a tensor map", TensorMap::kOwn, 63);
       map.offset = number(json.at("offset"), "offset of a tensor map", 0, kMaxWorkspace);
-      of_devices_ = std::max(of_devices_, map.device + 1);
+      of_devices_ = true;
     } else {
       map.buffer = array(json.at("buffer"));
     }
@@ -190,7 +190,7 @@ class Reader {
 
   Record record_;
   bool talks_ = false;
-  int64_t of_devices_ = 0;  // so many devices at least have memory that tensor maps are of
+  bool of_devices_ = false;  // tensor maps are of their memory
   size_t symbols_ = 0;
 };
 

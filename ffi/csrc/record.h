@@ -19,9 +19,10 @@ constexpr size_t kMaxMapRank = 5;
 
 // A part of an array as a tensor map describes it; innermost dimension first.
 struct TensorMap {
-  size_t buffer;         // an array; of no meaning where it is of the memory of a device
-  int64_t device = -1;   // of the group of devices that talk, whose block it is of; -1: an array
-  int64_t offset = 0;    // of the block
+  static constexpr int64_t kArray = -2, kOwn = -1;
+  size_t buffer;            // an array; of no meaning where it is of the memory of a device
+  int64_t device = kArray;  // of the group of devices that talk, whose block it is of; kOwn: the one that launches
+  int64_t offset = 0;       // of the block
   uint32_t dtype;  // a CUtensorMapDataType
   size_t rank;
   Expression dims[kMaxMapRank];
