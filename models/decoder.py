@@ -86,12 +86,13 @@ class Attention(nnx.Module):
             mixed = wide.astype(mixed.dtype)
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
-    def prefill(self, qkv, cos, sin):
+    def prefill(self, qkv, cos, sin, slots: int | None = None):
         """Attention within prompts, from their projection [batch, length, ...]; returns (output [batch, length,
-        hidden], (k, v))."""
+        hidden], (k, v)); if tokens see all keys, these have `slots` positions, zeros behind the length."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
-        q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
+        slots = slots if self.window is None else None
+        q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), slots)
         options = {"scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         if c.chunk is None:
             mixed = layers.attention(q, k, v, c.window, **options)
@@ -200,11 +201,13 @@ class Block(nnx.Module):
         x, attended = tokens_at((x, attended), at)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 
-    def prefill(self, x, delta, cos, sin, lengths=None, at=None):
+    def prefill(self, x, delta, cos, sin, lengths=None, at=None, slots=None):
         """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens).
         Where that is a state, only the first `lengths` [batch] tokens of each row count. at, int32 [batch]: of each row
-        only this token goes through the MLP, and x and delta behind the block are [batch, hidden]."""
+        only this token goes through the MLP, and x and delta behind the block are [batch, hidden]. slots: the size that
+        keys and values may be made in at once, see `Attention.prefill`."""
         more = {"lengths": lengths} if self.recurrent else {}
+        more |= {"slots": slots} if isinstance(self.attention, Attention) else {}
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more), at)
 
     def step(self, x, delta, cos, sin, slots: kv.Slots):
@@ -271,7 +274,7 @@ class Decoder(nnx.Module):
         """
         return self._logits(self._norm(hidden))
 
-    def prefill(self, ids, lengths=None, at=None):
+    def prefill(self, ids, lengths=None, at=None, slots=None):
         """Runs whole prompts.
 
         Args:
@@ -279,6 +282,7 @@ class Decoder(nnx.Module):
           lengths: int32 [batch], how many ids of each row are tokens; None: all.
           at: int32 [batch], the one token of each row whose hidden state is asked for; None: all tokens. The others
             have no use for the MLP of the last block, which is left out for them.
+          slots: positions that the cache is going to have, which keys and values that all tokens see may have at once.
         Returns:
           Hidden states [batch, length, hidden], or [batch, hidden] of the tokens `at`, before the final norm, and the
           entry of each layer for the cache.
@@ -287,7 +291,7 @@ class Decoder(nnx.Module):
         delta, entries = None, []
         for i, block in enumerate(self.blocks, 1):
             more = {"lengths": lengths} if getattr(block, "recurrent", False) else {}
-            more |= {"at": at} if i == len(self.blocks) else {}
+            more |= {"at": at if i == len(self.blocks) else None, "slots": slots}
             (x, delta), entry = block.prefill(x, delta, *angles[block.rope], **more)
             entries.append(entry)
         return x + layers.whole(delta), entries

@@ -120,9 +120,9 @@ class Block(nnx.Module):
         x, mixed = mlp_behind_norm(self.mlp, x, norm(attended, self.attended_norm), self.mlp_norm, self.eps)
         return (x, norm(mixed, self.mixed_norm)), entry
 
-    def prefill(self, x, delta, cos, sin, at=None):
+    def prefill(self, x, delta, cos, sin, at=None, slots=None):
         """See `decoder.Block`."""
-        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin), at)
+        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, slots), at)
 
     def step(self, x, delta, cos, sin, slots):
         """See `decoder.Block`."""

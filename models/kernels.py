@@ -26,19 +26,23 @@ def tiles_of_split(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     return dict(bt=max(1, min(64, 2048 // (bh * jt.next_power_of_2(head_dim)))), bh=bh)
 
 
-def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
-    lead, head_dim = qkv.shape[:-2], qkv.shape[-1]
-    return tuple(jt.like(qkv, shape=(*lead, n, head_dim)) for n in (heads, kv_heads, kv_heads))
+def _split_types(qkv, cos, sin, *, heads, kv_heads, slots=None, **_):
+    batch, length, _, head_dim = qkv.shape
+    sides = (length, heads), (slots or length, kv_heads), (slots or length, kv_heads)
+    return tuple(jt.like(qkv, shape=(batch, *side, head_dim)) for side in sides)
 
 
-def _split_grid(qkv, *_, bt, bh, **__):
-    return qkv.shape[0], jt.cdiv(qkv.shape[1], bt), qkv.shape[2] // bh
+def _split_grid(qkv, *_, bt, bh, slots=None, **__):
+    return qkv.shape[0], jt.cdiv(slots or qkv.shape[1], bt), qkv.shape[2] // bh
 
 
 @jt.kernel(out_type=_split_types, grid=_split_grid)
-def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps: float = 0.0, bt: int, bh: int):
+def rope_split(
+    qkv, cos, sin, norms, q, k, v,
+    *, heads: int, kv_heads: int, eps: float = 0.0, bt: int, bh: int, slots: int | None = None,
+):  # fmt: skip
     """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin float32 [length, head_dim / 2] -> rotated q
-    and k, and v, in qkv's dtype.
+    and k, and v, in qkv's dtype. k and v have `slots` positions, by default `length`: zeros stand behind.
 
     norms: () or the weights [head_dim] of the RMS norms of queries and keys, which come before the rotation. A program
     has `bt` positions of `bh` heads, all of one kind; both halves of a head are tiles of their own."""

@@ -154,13 +154,15 @@ def rope_angles(positions, inverse_frequencies, factor: float = 1.0, tempered: t
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
-def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None):
+def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None, slots: int | None = None):
     """Rotated q [batch, length, heads, head_dim], rotated k and v [..., kv_heads, head_dim] of the projection qkv
-    [batch, length, (heads + 2 kv_heads) head_dim]; cos and sin [length, head_dim / 2] are those of each position."""
+    [batch, length, (heads + 2 kv_heads) head_dim]; cos and sin [length, head_dim / 2] are those of each position.
+    slots: positions of k and v, with zeros behind the length."""
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
     weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
     tiles = kernels.tiles_of_split(heads, kv_heads, qkv.shape[3])
-    return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps, **tiles)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "slots": slots}
+    return kernels.rope_split(qkv, cos, sin, weights, eps=eps, **sizes, **tiles)
 
 
 def tempered(qkv, cos, queries: int):

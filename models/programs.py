@@ -20,6 +20,8 @@ from . import cache as kv
 from . import sampling
 from .decoder import Decoder
 
+AT_ONCE = False  # whether `_made_at_once` may be true: no device has measured it yet
+
 
 def merge(structure, weights) -> Decoder:
     """The module of a structure (its graph, and the tree of its weights) over the list of its weights."""
@@ -59,12 +61,18 @@ def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, l
     """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
     the `Memory`)."""
     model = merge(structure, weights)
-    last, entries = model.prefill(ids, lengths, at=lengths - 1)
+    last, entries = model.prefill(ids, lengths, at=lengths - 1, slots=layout.slots if _made_at_once(layout) else None)
     logits, cache = model.head(last), kv.from_prefill(entries, lengths, layout)
     penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
     tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)
     rates = sampling.log_probability(logits, tokens) if logprobs else None
     return tokens, rates, is_end(tokens, ends), Memory(cache, sampling.noted(penalties, tokens))
+
+
+def _made_at_once(layout: kv.Layout) -> bool:
+    """Whether a prompt makes keys and values in the size of the cache, so that no copy of them follows."""
+    whole = layout.page is None and layout.context is None and layout.dtype not in kv.SCALED
+    return AT_ONCE and whole and jt.platform() != "cpu"
 
 
 @contextlib.contextmanager
