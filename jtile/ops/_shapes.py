@@ -175,7 +175,8 @@ def check_int(op: str, **arrays: Any) -> None:
             continue
         _check_has("dtype", op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise KernelTypeError(f"{op}: {name} is an integer array, got {x.dtype.name}")
+            way = f"convert it: {name}.astype(jnp.int32)"
+            raise KernelTypeError(f"{op}: {name} is an integer array, got {x.dtype.name}; {way}")
 
 
 def check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:

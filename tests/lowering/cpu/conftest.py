@@ -9,6 +9,7 @@ import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
 import pytest
+from draws import thorough
 
 from jtile.lowering.cpu.compile import _optimise, _tuning
 from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, to_memory
@@ -84,7 +85,7 @@ class Elementwise:
         parsed = llvm.parse_assembly(module.text())
         target = llvm.Target.from_triple(isa.triple)
         machine = target.create_target_machine(
-            cpu=isa.cpu, features=isa.feature_string, opt=1,
+            cpu=isa.cpu, features=isa.feature_string, opt=int(optimise or thorough()),
             reloc="pic" if near else "static", codemodel="small" if near else "large",
         )  # fmt: skip
         if optimise:
@@ -94,7 +95,8 @@ class Elementwise:
         return machine, image
 
     def prepare(self, isa_name: str, wanted: list[tuple[str, tuple[str, ...], str]], lanes: int = 0) -> None:
-        """Compile the (fn, dtypes, out) that `run` will ask for in one module, which is several times faster."""
+        """Compile the (fn, dtypes, out) that `run` will ask for in one module, which is several times faster. LLVM
+        optimises what is for this machine, and in `make test-all` the rest."""
         isa = host_isa() if isa_name == "host" else ISAS[isa_name]
         module = self.module(isa)
         new = [w for w in wanted if (isa_name, *w, lanes) not in self._compiled]
@@ -103,7 +105,7 @@ class Elementwise:
         for i, (fn, dtypes, out) in enumerate(new):
             self.emit(module, isa, f"k{i}", fn, dtypes, out, lanes or self._lanes(isa, dtypes))
         # Where a GPU's driver holds most addresses, MCJIT puts them gigabytes apart.
-        machine, image = self.compile(module, isa, near=False)
+        machine, image = self.compile(module, isa, isa == host_isa() or thorough(), near=False)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(image))
         engine.finalize_object()
