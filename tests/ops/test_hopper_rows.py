@@ -53,21 +53,25 @@ def test_in_the_interpreter(name, monkeypatch):
 def test_shares(rounds, tiles, programs, monkeypatch):
     """All rounds are somebody's, a tile's parts are those of the programs that it names, and a whole tile comes last
     where a program has one."""
-    seen = {}
-    for p in range(programs):
-        monkeypatch.setattr(jt, "program_id", lambda axis, p=p: jnp.int32(p))
+
+    def of(p, k):
+        monkeypatch.setattr(jt, "program_id", lambda axis: p)
         share = hopper_rows._share(rounds, tiles, programs)
+        u = share.at(k)
+        return share.count, u, share.left(u), *share.programs(jax.lax.div(u, jnp.int32(rounds)))
+
+    numbers = np.arange(programs, dtype=np.int32), np.arange(jt.cdiv(rounds * tiles, programs), dtype=np.int32)
+    found = evaluated(jax.vmap(jax.vmap(of, (None, 0)), (0, None)))(*numbers)
+    seen = {}
+    for p, (counts, units, left, first, last) in enumerate(zip(*(x.tolist() for x in map(np.asarray, found)))):
         order, k = [], 0
-        while k < int(share.count):
-            u = int(share.at(k))
-            count, tile = int(share.left(u)), u // rounds
-            order.append(count == rounds)
-            first, last = map(int, share.programs(jnp.int32(tile)))
-            assert first <= p <= last and (count == rounds) == (first == last)
-            for j in range(count):
-                assert int(share.at(k + j)) == u + j
-                seen.setdefault(u + j, []).append(p)
-            k += count
+        while k < counts[0]:
+            order.append(left[k] == rounds)
+            assert left[k] > 0 and first[k] <= p <= last[k] and (left[k] == rounds) == (first[k] == last[k])
+            for j in range(left[k]):
+                assert units[k + j] == units[k] + j
+                seen.setdefault(units[k + j], []).append(p)
+            k += left[k]
         assert not any(order) or order[-1]
     assert sorted(seen) == list(range(rounds * tiles)) and all(len(who) == 1 for who in seen.values())
 
