@@ -218,3 +218,8 @@ def optimized_if_large(request):
     """A model of real size runs longer than it compiles."""
     if {"smollm2", "smollm2_path"} & set(request.fixturenames):
         request.getfixturevalue("optimized")
+
+
+@pytest.fixture(autouse=True)
+def eager_calls_by_numpy(by_numpy):
+    """What loading and references call outside of jit: see `tests/support/eager_calls.py`."""

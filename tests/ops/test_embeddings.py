@@ -34,7 +34,7 @@ def test_nothing():
 
 
 def test_errors():
-    with pytest.raises(KernelTypeError, match="ids is an integer array, got float32; convert it: ids.astype"):
+    with pytest.raises(KernelTypeError, match=r"ids is an integer array, got float32; convert it: ids\.astype"):
         ops.embedding(jnp.zeros((5, 4)), jnp.zeros(2))
     with pytest.raises(KernelValueError, match=r"table is \[vocab, features\]"):
         ops.embedding(jnp.zeros(5), jnp.zeros(2, jnp.int32))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,22 +33,24 @@ class _NoRuleError(Exception):
 def by_numpy() -> Iterator[None]:
     """Eager calls of JAX's functions are run so inside, in this process."""
     module = importlib.import_module("jax._" + "src.pjit")  # nothing public stands between a call and its program
-    compiled, bound, inside = module._pjit_call_impl_python, evaluate._bind, []
+    compiled, bound = module._pjit_call_impl_python, evaluate._bind
+    inside: set[int] = set()  # threads that are in a call of NumPy's
 
     @functools.wraps(compiled)
     def call(*args: Any, jaxpr: Any, **params: Any) -> Any:
-        if not inside and _own(jaxpr) and not any(params["donated_invars"]) and all(map(_here, args)):
-            inside.append(jaxpr)
+        me = threading.get_ident()
+        if me not in inside and _own(jaxpr) and not any(params["donated_invars"]) and all(map(_here, args)):
+            inside.add(me)
             try:
                 return _run(jaxpr, args), None, None, []
             except _NoRuleError:
                 _known[id(jaxpr)] = jaxpr, False
             finally:
-                inside.pop()
+                inside.discard(me)
         return compiled(*args, jaxpr=jaxpr, **params)
 
     def bind(eqn: Any, *operands: Any) -> Any:
-        if inside:
+        if threading.get_ident() in inside:
             raise _NoRuleError
         return bound(eqn, *operands)
 

@@ -72,3 +72,8 @@ def check():
             compare(got, expected, tol)
 
     return go
+
+
+@pytest.fixture(autouse=True)
+def _eager_calls_by_numpy(by_numpy):
+    """What tests call around kernels: see `tests/support/eager_calls.py`."""
