@@ -26,6 +26,7 @@ from benchmarks.device_works import JTILE, WORKS, XLA, Work, call, drawn, on_one
 CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in a kernel of its own
 LONG, HOST = 0.1, 1e-3  # seconds: the least of the rounds of one program; the start of one
 MOST = 2000  # the most rounds
+LARGE = 32 << 20  # bytes of an array of a device of which a round has one call
 # what a record calls the time of a peer -> the peer
 PEERS = {"one_us": "one device, its time divided", "one_step_us": "one device", "plain_us": "plain `jnp`, cut by XLA",
          "xla_us": "XLA"}  # fmt: skip
@@ -56,9 +57,9 @@ Program = Callable[[], Any]
 Maker = Callable[[int, int], Program]  # of rounds and calls in each: a program of so many, compiled and run once
 
 
-def prepared(make: Maker, tiny: bool) -> tuple[Program, int]:
-    """A program that runs long enough to be timed, and its calls."""
-    calls = 1 if tiny else CALLS
+def prepared(make: Maker, several: bool, tiny: bool) -> tuple[Program, int]:
+    """A program that runs long enough to be timed, and its calls, of which a round has one or several."""
+    calls = CALLS if several else 1
     first = make(1, calls)
     began = time.perf_counter()
     first()
@@ -136,9 +137,11 @@ def measured(work: Work, mesh: Mesh, tiny: bool, repeats: int) -> dict[str, Any]
     makers = {"jtile": on_mesh(work, JTILE, mesh, arrays)}
     makers |= {"one": on_one(work, mesh.size, tiny)} if ring else {"xla": on_mesh(work, XLA, mesh, arrays)}
     programs = {}
+    # each call of a program has memory of its own on all devices, and large ones are long enough alone
+    several = not tiny and max(x.nbytes // mesh.size for x in arrays) < LARGE
     for name, make in makers.items():
         try:
-            programs[name] = prepared(make, tiny)
+            programs[name] = prepared(make, several, tiny)
         except (jt.errors.JtileError, jax.errors.JaxRuntimeError) as failure:
             record[f"{name}_error"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
     for name, us in alternating(programs, repeats).items():
