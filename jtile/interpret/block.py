@@ -38,7 +38,7 @@ from jtile.ir import (
 from .block_agents import CopyIn, CopyOut, Product
 from .block_memory import Access, Barrier, Elements, View, place
 from .machine import Machine, rule
-from .turns import Steps, Turns, Walker
+from .turns import Standing, Steps, Turns, Voice, Walker
 
 # A role stops before these; other roles and agents may come in between.
 _SWITCHES = frozenset(
@@ -62,7 +62,8 @@ class Role:
       clock: what it knows to have happened (see block_memory).
       started, ended: number of its products, and of those that it has waited for; `products`: not yet in effect.
       sent: number of its asynchronous stores; `stores`: those that have not read their buffers yet.
-      waits: the wait at which it stands, if it cannot pass now.
+      waits: the wait at which it stands, if it cannot pass now; `stands`: likewise, at a signal of another device.
+      voice: on a mesh, it among the roles of all programs: the end of `clock` is what it knows of them.
     """
 
     def __init__(self, number: int, name: str, lines: int):
@@ -73,14 +74,20 @@ class Role:
         self.products: deque[Product] = deque()
         self.stores: list[CopyOut] = []
         self.waits: tuple[Wait, Barrier, int] | None = None
+        self.stands: Standing | None = None
+        self.voice: Voice | None = None
 
     def ready(self) -> bool:
+        if self.stands is not None:
+            return self.stands.passes()
         return self.waits is None or self.waits[1].passes(self.waits[2])
 
     def advance(self) -> np.ndarray:
         """The clock of this role as it is now; what the role does afterwards is not in it."""
         known = self.clock.copy()
         self.clock[self.number] += 1
+        if self.voice is not None:
+            self.voice.clock[self.voice.line] += 1
         return known
 
 
@@ -100,7 +107,7 @@ class Crew(Walker):
         n = len(op.names)
         barriers = [m.env[o.result] for o in m.kernel.body.ops if isinstance(o, AllocBarriers)]
         self.never, lines = 4 * n, 4 * n + 1
-        total = lines + sum(b.count for b in barriers)
+        total = lines + sum(b.count for b in barriers) + (0 if m.part is None else len(m.part.clock))
         for b in barriers:
             b.start(lines, total)
             lines += b.count
@@ -109,7 +116,7 @@ class Crew(Walker):
         self.role: Role | None = None
         self.actor: tuple[int, int, np.ndarray] | None = None
         self.agents: list[CopyIn | CopyOut] = []
-        self.elements = _contended(m, op) if m.check else {}
+        self.elements = _contended(m, op) if m.check and m.part is None else {}
         self.ticks = 0
         self.uses: dict[Op, list[Value]] = {}
         # These numbers say how soon, how late and how often agents act.
@@ -118,23 +125,30 @@ class Crew(Walker):
         self.turns = Turns(rng, self.roles)
 
     # -- turns --------------------------------------------------------------------------------------------------
-    def run(self) -> None:
+    def run(self) -> Steps:
+        """Run all roles. Stops after each step on a mesh, where others act in between."""
         steps = {r: self.steps(b.ops) for r, b in zip(self.roles, self.op.bodies, strict=True)}
         while steps:
             self.let_agents_act()
             ready = [r for r in steps if r.ready()]
             if not ready:
-                if not self.agents:
+                if self.agents:
+                    self.act(self.rng.choice(self.agents))
+                elif not any(r.stands for r in steps):
                     raise self.deadlock()
-                self.act(self.rng.choice(self.agents))
+                else:
+                    yield from self.stand_all(list(steps))
                 continue
             self.role = role = self.turns.next(ready, self.role)
+            self.speak(role)
             self.ticks += 1
             try:
                 next(steps[role])
             except StopIteration:
                 del steps[role]
                 self.leave(role)
+            if self.machine.part is not None:
+                yield
         self.end()
 
     def let_agents_act(self) -> None:
@@ -146,8 +160,16 @@ class Crew(Walker):
 
     def act(self, agent: CopyIn | CopyOut | Product) -> None:
         self.role = agent.role
+        self.speak(agent.role, agent)
         agent.act(self)
         self.actor = None
+
+    def speak(self, role: Role, agent: CopyIn | CopyOut | Product | None = None) -> None:
+        """Overridden on a mesh (`block_devices.py`): whoever acts now is a voice of its own."""
+
+    def stand_all(self, roles: list[Role]) -> Steps:
+        """Overridden on a mesh: stand until a role can go on."""
+        yield from ()
 
     # -- one role -----------------------------------------------------------------------------------------------
     def stand(self, op: Op) -> Steps:
@@ -319,7 +341,8 @@ def _contended(m: Machine, op: Roles) -> dict[int, Elements]:
 def _roles(m: Machine, op: Roles):
     m.crew = Crew(m, op)
     try:
-        m.crew.run()
+        for _ in m.crew.run():
+            pass
     finally:
         m.crew = None
     return ()

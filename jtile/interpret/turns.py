@@ -3,9 +3,12 @@ that stops before each op which the others could notice; a seed decides who goes
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jtile.ir import Block, For, If, Op, While
 
@@ -35,14 +38,40 @@ class Turns[Who]:
         return self.rng.choice(ready)
 
 
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """The op at which a program or a role stands, and what it waits for."""
+
+    op: Op
+    what: Callable[[], str]
+    passes: Callable[[], bool]
+
+
+@dataclasses.dataclass
+class Voice:
+    """Whoever acts among the programs of all devices: its line of the clocks, and how to get its clock."""
+
+    line: int
+    of: Callable[[], np.ndarray]
+
+    @property
+    def clock(self) -> np.ndarray:
+        return self.of()
+
+
 class Walker:
     """Runs ops one after another, stopping before those of `stops`."""
 
     stops: frozenset[type[Op]] = frozenset()
+    crews: frozenset[type[Op]] = frozenset()  # ops that `crew` runs, step by step
     machine: Machine
 
     def stand(self, op: Op) -> Steps:
         """Stop again before an op for as long as it cannot run."""
+        yield from ()
+
+    def crew(self, op: Op) -> Steps:
+        """Run an op of `crews`."""
         yield from ()
 
     def prepare(self, op: Op) -> None:
@@ -57,6 +86,9 @@ class Walker:
                     m.watch.op(m, op)
                 out = yield from self.control(op)
                 m.env.update(zip(op.results, out, strict=True))
+                continue
+            if card in self.crews:
+                yield from self.crew(op)
                 continue
             if card in self.stops:
                 yield

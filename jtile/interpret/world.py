@@ -1,8 +1,9 @@
 """A world of devices: the programs of all of them take turns, call after call, and vector clocks say what a program
 knows of the others.
 
-A clock counts, for each *line*, how much of it is known to have happened: line `device * programs + program` is what
-that program did, the last lines count the calls that each device has ended. A signal tells whoever waits for it what
+A clock counts, for each *line*, how much of it is known to have happened. A program has a line for what it does, and
+with roles two more for each of these, what it does and the copies to arrays that it has started; the last lines count
+the calls that each device has ended. A signal tells whoever waits for it what
 its program knew; a call begins with what all programs of the device knew at the end of the one before.
 """
 
@@ -12,32 +13,31 @@ import copy
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jtile._errors import DeadlockError, InterpreterError, OutOfBoundsError, ProtocolError, RaceError
 from jtile.ir import (
-    Atomic,
     AxisBarrier,
     AxisIndex,
     Kernel,
     LastArrival,
-    Load,
     On,
     Op,
+    Roles,
     Signal,
-    Store,
     Value,
     WaitSignal,
 )
 
+from .block_devices import STOPS, crew_of
 from .block_memory import place
 from .machine import Machine, rule
 from .memory import Buffer, Handle, poison
 from .order import Order
-from .turns import Steps, Turns, Walker
+from .turns import Standing, Steps, Turns, Voice, Walker
 
 Place = tuple[int, ...]  # the place of a device along each axis of the call
 Span = tuple[int, int, int, Op]  # line, how much of it had happened, call, op
@@ -64,7 +64,7 @@ class Clocks(Order[Span]):
 
     def name(self, span: int) -> str:
         line, _, call, op = self.spans[span]
-        return f"{self.world.program_text(line, call)} ({place(op)})"
+        return f"{self.world.line_text(line, call)} ({place(op)})"
 
 
 class Held(Buffer):
@@ -103,25 +103,24 @@ class Meeting:
     came: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """The op at which a program stands, and what it waits for."""
-
-    op: Op
-    what: Callable[[], str]
-    passes: Callable[[], bool]
-
-
 class Part(Walker):
-    """One program of one device in one call, while it runs."""
+    """One program of one device in one call, while it runs.
 
-    stops = frozenset({Load, Store, Atomic, LastArrival, Signal, WaitSignal, AxisBarrier})
+    Attributes:
+      number: of the program among those of all devices; `first`: its first line.
+      voice: who acts now, the program itself or one of its roles.
+    """
+
+    stops = STOPS
+    crews = frozenset({Roles})
 
     def __init__(self, world: World, machine: Machine, rank: int, linear: int, call: int):
         self.world, self.rank, self.call = world, rank, call
-        self.line = rank * world.programs + linear
-        self.clock = world.ended[rank].copy()
-        self.clock[self.line] += 1
+        self.number = rank * world.programs + linear
+        self.first = self.number * world.width
+        known = world.ended[rank].copy()
+        known[self.first] += 1
+        self.alone = self.voice = Voice(self.first, lambda: known)
         self.machine = m = copy.copy(machine)
         m.env, m.part, m.order = dict(machine.env), self, world.clocks
         m.where = f"{world.device_text(world.places[rank])}, {world.call_text(call)}"
@@ -131,8 +130,20 @@ class Part(Walker):
         self.met: dict[tuple[Any, ...], int] = {}  # how often the program has been at each barrier
         self.walk = self.steps(world.kernel.body.ops)
 
+    @property
+    def line(self) -> int:
+        return self.voice.line
+
+    @property
+    def clock(self) -> np.ndarray:
+        return self.voice.clock
+
     def ready(self) -> bool:
         return self.waits is None or self.waits.passes()
+
+    def crew(self, op: Op) -> Steps:
+        assert isinstance(op, Roles)
+        yield from crew_of(self, op)
 
     def advance(self) -> np.ndarray:
         """The clock of this program as it is now; what the program does afterwards is not in it."""
@@ -177,7 +188,9 @@ class World:
         self.places: list[Place] = list(np.ndindex(*self.sizes))
         self.programs = math.prod(kernel.grid)
         self.clocks = Clocks(self)
-        lines = len(self.places) * (self.programs + 1)
+        roles = next((len(op.names) for op in kernel.body.ops if isinstance(op, Roles)), 0)
+        self.width = 1 + 2 * roles  # lines of a program
+        lines = len(self.places) * (self.programs * self.width + 1)
         self.ended = [np.zeros(lines, np.int64) for _ in self.places]
         self.left = [0] * len(self.places)
         self.parts: dict[int, Part] = {}
@@ -221,21 +234,21 @@ class World:
         self.rng.shuffle(order)
         for linear in order:
             part = Part(self, m, rank, linear, call)
-            self.parts[part.line] = part
+            self.parts[part.number] = part
         if not order and call + 1 < self.calls:
             self.start(rank, call + 1)
 
     def leave(self, part: Part) -> None:
         rank = part.rank
         self.left[rank] -= 1
-        done = self.ended[rank] = np.maximum(self.ended[rank], part.clock)
+        done = self.ended[rank] = np.maximum(self.ended[rank], part.alone.clock)
         if self.left[rank] == 0:
             done[self.line_of_calls(rank)] = part.call + 1
             if part.call + 1 < self.calls:
                 self.start(rank, part.call + 1)
 
     def line_of_calls(self, rank: int) -> int:
-        return len(self.places) * self.programs + rank
+        return len(self.places) * self.programs * self.width + rank
 
     # -- memory -------------------------------------------------------------------------------------------------
     def of(self, v: Value, at: Place, call: int) -> Held | Cells:
@@ -346,13 +359,13 @@ class World:
 
     def deadlock(self) -> DeadlockError:
         text, stuck = [], []
-        for line, p in sorted(self.parts.items()):
+        for number, p in sorted(self.parts.items()):
             if p.waits is None:
                 continue
-            text.append(f"\n  {self.program_text(line, p.call)} waits at {place(p.waits.op)} for {p.waits.what()}")
+            text.append(f"\n  {self.program_text(number, p.call)} waits at {place(p.waits.op)} for {p.waits.what()}")
             loc = p.waits.op.loc
             where = (loc.file, loc.line) if loc.file else None
-            stuck.append((self.program_text(line, p.call), p.waits.what(), 0, 0, where))
+            stuck.append((self.program_text(number, p.call), p.waits.what(), 0, 0, where))
         ended = [self.device_text(at) for at, n in zip(self.places, self.left, strict=True) if n == 0]
         text += [f"\n  {', '.join(ended)} ended"] if ended else []
         first = next(p.waits.op for p in self.parts.values() if p.waits)
@@ -375,8 +388,14 @@ class World:
     def call_text(self, call: int) -> str:
         return f"call {call + 1}"
 
-    def program_text(self, line: int, call: int) -> str:
-        rank, linear = divmod(line, self.programs)
+    def line_text(self, line: int, call: int) -> str:
+        number, k = divmod(line, self.width)
+        names = [*(op.names for op in self.kernel.body.ops if isinstance(op, Roles)), ()][0]
+        who = f", role {names[(k - 1) % len(names)]}" if k else ""
+        return self.program_text(number, call) + who + (", a copy" if k > len(names) else "")
+
+    def program_text(self, number: int, call: int) -> str:
+        rank, linear = divmod(number, self.programs)
         program = self.machines[rank].named(linear)
         return f"{self.device_text(self.places[rank])}, {self.call_text(call)}, program {program}"
 

@@ -81,6 +81,8 @@ def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore) -> None:
     if any(isinstance(d, Take) for d in op.index):
         refuse(kernel, op, "an asynchronous copy takes rectangles, not gathered rows: use load and store_shared")
     if isinstance(op, AsyncLoad):
+        if op.ref.type.role == "symmetric":  # type: ignore[union-attr]
+            refuse(kernel, op, "an asynchronous copy goes to symmetric memory, and not from there: load what has come")
         nan = isinstance(op.pad, float) and math.isnan(op.pad)
         if not nan and op.pad != 0:
             refuse(kernel, op, f"an asynchronous copy pads with 0 or nan, got {op.pad!r}: mask what was loaded")

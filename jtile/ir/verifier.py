@@ -11,7 +11,7 @@ from jtile._errors import KernelValueError
 
 from .block import AsyncLoad, AsyncStore
 from .core import OPS, Block, Index, Kernel, Op, Span, Value
-from .devices import TALKING
+from .devices import TALKING, AxisBarrier
 from .dynamic import sources, used_symbols
 from .extents import Extent
 from .memory import Atomic, Load, Store, counters_of
@@ -45,9 +45,10 @@ def verify(kernel: Kernel, level: str = "tile") -> None:
     except ValueError as e:
         refuse(kernel, None, str(e))
     if level == "block":
-        if kernel.devices:
-            refuse(kernel, None, "a kernel with roles does not talk to other devices: write it at tile level")
         check_roles(kernel)
+        for op in kernel.body.walk():
+            if isinstance(op, AxisBarrier):
+                refuse(kernel, op, "a role has no barrier of devices: raise a signal of each, and wait for one of each")
         check_protocol(kernel)
 
 

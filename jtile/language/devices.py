@@ -111,8 +111,9 @@ class Signals:
 def signal(to: Signals, value: Any = 1, op: str = "add") -> None:
     """Raise a signal, of this device or of another; nobody waits.
 
-    What this program did before (its loads and stores of any memory) has happened for the program that waits for the
-    signal. Signals of one call never reach another call.
+    What this program did before (its loads and stores of any memory; in a role, what the role did, and the copies to
+    arrays that it has started) has happened for the program that waits for the signal. Signals of one call never reach
+    another call.
 
     Args:
       to: one signal: `came`, `came[k]`, `came.on(axis, index)[k]`.

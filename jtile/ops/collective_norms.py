@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import check_float, check_shape
-from jtile.ops.collective_parts import programs_at_most, summed_cotangent
+from jtile.ops.collective_parts import programs_at_most, signal_others, summed_cotangent
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
 
@@ -99,7 +99,7 @@ def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int
         there = box.on(axis, d)
         for i in rows():
             there[me, i] = x[i]
-        jt.signal(came.on(axis, d)[p, me])
+    signal_others(came, p, axis)
     for i in rows():
         box[me, i] = x[i]
     weight = w[...].astype(jnp.float32)

@@ -21,6 +21,7 @@ TILE = 4096  # elements of a tile
 SMALL = 1024  # elements of a tile on targets with small tiles: 16 bytes of bfloat16 for each of 128 threads
 PROGRAMS = 4  # programs on a CPU, where each is a thread
 ONE_SHOT = 1 << 20  # bytes that a device sends too many where everyone sums everything: a second turn costs as much
+UNROLLED = 16  # devices up to which a kernel signals them without a loop
 MOST = 128  # programs elsewhere, at most: there are as many multiprocessors
 
 
@@ -67,10 +68,17 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
 
 
-def _everywhere(x, *, axis, programs, **_):
+def everywhere(x, *, axis, programs, **_):
     """Memory on each device for the parts of all devices, and a signal for each program and sender."""
     n = jt.axis_size(axis)
     return [jt.symmetric((n, x.shape[-1]), x.dtype), jt.signals((programs, n))]
+
+
+def signal_others(came, p, axis: str) -> None:
+    """Raise `came[p, me]` of each other device: one signal behind the other, so that they share a fence."""
+    n, me = jt.axis_size(axis), jt.axis_index(axis)
+    for k in range(n - 1) if n <= UNROLLED else jt.range(n - 1):
+        jt.signal(came.on(axis, (me + 1 + k) % n)[p, me])
 
 
 @jt.function
@@ -88,7 +96,7 @@ def _send(to, came, axis, tile_of, count):
         there = to(d)
         for t in jt.range(p, count, jt.num_programs(0)):
             there[me, t] = tile_of(d, t)
-        jt.signal(came.on(axis, d)[p, me])
+    signal_others(came, p, axis)
 
 
 @jt.function
@@ -126,7 +134,7 @@ def _sum(parts, n, t, bn, dtype):
 @jt.kernel(
     out_type=lambda x, *, axis, **_: jt.like(x, shape=(jt.axis_size(axis), *x.shape)),
     grid=lambda x, *, programs, **_: programs,
-    scratch=_everywhere,
+    scratch=everywhere,
 )
 def gather_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [size] of all devices: o [devices, size]."""
@@ -136,7 +144,7 @@ def gather_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     _take(O, B, lambda t: X[t], came, axis)
 
 
-@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_everywhere)
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=everywhere)
 def exchange_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [devices, size], a part for each device: o [devices, size], the part of each for this one."""
     # o_d = x_me of device d
@@ -148,7 +156,7 @@ def exchange_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
 @jt.kernel(
     out_type=lambda x, **_: jt.like(x, shape=x.shape[1:]),
     grid=lambda x, *, programs, **_: programs,
-    scratch=_everywhere,
+    scratch=everywhere,
 )
 def sum_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [devices, size], a part for each device: o [size], the sum of the parts for this one."""
@@ -161,7 +169,7 @@ def sum_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
         O[t] = _sum(B, n, t, bn, x.dtype)
 
 
-@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_everywhere)
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=everywhere)
 def sum_all(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [size]: o [size], its sum over all devices, which each of them adds up."""
     # o = sum over d of x of device d
@@ -176,7 +184,7 @@ def sum_all(x, o, box, came, *, axis: str, bn: int, programs: int):
 @jt.kernel(
     out_type=lambda x, **_: jt.like(x),
     grid=lambda x, *, programs, **_: programs,
-    scratch=lambda x, **options: _everywhere(x, **options) * 2,
+    scratch=lambda x, **options: everywhere(x, **options) * 2,
 )
 def sum_all_in_two(x, o, box, came, whole, done, *, axis: str, bn: int, programs: int):
     """x [devices, size]: o [devices, size], its sum over all devices: device d adds up part d, and sends it to all."""
@@ -194,7 +202,7 @@ def sum_all_in_two(x, o, box, came, whole, done, *, axis: str, bn: int, programs
         there = whole.on(axis, d).tiles(None, bn)
         for t in jt.range(p, X.shape[1], programs):
             there[me, t] = mine[me, t]
-        jt.signal(done.on(axis, d)[p, me])
+    signal_others(done, p, axis)
     for k in jt.range(n):
         d = (me + k) % n
         if k > 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
+from jtile.ir.block import level_of
 from jtile.ir.extents import call
 
 from ..artifact import Artifact
@@ -256,7 +257,7 @@ def compile_kernel(
     f = features_of(target)
     schedule: dict[str, str] = {}
     defect: dict[str, bool] = {}
-    if f.warpgroup_products and not kernel.devices:
+    if f.warpgroup_products and (not kernel.devices or level_of(kernel) == "block"):
         from .block import Defect, specialised
 
         found = specialised(kernel, target, options or {}, texts=texts)

@@ -19,9 +19,12 @@ Call c has memory of set c % 2 and signals of set c % 4, and clears the signals 
 these: it would be in call c + 2, and nobody is two calls ahead of another. So no program has to know which of them ends
 last, and a call ends without atomics.
 
+Signals of which nothing but arithmetic stands between share one fence: each fence waits until what was stored before
+has come to where it goes, the signal in front of it too.
+
 A report says: what went wrong (one of `FAULTS`, written last), the site, the program's place in the grid, and three
-numbers. Stores of all threads come before a signal: a barrier, then one thread's atomic of system scope, which releases
-them. One thread polls where a program waits, with an acquire of system scope, and passes on by a barrier what it saw.
+numbers. Stores of all threads come before a signal: a barrier, then one thread's fence of system scope and atomic. One
+thread polls where a program waits, with an acquire of system scope, and passes on by a barrier what it saw.
 """
 
 from __future__ import annotations
@@ -63,6 +66,17 @@ setp.eq.u32 %jq, %js, 1; bar.red.or.pred %jp, 0, %jq; selp.b32 %js, 1, 2, %jp;
 JT_DONE: mov.b32 $0, %js; }
 """
 WAIT = " ".join(_POLL.splitlines()).strip()
+# One thread raises the counter at $1 by $2, or to it, and waits for no answer; where it is fenced, what was stored
+# before has come to where it goes first.
+_RAISE = """
+{{ .reg .pred %jp; .reg .b32 %jx; mov.u32 %jx, %tid.x; setp.eq.u32 %jp, %jx, 0;
+{fence}@%jp red.relaxed.sys.global.{fn} [$1], $2; mov.b32 $0, 0; }}
+"""
+RAISE = {
+    (fn, fenced): " ".join(_RAISE.format(fence="@%jp fence.acq_rel.sys; " if fenced else "", fn=name).split())
+    for fn, name in (("add", "add.u32"), ("set", "max.s32"))
+    for fenced in (True, False)
+}
 FENCE = "fence.acq_rel.sys; mov.b32 $0, 0;"
 LET = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"  # the kernel behind this one may start its early roles
 AFTER = "griddepcontrol.wait; mov.b32 $0, 0;"  # the kernels in front of this one have ended
@@ -129,6 +143,7 @@ class Devices:
         self.places: dict[ir.Value, Place] = {}
         self.base = em.param({"kind": "devices"}, "!tt.ptr<i8>", " {tt.divisibility = 16 : i32}")
         self.near = _intervals(em.kernel)
+        self.fenced = _behind_signals(em.kernel.body)
         self._begin()
 
     def _begin(self) -> None:
@@ -249,7 +264,7 @@ class Devices:
             if near is None or near.lo < 0 or near.hi >= n:
                 inside = code.both(inside, code.cmp("ult", k, code.i32(n)))
         if inside is not None:
-            self.fail_unless(inside, op, "signal", at)
+            at = self.checked(at, inside, op, "signal", at)
         where = code.let(f"tt.addptr {buf.pointer.name}, {at.name} : {buf.pointer.elem}, i32", (), buf.pointer.elem)
         return where, code.shift(at, self.layout.first[param] // 4)
 
@@ -261,6 +276,13 @@ class Devices:
         names = ", ".join(v.name for v in (pointer, value, true))
         kinds = f"({pointer.elem}, i32, i1) -> i32"
         return self.em.code.let(f"tt.atomic_rmw {fn}, {order}, {scope}, {names} : {kinds}", (), "i32")
+
+    def raise_(self, op: ir.Signal, counter: Val, value: Val) -> None:
+        """Raise a counter, behind what all threads have stored."""
+        fenced = op not in self.fenced
+        if fenced:
+            self.em.barrier()
+        self.instruction(RAISE[op.fn, fenced], "=r,l,r,~{memory}", (self.address(counter), value))
 
     def instruction(self, text: str, constraints: str = "=r", args: Sequence[Val] = ()) -> Val:
         attributes = f'constraints = "{constraints}", packed_element = 1 : i32, pure = false'
@@ -291,11 +313,13 @@ class Devices:
             yield
         self.em.code.do("}")
 
-    def fail_unless(self, cond: Val, op: ir.Op, fault: str, *numbers: Val) -> None:
+    def checked(self, number: Val, cond: Val, op: ir.Op, fault: str, *numbers: Val) -> Val:
+        """A number for which a condition holds; where it does not, the program reports it and ends."""
         code = self.em.code
         with self.branch(code.op("arith.xori", cond, code.const(True, "i1"))):
             self.report(op, fault, *numbers)
             self.instruction(EXIT)
+        return number
 
     def report(self, op: ir.Op, fault: str, *numbers: Val) -> None:
         """Report what went wrong, unless another program of this device has done so, and let all devices end."""
@@ -362,6 +386,22 @@ def _intervals(kernel: ir.Kernel) -> dict[ir.Op, list[Interval | None]]:
     return found
 
 
+def _behind_signals(body: ir.Block) -> set[ir.Op]:
+    """The signals that stand behind another one with nothing in between that a fence would order."""
+    found: set[ir.Op] = set()
+    todo = [body]
+    while todo:
+        behind = False
+        for op in todo.pop().ops:
+            todo += op.blocks()
+            if isinstance(op, ir.Signal):
+                found |= {op} if behind else set()
+                behind = True
+            else:
+                behind &= op.effect == "none" and not any(True for _ in op.blocks())
+    return found
+
+
 def devices(em: Emitter) -> Devices:
     return em.memo["devices"]
 
@@ -382,7 +422,7 @@ def _on(em: Emitter, op: ir.On) -> None:
     at, (near,) = em.integer(op.index), d.near[op]
     if near is None or near.lo < 0 or near.hi >= d.sizes[axis]:
         inside = code.cmp("ult", at, code.i32(d.sizes[axis]))
-        d.fail_unless(inside, op, "device", code.i32(axis), at)
+        at = d.checked(at, inside, op, "device", code.i32(axis), at)
     place = d.places[op.ref]
     place = (*place[:axis], at, *place[axis + 1 :])
     d.put(op.result, ir.root(op.ref), place, d.block_of(d.rank(place)))
@@ -394,9 +434,8 @@ def _signal(em: Emitter, op: ir.Signal) -> None:
     where, number = d.counter(op)
     value, near = em.integer(op.value), d.near[op][-1]
     if near is None or near.lo < 1:
-        d.fail_unless(code.cmp("sge", value, code.i32(1)), op, "value", number, value)
-    em.barrier()
-    d.rmw("add" if op.fn == "add" else "max", where, value, "release")
+        value = d.checked(value, code.cmp("sge", value, code.i32(1)), op, "value", number, value)
+    d.raise_(op, where, value)
 
 
 @emits(ir.WaitSignal)

@@ -12,8 +12,8 @@ A record is an object with
             {"kind": "buffer", "buffer": k}          the address of array k: operands, then results
             {"kind": "tensormap", "buffer": k, "dtype": CUtensorMapDataType, "dims": [expressions, innermost first],
              "strides": [bytes, expressions, without the innermost], "box": [innermost first], "swizzle": 0..3,
-             "fill": "zero" | "nan"}                 a CUtensorMap by value; with "device": rank, "offset": bytes instead
-                                                     of "buffer" it is of the block of a device, see `emit_devices.py`
+             "fill": "zero" | "nan"}                 a CUtensorMap by value; "device": rank, "offset": bytes
+                                                     instead of "buffer": of the block of a device
             {"kind": "i32" | "i64", "value": expression}
             {"kind": "counters", "count": n}         the address of n int32 of the launcher, one such parameter at most:
                                                      zeros, which every launch leaves as zeros

@@ -63,6 +63,30 @@ def test_groups(driver):
     site.launcher.close()
 
 
+def test_tensor_maps_of_other_devices(driver):
+    """They are of the blocks of the devices, wherever these are, and are made once."""
+    at = dict(kind="tensormap", dtype=9, dims=[64, 2], strides=[256], box=[64, 1], swizzle=3, fill="zero")
+    maps = [at | {"device": k, "offset": 512} for k in (1, 0)]
+    kernel = lowered(shift, numbers(2, 3, 5), 2)
+    site = FakeSite(driver, kernel, [3, 1, 0, 4], params=[{"kind": "devices"}, *maps])
+    driver.lib.fake_signature(b"p")
+    assert site.begin() == [None] * 4
+    driver.lines()
+    blocks, mapped = [], []
+    for ordinal in site.ordinals:
+        *encoded, launch = site.launcher.launch(device=ordinal)
+        blocks.append(int(launch.split()[-1]))
+        mapped.append([int(line.split()[1]) for line in encoded])
+        assert len(site.launcher.launch(device=ordinal)) == 1
+    want = [[blocks[k] + 512, blocks[k - 1] + 512] for k in (1, 1, 3, 3)]
+    assert mapped == want
+    site.launcher.close()
+    astray = FakeSite(driver, kernel, [3, 1], params=[{"kind": "devices"}, at | {"device": 2, "offset": 512}])
+    assert astray.begin() == [None] * 2
+    with pytest.raises(Exception, match="a tensor map is of byte 512 of device 2 of 2"):
+        astray.launcher.launch(device=3)
+
+
 def test_programs_that_wait(driver):
     driver.lib.fake_links(1, -1, -1)
     x = numbers(2, 3, 5)  # four multiprocessors with a block each

@@ -90,12 +90,12 @@ def test_a_kernel_that_names_no_axis():
     )
 
 
-def test_roles_do_not_talk_yet():
+def test_roles_have_no_barrier_of_devices():
     def body(x, o, s):
         with jt.role("one", warps=4):
-            jt.signal(s.on("x", 0))
+            jt.axis_barrier("x")
 
-    fails(KernelValueError, "a kernel with roles does not talk to other devices", body, [jt.signals()])
+    fails(KernelValueError, "a role has no barrier of devices: raise a signal of each", body, [jt.signals()])
 
 
 def test_the_mesh_is_part_of_what_a_call_is_traced_for():

@@ -110,3 +110,32 @@ def numbers(*shape) -> np.ndarray:
 
 def shifted(x: np.ndarray, axis: int = 0) -> np.ndarray:
     return np.roll(x, 1, axis)
+
+
+@jt.kernel(out_type=_same, scratch=_box_and_signal)
+def pushed(x, o, box, came, *, fault=""):
+    """The array of the device in front, by a copy from shared memory; one role copies and signals, another waits."""
+    n, me = jt.axis_size("x"), jt.axis_index("x")
+    A, ready = jt.alloc(x.shape, x.dtype), jt.barrier()
+    there = (me + 1) % n
+    with jt.role("sender", warps=4):
+        A.store(x[...])
+        jt.fence_shared()
+        if fault == "another role signals":
+            jt.async_copy(A, box.on("x", there).at[:, :])
+            ready[0].arrive()
+        elif fault == "a signal before":
+            jt.signal(came.on("x", there))
+            jt.async_copy(A, box.on("x", there).at[:, :])
+        else:
+            jt.async_copy(A, box.on("x", there).at[:, :])
+            if fault != "no signal":
+                jt.signal(came.on("x", there), 2 if fault == "one more" else 1)
+        jt.store_wait(0)
+    with jt.role("receiver", warps=4):
+        if fault == "another role signals":
+            ready[0].wait(0)
+            jt.signal(came.on("x", there))
+        if fault != "no wait":
+            jt.wait(came)
+        o[...] = box[...]

@@ -20,6 +20,7 @@ from ..targets import features_of
 from . import (  # noqa: F401  their emitters register themselves
     emit_control,
     emit_copies,
+    emit_devices,
     emit_dots,
     emit_moves,
     emit_pairs,
@@ -41,12 +42,17 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features, marks: Marks | None = None
     record = Record()
     em = BlockEmitter(kernel, f, record, marks=marks)
     parameters(em)
+    if kernel.devices:
+        em.memo["devices"] = emit_devices.BlockDevices(em)
     programs = math.prod(kernel.grid) if all(isinstance(n, int) for n in kernel.grid) else None
     if programs is None or programs > MAX_BLOCKS:
         em.refuse(kernel.body.ops[0], f"grids of at most {MAX_BLOCKS} blocks, known when it is compiled")
     record.grid = programs
     with paused():
         warps = emit_roles.emit_body(em)
+    if kernel.devices:
+        emit_devices.devices(em).end()
+        record.devices = emit_devices.devices(em).facts()
     params = ", ".join(f"{p.name}: {p.elem}{p_attrs}" for p, p_attrs in em.params)
     text = ir.print_kernel(kernel, note=lambda op: ", ".join(em.layouts[r] for r in op.results if r in em.layouts))
     body, names = aliased(f"  tt.func public @{symbol(kernel)}({params}) {{\n{em.code.text()}\n    tt.return\n  }}\n")

@@ -10,6 +10,7 @@ from .. import tma, versions
 from ..addresses import lines
 from ..ttir import bits
 from .code import Mem
+from .emit_devices import devices
 from .emit_shared import slot
 from .emitter import BlockEmitter, emits
 from .layouts import Swizzled
@@ -36,10 +37,20 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
 def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
     if op.fn != "set" and op.ref.dtype not in REDUCED[op.fn]:
         em.refuse(op, f"asynchronous stores with {op.fn} of {', '.join(REDUCED[op.fn])}, got {op.ref.dtype}")
-    handle, where = _box(em, op, nan=False)
     m = em.env[op.buffer]
     kind = "copy_local_to_global" if op.fn == "set" else f"reduce {op.fn},"
-    em.code.do(f"ttng.async_tma_{kind} {handle.name}[{where}] {m.name} : {handle.elem}, {m.type}")
+    store = lambda handle, where: em.code.do(
+        f"ttng.async_tma_{kind} {handle.name}[{where}] {m.name} : {handle.elem}, {m.type}"
+    )
+    if op.ref.type.role != "symmetric":  # type: ignore[union-attr]
+        store(*_box(em, op, nan=False))
+        return
+    maps, where = _boxes_of_devices(em, op)
+    for handle, here in maps:
+        em.code.do(f"scf.if {here.name} {{")
+        with em.code.region():
+            store(handle, where)
+        em.code.do("}")
 
 
 @emits(ir.StoreWait)
@@ -54,8 +65,35 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
       UnsupportedError: no tensor map can describe the copy.
     """
     buf, m = em.refs[op.ref], em.env[op.buffer]
+    axes = _axes(em, op, buf.param is not None)
+    evict = op.evict if isinstance(op, ir.AsyncLoad) else None
+    handle = tma.descriptor(em, buf, axes, m.elem, nan=nan, layout=_layout(em, op, m, len(axes)), evict=evict)
+    if handle is None:
+        em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each array and shape of box that is copied")
+    where = ", ".join(tma.coordinate(em, a, op.checked).name for a in axes)
+    return em.use(handle), where
+
+
+def _boxes_of_devices(em: BlockEmitter, op: ir.AsyncStore):
+    """The tensor maps of a copy to symmetric memory, one for each device, each with whether the copy goes there; and
+    where the box begins. The outermost axis of the maps is that of the two sets of memory."""
+    m, axes, on = em.env[op.buffer], _axes(em, op, True), devices(em)
+    if len(axes) == tma.RANK:
+        em.refuse(op, f"copies to symmetric memory of less than {tma.RANK} axes")
+    maps = on.maps(op, axes, m.elem, _layout(em, op, m, len(axes) + 1))
+    where = ", ".join(v.name for v in (on.set(), *(tma.coordinate(em, a, op.checked) for a in axes)))
+    return [(em.use(handle), here) for handle, here in maps], where
+
+
+def _axes(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, mapped: bool) -> list[tma.Axis]:
+    """The axes of the tensor map of a copy; `mapped`: whether there may be one for its array.
+
+    Raises:
+      UnsupportedError: no tensor map can describe the copy.
+    """
+    buf, m = em.refs[op.ref], em.env[op.buffer]
     what = "asynchronous copies through tensor maps only, and none can say this one:"
-    if buf.param is None or not all(isinstance(n, int) for n in buf.shape):
+    if not mapped or not all(isinstance(n, int) for n in buf.shape):
         em.refuse(op, f"{what} the array has no static sizes; use plain loads and stores")
     if any(isinstance(d, ir.Take) for d in op.index):
         em.refuse(op, f"{what} it gathers; use plain loads and stores")
@@ -70,12 +108,7 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
         reason = "an axis that ends within 16 bytes, all of which such a store writes"  # seen on an H200
     if reason or axes is None:
         em.refuse(op, f"{what} it has {reason}; use plain loads and stores")
-    evict = op.evict if isinstance(op, ir.AsyncLoad) else None
-    handle = tma.descriptor(em, buf, axes, m.elem, nan=nan, layout=_layout(em, op, m, len(axes)), evict=evict)
-    if handle is None:
-        em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each array and shape of box that is copied")
-    where = ", ".join(tma.coordinate(em, a, op.checked).name for a in axes)
-    return em.use(handle), where
+    return axes
 
 
 def _layout(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, m: Mem, rank: int) -> Swizzled:

@@ -15,7 +15,19 @@ import numpy as np
 
 from jtile.ir import Kernel
 from jtile.lowering.triton.compile import emit_kernel
-from jtile.lowering.triton.emit_devices import AFTER, EXIT, FAULTS, FENCE, LET, PLACE, REPORT, SETS, TIMEOUT, WAIT
+from jtile.lowering.triton.emit_devices import (
+    AFTER,
+    EXIT,
+    FAULTS,
+    FENCE,
+    LET,
+    PLACE,
+    RAISE,
+    REPORT,
+    SETS,
+    TIMEOUT,
+    WAIT,
+)
 from jtile.lowering.triton.features import features
 
 from .launch import Buffers, _argument, _check_params, buffers, read, value_of
@@ -115,6 +127,16 @@ def _fence(m: Program) -> int:
     return 0
 
 
+def _raise(fn: str):
+    def act(m: Program, counter, value) -> int:
+        m.signalled()
+        word = m.word(int(counter))
+        word[0] = word[0] + value if fn == "add" else max(int(word[0]), int(value))
+        return 0
+
+    return act
+
+
 def _in_order(_: Program) -> int:
     """Launches do not overlap here."""
     return 0
@@ -125,6 +147,7 @@ def _exit(m: Program) -> int:
 
 
 ACTS |= {WAIT: (("i64", "i32", "i64", "i64"), _wait), FENCE: ((), _fence), EXIT: ((), _exit)}
+ACTS |= {text: (("i64", "i32"), _raise(fn)) for (fn, _), text in RAISE.items()}
 ACTS |= {LET: ((), _in_order), AFTER: ((), _in_order)}
 
 

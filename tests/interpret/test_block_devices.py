@@ -1,0 +1,59 @@
+"""Roles that talk to other devices, in the interpreter: copies into the memory of others, and the faults it finds."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from device_kernels import pushed
+
+import jtile as jt
+from jtile.errors import DeadlockError, KernelValueError, ProtocolError, RaceError, UninitializedReadError
+from jtile.ops import hopper_scatter
+
+X = np.arange(3 * 4 * 8, dtype=np.float32).reshape(3, 4, 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_results(seed):
+    # each device waits for one other only, so that three calls need two devices
+    np.testing.assert_array_equal(pushed.interpret(X[:2], mesh={"x": 2}, seed=seed), X[[1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("another role signals", (RaceError, UninitializedReadError), "role sender, a copy|which nobody wrote"),
+        ("a signal before", (RaceError, UninitializedReadError), "race: it|which nobody wrote"),
+        ("no wait", (RaceError, UninitializedReadError), "race: it|which nobody wrote"),
+        ("no signal", DeadlockError, r"waits at .* for came of device \(x=.*\) to reach 1: it stands at 0"),
+        ("one more", ProtocolError, "what is left is a signal too many"),
+    ],
+)
+def test_planted_faults(fault, kind, words):
+    for seed in range(4):
+        with pytest.raises(kind, match=words):
+            pushed.interpret(X[:2], mesh={"x": 2}, seed=seed, fault=fault)
+
+
+def test_copies_from_symmetric_memory_are_refused():
+    @jt.kernel(out_type=jt.like, scratch=lambda x: [jt.symmetric(x.shape, x.dtype), jt.signals()])
+    def pulled(x, o, box, came):
+        A, full = jt.alloc(x.shape, x.dtype), jt.barrier()
+        with jt.role("one", warps=4):
+            jt.signal(came.on("x", 0))
+            full[0].expect(A.nbytes)
+            jt.async_copy(box.at[:, :], A, full[0])
+            full[0].wait(0)
+            o[...] = A.load()
+
+    with pytest.raises(KernelValueError, match="goes to symmetric memory, and not from there"):
+        pulled.interpret(X, mesh={"x": 3})
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_of_products_over_devices(n):
+    rng = np.random.default_rng(n)
+    x, w = (rng.integers(-2, 3, s).astype(jnp.bfloat16) for s in ((n, n, 32, 32), (n, 32, 32)))
+    sizes = dict(blocks=2, bm=32, bn=16, bk=16, slots=2, width=8)
+    got = hopper_scatter.scattered.interpret(x, w, axis="x", mesh={"x": n}, seed=n, **sizes)
+    want = np.einsum("edmk,ekn->dmn", x.astype(np.float32), w.astype(np.float32))
+    np.testing.assert_array_equal(got.astype(np.float32), want)
