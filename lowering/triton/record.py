@@ -13,7 +13,7 @@ A record is an object with
             {"kind": "tensormap", "buffer": k, "dtype": CUtensorMapDataType, "dims": [expressions, innermost first],
              "strides": [bytes, expressions, without the innermost], "box": [innermost first], "swizzle": 0..3,
              "fill": "zero" | "nan"}                 a CUtensorMap by value; "device": rank, "offset": bytes
-                                                     instead of "buffer": of the block of a device
+                                                     instead of "buffer": of the block of a device (-1: its own)
             {"kind": "i32" | "i64", "value": expression}
             {"kind": "counters", "count": n}         the address of n int32 of the launcher, one such parameter at most:
                                                      zeros, which every launch leaves as zeros

@@ -66,7 +66,7 @@ def test_groups(driver):
 def test_tensor_maps_of_other_devices(driver):
     """They are of the blocks of the devices, wherever these are, and are made once."""
     at = dict(kind="tensormap", dtype=9, dims=[64, 2], strides=[256], box=[64, 1], swizzle=3, fill="zero")
-    maps = [at | {"device": k, "offset": 512} for k in (1, 0)]
+    maps = [at | {"device": k, "offset": 512} for k in (1, 0, -1)]
     kernel = lowered(shift, numbers(2, 3, 5), 2)
     site = FakeSite(driver, kernel, [3, 1, 0, 4], params=[{"kind": "devices"}, *maps])
     driver.lib.fake_signature(b"p")
@@ -78,7 +78,7 @@ def test_tensor_maps_of_other_devices(driver):
         blocks.append(int(launch.split()[-1]))
         mapped.append([int(line.split()[1]) for line in encoded])
         assert len(site.launcher.launch(device=ordinal)) == 1
-    want = [[blocks[k] + 512, blocks[k - 1] + 512] for k in (1, 1, 3, 3)]
+    want = [[blocks[k] + 512, blocks[k - 1] + 512, own + 512] for k, own in zip((1, 1, 3, 3), blocks, strict=True)]
     assert mapped == want
     site.launcher.close()
     astray = FakeSite(driver, kernel, [3, 1], params=[{"kind": "devices"}, at | {"device": 2, "offset": 512}])
