@@ -167,6 +167,9 @@ class Crew(Walker):
     def speak(self, role: Role, agent: CopyIn | CopyOut | Product | None = None) -> None:
         """Overridden on a mesh (`block_devices.py`): whoever acts now is a voice of its own."""
 
+    def landed(self, agent: CopyIn) -> None:
+        """Overridden on a mesh: a copy has read its array, of which those learn who wait for its barrier."""
+
     def stand_all(self, roles: list[Role]) -> Steps:
         """Overridden on a mesh: stand until a role can go on."""
         yield from ()

@@ -45,6 +45,7 @@ class CopyIn:
         out[self.lanes.active] = self.buffer.data[self.lanes.elements]
         self.view.data[...] = out.reshape(self.lanes.shape)
         self.view.defined[...] = True
+        crew.landed(self)
         barrier.receive(nbytes(op.buffer.type), self.access)
         crew.account(op, barrier)
 

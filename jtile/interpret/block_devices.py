@@ -2,7 +2,8 @@
 
 The clock of a role ends in what it knows of all programs, so that whatever hands on knowledge inside of a block (a
 barrier, a copy) hands on that, too. Each role is a voice in the world, and so is what it copies to arrays, of which
-others learn by the signals that the role raises afterwards: these wait until its copies have been made.
+others learn by the signals that the role raises afterwards: these wait until its copies have been made. Copies from
+arrays are one more voice, of which those learn who wait for their barriers.
 """
 
 from __future__ import annotations
@@ -39,18 +40,27 @@ class CrewOfDevice(Crew):
             role.voice.clock[role.voice.line] += 1
         self.copies = [part.first + 1 + count + k for k in range(count)]
         self.before = [int(part.clock[line]) for line in self.copies]
+        self.loads = part.first + 1 + 2 * count
+        self.loaded = int(part.clock[self.loads])
 
     def speak(self, role: Role, agent: CopyIn | CopyOut | Product | None = None) -> None:
         voice = role.voice
-        if isinstance(agent, CopyOut):
+        if isinstance(agent, CopyOut | CopyIn):
             known = agent.before[self.world].copy()
-            line = self.copies[role.number]
-            known[line] = self.before[role.number] + agent.number
+            if isinstance(agent, CopyIn):
+                line, self.loaded = self.loads, self.loaded + 1
+                known[line] = self.loaded
+            else:
+                line = self.copies[role.number]
+                known[line] = self.before[role.number] + agent.number
             voice = Voice(line, lambda: known)
         assert voice is not None
         self.part.voice = voice
         if agent is not None:
             self.part.op = agent.op
+
+    def landed(self, agent: CopyIn) -> None:
+        agent.barrier.arriving[self.world][self.loads] = self.loaded
 
     def stand(self, op: Op) -> Steps:
         if isinstance(op, WaitSignal):
@@ -97,6 +107,7 @@ class CrewOfDevice(Crew):
         for role in self.roles:
             np.maximum(part.clock, role.clock[self.world], out=part.clock)
             part.clock[self.copies[role.number]] = self.before[role.number] + role.sent
+        part.clock[self.loads] = self.loaded
 
 
 def crew_of(part: Part, op: Roles) -> Steps:

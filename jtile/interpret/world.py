@@ -2,8 +2,8 @@
 knows of the others.
 
 A clock counts, for each *line*, how much of it is known to have happened. A program has a line for what it does, and
-with roles two more for each of these, what it does and the copies to arrays that it has started; the last lines count
-the calls that each device has ended. A signal tells whoever waits for it what
+with roles two more for each of these, what it does and the copies to arrays that it has started, and one for copies
+from arrays; the last lines count the calls that each device has ended. A signal tells whoever waits for it what
 its program knew; a call begins with what all programs of the device knew at the end of the one before.
 """
 
@@ -189,7 +189,7 @@ class World:
         self.programs = math.prod(kernel.grid)
         self.clocks = Clocks(self)
         roles = next((len(op.names) for op in kernel.body.ops if isinstance(op, Roles)), 0)
-        self.width = 1 + 2 * roles  # lines of a program
+        self.width = 2 + 2 * roles if roles else 1  # lines of a program
         lines = len(self.places) * (self.programs * self.width + 1)
         self.ended = [np.zeros(lines, np.int64) for _ in self.places]
         self.left = [0] * len(self.places)
@@ -391,7 +391,7 @@ class World:
     def line_text(self, line: int, call: int) -> str:
         number, k = divmod(line, self.width)
         names = [*(op.names for op in self.kernel.body.ops if isinstance(op, Roles)), ()][0]
-        who = f", role {names[(k - 1) % len(names)]}" if k else ""
+        who = f", role {names[(k - 1) % len(names)]}" if 0 < k <= 2 * len(names) else ""
         return self.program_text(number, call) + who + (", a copy" if k > len(names) else "")
 
     def program_text(self, number: int, call: int) -> str:

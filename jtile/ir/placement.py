@@ -28,6 +28,7 @@ from .block import (
     nbytes,
 )
 from .core import Block, Kernel, Op, Take, Value
+from .devices import On
 from .memory import Atomic, LastArrival, Load, Store
 from .printer import print_op
 from .reductions import UserReduce, UserScan
@@ -81,8 +82,8 @@ def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore) -> None:
     if any(isinstance(d, Take) for d in op.index):
         refuse(kernel, op, "an asynchronous copy takes rectangles, not gathered rows: use load and store_shared")
     if isinstance(op, AsyncLoad):
-        if op.ref.type.role == "symmetric":  # type: ignore[union-attr]
-            refuse(kernel, op, "an asynchronous copy goes to symmetric memory, and not from there: load what has come")
+        if isinstance(op.ref.op, On):
+            refuse(kernel, op, "an asynchronous copy comes from this device's own memory: let the other device send it")
         nan = isinstance(op.pad, float) and math.isnan(op.pad)
         if not nan and op.pad != 0:
             refuse(kernel, op, f"an asynchronous copy pads with 0 or nan, got {op.pad!r}: mask what was loaded")

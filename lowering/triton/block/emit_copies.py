@@ -25,7 +25,10 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
     nan = op.checked and isinstance(op.pad, float) and math.isnan(op.pad)
     if op.checked and not nan and (op.pad != 0 or math.copysign(1.0, op.pad) < 0):
         em.refuse(op, f"asynchronous loads with zeros or NaN outside the array, not {op.pad}")
-    handle, where = _box(em, op, nan=nan)
+    if op.ref.type.role == "symmetric":  # type: ignore[union-attr]
+        (((handle, _),), where) = _boxes_of_devices(em, op, nan=nan)
+    else:
+        handle, where = _box(em, op, nan=nan)
     m, ring = em.env[op.buffer], em.env[op.barrier]
     b = slot(em, ring, em.env[op.at])
     go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
@@ -45,8 +48,11 @@ def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
     if op.ref.type.role != "symmetric":  # type: ignore[union-attr]
         store(*_box(em, op, nan=False))
         return
-    maps, where = _boxes_of_devices(em, op)
+    maps, where = _boxes_of_devices(em, op, nan=False)
     for handle, here in maps:
+        if here is None:
+            store(handle, where)
+            continue
         em.code.do(f"scf.if {here.name} {{")
         with em.code.region():
             store(handle, where)
@@ -74,13 +80,13 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
     return em.use(handle), where
 
 
-def _boxes_of_devices(em: BlockEmitter, op: ir.AsyncStore):
-    """The tensor maps of a copy to symmetric memory, one for each device, each with whether the copy goes there; and
-    where the box begins. The outermost axis of the maps is that of the two sets of memory."""
+def _boxes_of_devices(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
+    """The tensor maps of a copy to or from symmetric memory, see `BlockDevices.maps`, and where the box begins. The
+    outermost axis of the maps is that of the two sets of memory."""
     m, axes, on = em.env[op.buffer], _axes(em, op, True), devices(em)
     if len(axes) == tma.RANK:
         em.refuse(op, f"copies to symmetric memory of less than {tma.RANK} axes")
-    maps = on.maps(op, axes, m.elem, _layout(em, op, m, len(axes) + 1))
+    maps = on.maps(op, axes, m.elem, _layout(em, op, m, len(axes) + 1), nan)
     where = ", ".join(v.name for v in (on.set(), *(tma.coordinate(em, a, op.checked) for a in axes)))
     return [(em.use(handle), here) for handle, here in maps], where
 

@@ -19,8 +19,10 @@ from ..ttir import Val, bits
 from .emitter import BlockEmitter, emits
 
 TURNS = 64  # of a wait, after which it looks at the clock, and whether another program has failed
+OWN = -1  # what records call the device itself: TensorMap::kOwn of the launcher
 LATE = 2  # what a program adds to its device's fault when its time is over; 1: some device has reported it
-SENT = '"cp.async.bulk.wait_group 0; mov.b32 $0, 0;"'  # copies to arrays are done, not only read from shared memory
+SENT = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"  # copies to arrays are done, not only read from shared memory
+SEEN = "fence.proxy.async; mov.b32 $0, 0;"  # copies from arrays see what this thread has seen
 
 
 class BlockDevices(Devices):
@@ -126,23 +128,27 @@ class BlockDevices(Devices):
     def raise_(self, op: ir.Signal, counter: Val, value: Val) -> None:
         """Raise a counter, behind what all threads of the role have stored, and the copies that it has started."""
         if op not in self.fenced:
-            self._sent()
+            self.assembly(SENT)
             self.em.barrier()
         self.rmw("add" if op.fn == "add" else "max", counter, value, "release")
 
-    def _sent(self) -> None:
-        """Wait until the copies of this role to arrays have been made."""
+    def assembly(self, text: str) -> None:
         kinds = '{constraints = "=r,~{memory}", packed_element = 1 : i32, pure = false}'
-        self.em.code.let(f"tt.elementwise_inline_asm {SENT} {kinds} -> i32", (), "i32")
+        self.em.code.let(f'tt.elementwise_inline_asm "{text}" {kinds} -> i32', (), "i32")
 
-    def maps(self, op: ir.AsyncStore, axes: list[tma.Axis], elem: str, layout: Any) -> list[tuple[Val, Val]]:
-        """The tensor maps of a copy to the memory of each device, and whether the copy goes to that device."""
+    def maps(
+        self, op: ir.AsyncLoad | ir.AsyncStore, axes: list[tma.Axis], elem: str, layout: Any, nan: bool
+    ) -> list[tuple[Val, Val | None]]:
+        """The tensor maps of a copy to the memory of each device, and whether the copy goes to that device; one map,
+        and None, for this device's own memory."""
         code, param = self.em.code, ir.root(op.ref)
         kept = self.em.memo.setdefault("maps", {})
         shape = tuple((a.size, a.stride, a.box) for a in axes)
-        width, at, out = bits(elem) // 8, self.rank(self.places[op.ref]), []
-        for rank in range(math.prod(self.sizes)):
-            key = (param, rank, shape, layout)
+        width, out = bits(elem) // 8, []
+        own = op.ref is param
+        at = None if own else self.rank(self.places[op.ref])
+        for rank in [OWN] if own else range(math.prod(self.sizes)):
+            key = (param, rank, shape, nan, layout)
             if key not in kept and len(kept) == tma.MAPS:
                 self.em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each device and shape of box")
             if key not in kept:
@@ -150,10 +156,10 @@ class BlockDevices(Devices):
                     "kind": "tensormap", "device": rank, "offset": self.layout.memory + self.layout.first[param],
                     "dims": [*(a.size for a in reversed(axes)), 2],
                     "strides": [*(a.stride * width for a in reversed(axes[:-1])), self.layout.memory_set],
-                    "fill": "zero",
+                    "fill": "nan" if nan else "zero",
                 }  # fmt: skip
                 kept[key] = self.em.param(record, versions.tensordesc((1, *(a.box for a in axes)), elem, layout))
-            out.append((kept[key], code.cmp("eq", at, code.i32(rank))))
+            out.append((kept[key], None if at is None else code.cmp("eq", at, code.i32(rank))))
         return out
 
     def set(self) -> Val:
@@ -186,4 +192,7 @@ def _signal(em: BlockEmitter, op: ir.Signal) -> None:
 
 @emits(ir.WaitSignal)
 def _wait_signal(em: BlockEmitter, op: ir.WaitSignal) -> None:
+    """Copies that start behind the wait see what has come."""
     emit_devices._wait_signal(em, op)
+    if any(isinstance(o, ir.AsyncLoad) and o.ref.type.role == "symmetric" for o in em.kernel.body.walk()):  # type: ignore[union-attr]
+        devices(em).assembly(SEEN)
