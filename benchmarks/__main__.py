@@ -177,6 +177,7 @@ def _add_devices(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", type=_records, metavar="FILE", help="where the records go")
     sub.add_argument("--repeats", type=_count, default=7, help="samples of each function (default 7)")
     sub.add_argument("--tiny", action="store_true", help="small sizes, which try the code")
+    sub.add_argument("--mosaic", action="store_true", help="beside XLA's, Pallas's kernels for Hopper, where they run")
     sub.add_argument("--paper", action="store_true", help="measure nothing: 8, 72 and 1024 cards by rates of targets")
 
 

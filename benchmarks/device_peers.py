@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 RANK = 512  # of the latent vectors of a DeepSeek cache
+# Tiles that Pallas's collective product for Hopper is tried with: rows, columns, whose sides two warpgroups share.
+MOSAIC = ((128, 128, "M"), (128, 128, "N"), (64, 128, "M"), (128, 64, "N"))
 
 
 def mla_decode(q: jax.Array, cache: jax.Array, lengths: jax.Array, axis: str) -> jax.Array:
@@ -33,6 +35,19 @@ def _decoded(q, k, v, lengths, axis):
     p = jnp.exp(s - top)
     total, y = jax.lax.psum((p.sum(-1, keepdims=True), product("bghs,bsgr->bghr", p.astype(v.dtype), v)), axis)
     return (y / total).astype(q.dtype)
+
+
+def mosaic_all_gather_matmul(x: jax.Array, w: jax.Array, axis: str, tiles: tuple[int, int, str]) -> jax.Array:
+    """`collectives.all_gather_matmul` by Pallas's kernel for Hopper, over all GPUs of one process."""
+    from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu, hopper_matmul_mgpu
+
+    rows, columns, shared = tiles
+    sides = hopper_matmul_mgpu.MatmulDimension
+    config = hopper_matmul_mgpu.TuningConfig(
+        tile_m=rows, tile_n=columns, tile_k=64, max_concurrent_steps=4, grid_minor_dim=sides.N, grid_tile_width=8,
+        wg_dimension=sides[shared],
+    )  # fmt: skip
+    return collective_matmul_mgpu.all_gather_lhs_matmul(x, w, axis, config=config, dtype=x.dtype)
 
 
 def to_experts(x: jax.Array, experts: jax.Array, count: int, axis: str) -> jax.Array:

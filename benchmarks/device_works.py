@@ -16,6 +16,7 @@ from jtile.ops import collectives
 EXPERTS, CHOSEN = 256, 8  # of DeepSeek-V3: all of them, and those of a token
 SAME = {"all_reduce_rms_norm": (1, 2), "mla_decode": (0,), "decode_attention": (0,)}  # operands that devices share
 JTILE, XLA = "", "_reference"  # what stands behind the name of a function of `collectives`
+MOSAIC = "mosaic"  # with the number of tiles behind it, Pallas's kernel
 
 
 class Work(NamedTuple):
@@ -119,7 +120,10 @@ def uneven(tokens: int) -> jax.Array:
 
 
 def call(work: Work, side: str, arrays: list[jax.Array]) -> Any:
-    """The result of one call on a device, by `JTILE` or by `XLA`."""
+    """The result of one call on a device, by `JTILE`, `XLA` or `MOSAIC`."""
+    if side.startswith(MOSAIC):
+        tiles = device_peers.MOSAIC[int(side.removeprefix(MOSAIC))]
+        return device_peers.mosaic_all_gather_matmul(arrays[0], arrays[1], "x", tiles)
     if work.name == "experts":
         return _to_experts(side, arrays[0])
     if side == XLA and work.name in ("mla_decode", "decode_attention"):

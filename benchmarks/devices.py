@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -20,8 +21,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
-from benchmarks import device_models
-from benchmarks.device_works import JTILE, WORKS, XLA, Work, call, drawn, on_one_device
+from benchmarks import device_models, device_peers
+from benchmarks.device_works import JTILE, MOSAIC, WORKS, XLA, Work, call, drawn, on_one_device
 
 CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in a kernel of its own
 LONG, HOST = 0.1, 1e-3  # seconds: the least of the rounds of one program; the start of one
@@ -128,7 +129,7 @@ def error(work: Work, mesh: Mesh, tiny: bool) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-def measured(work: Work, mesh: Mesh, tiny: bool, repeats: int) -> dict[str, Any]:
+def measured(work: Work, mesh: Mesh, tiny: bool, repeats: int, mosaic: bool) -> dict[str, Any]:
     """The record of one line, with the reason in place of a time where a side did not run. The peer of attention is
     one device with all of the tokens, its time divided by the number of devices: XLA's own keeps all scores."""
     record: dict[str, Any] = {"work": work.key, "size": work.label, "devices": mesh.size, "tiny": tiny}
@@ -136,29 +137,37 @@ def measured(work: Work, mesh: Mesh, tiny: bool, repeats: int) -> dict[str, Any]
     ring = work.name == "ring_attention"
     makers = {"jtile": on_mesh(work, JTILE, mesh, arrays)}
     makers |= {"one": on_one(work, mesh.size, tiny)} if ring else {"xla": on_mesh(work, XLA, mesh, arrays)}
+    if mosaic and work.name == "all_gather_matmul":
+        tried = [f"{MOSAIC}{k}" for k in range(len(device_peers.MOSAIC))]
+        makers |= {side: on_mesh(work, side, mesh, arrays) for side in tried}
     programs = {}
     # each call of a program has memory of its own on all devices, and large ones are long enough alone
     several = not tiny and max(x.nbytes // mesh.size for x in arrays) < LARGE
     for name, make in makers.items():
         try:
             programs[name] = prepared(make, several, tiny)
-        except (jt.errors.JtileError, jax.errors.JaxRuntimeError) as failure:
+        except Exception as failure:  # a peer may fail in its own way
+            if name == "jtile" and not isinstance(failure, (jt.errors.JtileError, jax.errors.JaxRuntimeError)):
+                raise
             record[f"{name}_error"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    times: dict[str, float] = {}
     for name, us in alternating(programs, repeats).items():
-        record[f"{name}_us"] = round(us / mesh.size if name == "one" else us, 1)
-    if len(programs) == len(makers):
-        ours, theirs = (record[f"{name}_us"] for name in makers)
-        record["ratio"] = round(theirs / ours, 2)
-        if not ring:  # tests compare attention, with fewer tokens
+        side = MOSAIC if name.startswith(MOSAIC) else name
+        times[side] = min(times.get(side, math.inf), us / mesh.size if name == "one" else us)
+    record |= {f"{side}_us": round(us, 1) for side, us in times.items()}
+    peers = [us for side, us in times.items() if side != "jtile"]
+    if "jtile" in times and peers:
+        record["ratio"] = round(min(peers) / times["jtile"], 2)
+        if "xla" in times:  # tests compare attention, with fewer tokens
             record["error"] = float(f"{error(work, mesh, tiny):.2g}")
     return record
 
 
-def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int) -> list[dict[str, Any]]:
+def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int, mosaic: bool) -> list[dict[str, Any]]:
     """The records of all lines."""
     records = []
     for work in works:
-        records.append(measured(work, mesh, tiny, repeats))
+        records.append(measured(work, mesh, tiny, repeats, mosaic))
         print(json.dumps(records[-1]), file=sys.stderr, flush=True)
     return records
 
@@ -167,7 +176,7 @@ def table(records: list[dict[str, Any]]) -> str:
     """The table of the records, in Markdown."""
     rows = ["| work | size | peer | its us | jtile us | ratio | error |", "|---|---|---|---|---|---|---|"]
     for r in records:
-        peer = next((name for name in PEERS if name in r), "xla_us")
+        peer = min((name for name in PEERS if name in r), key=lambda name: r[name], default="xla_us")
         ours, theirs = r.get("jtile_us", r.get("jtile_error", "")), r.get(peer, "-")
         last = " | ".join(str(r.get(name, "-")) for name in ("ratio", "error"))
         rows.append(f"| `{r['work']}` | {r['size']} | {PEERS[peer]} | {theirs} | {ours} | {last} |")
@@ -243,7 +252,7 @@ def main(options: argparse.Namespace) -> None:
     if not 2 <= count <= len(found):
         sys.exit(f"the benchmarks of devices take 2 or more of one host, and there are {len(found)} for {count}")
     works = tuple(w for w in WORKS if options.only is None or w.name in options.only)
-    records = measure(works, Mesh(np.array(found[:count]), ("x",)), options.tiny, options.repeats)
+    records = measure(works, Mesh(np.array(found[:count]), ("x",)), options.tiny, options.repeats, options.mosaic)
     if options.only is None or MODELS in options.only:
         records += device_models.measure(count, options.tiny)
     print(table(records))
