@@ -76,16 +76,24 @@ def _made_at_once(layout: kv.Layout) -> bool:
 
 
 @contextlib.contextmanager
-def overlapping(rows: int):
-    """A block whose products of so many rows read their weights while the kernels in front of them still run, unless
-    `overlap` is False: the weights are operands of the programs here, which no kernel writes.
+def overlapping(rows: int, most: int = hopper_rows.FEW):
+    """A block whose products of so many rows, if they are not more than `most`, read their weights while the kernels in
+    front of them still run, unless `overlap` is False: the weights are operands of the programs here, which no kernel
+    writes.
 
-    Products of more than a few rows have no kernel that would read early, and without the promise all kernels of a step
-    run faster (`Launcher::is_node` in ffi/csrc/gpu.cc): Llama-3.1-8B with 64 rows took 5.94 ms, and 6.10 with it."""
+    Products of more rows have no kernel that would read early, and without the promise all kernels of a step run faster
+    (`Launcher::is_node` in ffi/csrc/gpu.cc): Llama-3.1-8B with 64 rows took 5.94 ms, and 6.10 with it."""
     with jt.config() as now:
-        promise = now.overlap if rows > hopper_rows.MOST else now.overlap is not False
+        promise = now.overlap if rows > most else now.overlap is not False
         with jt.config(overlap=promise):
             yield
+
+
+def _most_that_overlap(weights) -> int:
+    """For how many rows steps of a model with these weights overlap: for more than a few where all of its products are
+    those of 16-bit matrices."""
+    sixteen = all(w.ndim < 2 or (w.ndim == 2 and w.dtype in (jnp.bfloat16, jnp.float16)) for w in weights)
+    return hopper_rows.MOST if sixteen else hopper_rows.FEW
 
 
 @functools.partial(

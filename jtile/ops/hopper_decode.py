@@ -377,10 +377,12 @@ def of_batch(q, k, v, lengths, table, scales=(), *, scale: float, softcap: float
     count, and the others of the output are not written. `whole`: a program takes all keys of a row and head, unit by
     unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
     (batch, t, heads, d), kvs = q.shape, k.shape[2]
-    units = units_of(k, table)
-    group = heads // kvs
+    units, group, parts = units_of(k, table), heads // kvs, gpu_tiles.processors()
+    # One row and head for each program, or less: 14.1 us instead of 15.1 for 16 rows of 8 heads of keys. With 64 rows,
+    # 44.6 instead of 42.7.
+    if units.piece is not None and batch * kvs <= parts and not whole:
+        units = dataclasses.replace(units, size=units.size // 2)
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
-    parts = gpu_tiles.processors()
     last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
     options |= {"ahead": 1 if scales else min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}

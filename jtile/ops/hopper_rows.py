@@ -1,4 +1,4 @@
-"""Three to 8 rows of x times a matrix in memory, on Hopper at the block level: yᵀ = W xᵀ, W read once.
+"""Three to 16 rows of x times a matrix in memory, on Hopper at the block level: yᵀ = W xᵀ, W read once.
 
 Such a product is as fast as W comes from memory, as one of one row is (`hopper_gemv`), but so many rows take the tensor
 cores. Rows of W are the rows of the product, of which an instruction has 64, and the rows of x are its columns. A block
@@ -9,7 +9,8 @@ Where `jt.config(overlap=True)` promises that the kernel in front does not make 
 still ends: its role is an early one. A role of its own brings x, so that W does not wait for it.
 
 More rows are quicker in tiles (`matmul`): x comes from the cache again for each round, so that 64 rows of it are as
-many bytes as those of W in a round.
+many bytes as those of W in a round. So are matrices of many rows, from 9 rows of x on: what an early role saves is
+little of their time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 
 ROWS = 64  # rows of W in a tile
-MOST = 8  # rows of x, at most: of 16, tiles took 4769 us for a step of Llama-3.1-8B and this kernel 4895
+FEW = 8  # rows of x for which a matrix may have any number of rows
+# Rows of x, at most. Of 16, all products in tiles took 1396 us for a step of eight layers of Llama-3.1-8B, and 1373
+# with those of [4096, 4096] and [4096, 14336] in this kernel; with that of [6144, 4096], too, 1388.
+MOST = 16
 _SLOT = 32 << 10  # bytes of W in a round
 _SLOTS, _X_SLOTS = 6, 3  # rounds of W on their way at most, and of x at least
 _RINGS = 222 << 10  # bytes of shared memory for both rings: a norm's block, which has few, finds room beside them
@@ -243,9 +247,15 @@ def misfit(x, weights: tuple) -> str | None:
         (gpu_tiles.overlaps(), "kernels do not overlap"),
         (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
         (2 < m <= MOST, f"there are {m} rows, not 3 to {MOST}"),
+        (m <= FEW or _small(weights), f"tiles are quicker for {m} rows times so large a matrix"),
         (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
         (inner % 8 == 0, f"rows of {inner} are no lines of copies"),
     )
+
+
+def _small(weights: tuple) -> bool:
+    """Whether a matrix has so few rows that two programs or more share each of its tiles."""
+    return len(weights) == 1 and 2 * jt.cdiv(weights[0].shape[0], ROWS) <= gpu_tiles.processors()
 
 
 def product(x, weights: tuple, bias=None, *, activation=None, out_dtype=jnp.float32) -> jax.Array:

@@ -76,6 +76,17 @@ def test_shares(rounds, tiles, programs, monkeypatch):
     assert sorted(seen) == list(range(rounds * tiles)) and all(len(who) == 1 for who in seen.values())
 
 
+def test_which_rows_it_takes():
+    """Up to 8 rows any matrix, up to 16 those of few rows."""
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with jt.config(arch="sm_90", overlap=True):
+        if jax.device_count() > 1:
+            return
+        takes = lambda m, *weights: hopper_rows.misfit(of(m, 4096), tuple(of(n, 4096) for n in weights)) is None
+        assert takes(8, 6144) and takes(8, 14336, 14336) and takes(9, 4096) and takes(16, 4096)
+        assert not takes(9, 6144) and not takes(16, 4096, 4096) and not takes(17, 4096) and not takes(2, 4096)
+
+
 def test_the_ops_call_it():
     """Where kernels overlap; elsewhere, and where they are differentiated, other kernels do the same."""
     x, (gate, up), bias = arguments(5, 72, 128, 2)
