@@ -58,7 +58,7 @@ class GroupKernel:
 
     def _tiling(self, group: Group) -> Tiling:
         if group.windowed:
-            return window_tiling(group.layout, ends_within(group))
+            return window_tiling(group.layout, ends_within(group).within)
         return group_tiling(group.layout, kept_tiles(group))
 
     @property

@@ -25,9 +25,8 @@ MANY = 6  # arrays
 CHAINS_ON_GPUS = (
     False  # whether GPUs run groups as kernels in which no program takes an axis whole: XLA's code is as quick
 )
-# Whether products of computed matrices and vectors become sums on GPUs; not compared with XLA's code there yet.
-VECTOR_PRODUCTS_ON_GPUS = False
-WINDOWS_ON_GPUS = False  # whether GPUs run groups with windows as kernels; not compared with XLA's code there yet
+# Whether GPUs take products with vectors as sums though an array as large as the matrix is in memory: XLA's is quicker.
+LARGE_PRODUCTS_ON_GPUS = False
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
@@ -105,11 +104,6 @@ def not_worth(
     return None
 
 
-def takes_windows() -> bool:
-    """Whether groups read slices, pads and concatenations where they lie."""
-    return WINDOWS_ON_GPUS or "warps" not in jt.target().features
-
-
 def windows_not_worth(
     steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[Value], layout: Layout
 ) -> str | None:
@@ -117,6 +111,8 @@ def windows_not_worth(
     largest = max((size_of(v) for v in (*inputs, *outputs)), default=0)
     if largest < LEAST:
         return f"its largest array has {largest} elements, fewer than {LEAST}"
+    if layout.late and "warps" in jt.target().features and not CHAINS_ON_GPUS:
+        return "it sums windows of arrays, which XLA's code for GPUs does at the speed of memory"
     if layout.sizes[-1] < SHORT:
         return f"its last axis has {layout.sizes[-1]} elements, too few for vectors"
     work = [step for step in steps if step.name in ELEMENTWISE - {"convert_element_type", "copy", "select_n"}]
@@ -141,9 +137,10 @@ def picks_well(step: Step) -> bool:
     return not rows or ROWS_ON_CPUS or "warps" in jt.target().features
 
 
-def sums_of_vectors() -> bool:
-    """Whether products of computed matrices and vectors are sums in the kernels that compute the matrices."""
-    return VECTOR_PRODUCTS_ON_GPUS or "warps" not in jt.target().features
+def takes_large_products() -> bool:
+    """Whether products with vectors are sums in the kernels that compute the matrices, though these are computed from
+    arrays as large."""
+    return LARGE_PRODUCTS_ON_GPUS or "warps" not in jt.target().features
 
 
 def loop_worth(layout: Layout, length: int, steps: Sequence[Step]) -> bool:

@@ -13,8 +13,7 @@ from .costs import (
     once_is_quicker,
     picks_well,
     reads_parts,
-    sums_of_vectors,
-    takes_windows,
+    takes_large_products,
     windows_not_worth,
 )
 from .gathers import is_gather, tiles_of
@@ -104,11 +103,8 @@ def plan_of(program: Program, *, everything: bool = False) -> Plan:
     `everything`: groups that compute something are kernels, worth it or not."""
     if everything:
         return _Cutter(program, everything).plan()
-    if sums_of_vectors():
-        program = dataclasses.replace(program, nodes=with_sums(program.nodes))
+    program = dataclasses.replace(program, nodes=with_sums(program.nodes, takes_large_products()))
     plan = _Cutter(program).plan()
-    if not takes_windows():
-        return plan
     nodes = with_windows(program.nodes, program.outputs)
     if not any(has_windows(node.steps) for node in nodes):
         return plan
@@ -282,55 +278,74 @@ class _Cutter:
         return None
 
     def _take_makers(self, first: int) -> None:
-        """Puts into a group with windows those groups whose values nothing else reads: as long as it computes little
-        anew, no array has to lie between them."""
+        """Puts into a group with windows those groups whose values nothing else reads, as long as it computes little
+        anew: no array has to lie between them; or at least single nodes of these groups."""
         tried: set[int] = set()
         while (members := self.members.get(first)) is not None:
-            group, own = self._group(members), set(members)
+            group = self._group(members)
             assert group is not None
-            makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v)) in self.group_of} - tried  # type: ignore[operator]
+            makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v, -1)) in self.group_of} - tried
             if not group.windowed or not makers:
                 return
             maker = max(makers)
             tried.add(maker)
-            theirs = self.members[maker]
-            made = [v for k in theirs for v in self.nodes[k].outs]
-            used = {user for v in made for user in self.users.get(v, ())}
-            together = sorted({*members, *theirs})
-            if not used <= {*own, *theirs} or not self.results.isdisjoint(made) or not self._is_convex(together):
-                continue
-            if self._group(together) and self._runs(together, [first, maker]):
-                del self.members[first], self.members[maker]
-                self._put(together, None)
-                first = together[0]
-                continue
-            self._move_down(first, maker)
+            if self._together(first, maker):
+                first = min(first, maker)
+            else:
+                first, _ = self._move_down(first, maker)
 
-    def _move_down(self, first: int, maker: int) -> None:
-        """Moves those elementwise nodes of a group into one that reads them and what they read: one array less lies
-        between the two."""
+    def _together(self, first: int, maker: int) -> bool:
+        """Makes one group of a group and of one that it reads, if nothing else reads that."""
+        members, theirs = self.members[first], self.members[maker]
+        made = [v for k in theirs for v in self.nodes[k].outs]
+        used = {user for v in made for user in self.users.get(v, ())}
+        together = sorted({*members, *theirs})
+        if not used <= {*together} or not self.results.isdisjoint(made) or not self._is_convex(together):
+            return False
+        if not self._group(together) or not self._runs(together, [first, maker]):
+            return False
+        del self.members[first], self.members[maker]
+        self._put(together, None)
+        return True
+
+    def _move_down(self, first: int, maker: int) -> tuple[int, int]:
+        """Moves elementwise nodes of a group into one that alone reads what they make, and can compute it from as many
+        arrays: one array less lies between the two. Gives the first nodes of both."""
         for k in reversed(self.members[maker]):
-            members, theirs, node = self.members[first], self.members[maker], self.nodes[k]
-            group, rest = self._group(members), [m for m in theirs if m != k]
-            assert group is not None
-            read, own = {x for x in node.ins if isinstance(x, Value)}, {*group.inputs, *node.outs}
-            moves = rest and set(node.outs) <= set(group.inputs) and read <= own and self.results.isdisjoint(node.outs)
-            if not moves or any(step.name not in ELEMENTWISE for step in node.steps):
+            members, theirs = self.members[first], self._group(self.members[maker])
+            if k not in self.members[maker] or any({*self.users.get(v, ())} - {*members} for v in self.nodes[k].outs):
                 continue
-            together = sorted([*members, k])
-            alone = all({*self.users.get(v, ())} <= {*members} for v in node.outs)
-            if alone and self._group(rest) and self._group(together) and self._runs(together, [first, maker]):
+            moved = self._needed_for([k])
+            rest, together = sorted({*self.members[maker]} - {*moved}), sorted({*members, *moved})
+            group, now = self._group(members), self._group(together)
+            plain = all(step.name in MOVES | ELEMENTWISE for m in moved for step in self.nodes[m].steps)
+            plain = plain and {*moved} <= {*self.members[maker]}
+            if not rest or not plain or now is None or group is None or theirs is None or not self._is_convex(together):
+                continue
+            more = {*now.inputs} - {*group.inputs}
+            if len(more) > 1 or not more <= {*theirs.inputs, *theirs.outputs}:
+                continue
+            if self._group(rest) and self._runs(together, [first, maker]):
                 for gone in (first, maker):
                     del self.members[gone]
                 self._put(rest, None)
                 self._put(together, None)
                 first, maker = together[0], rest[0]
+        return first, maker
 
     def _index_of(self, gathers: Sequence[int]) -> list[int]:
         """The elementwise nodes and moves that make nothing but indices of these gathers."""
-        found = set(gathers)
+        return self._needed_for(gathers, 1)[len(gathers) :]
+
+    def _needed_for(self, nodes: Sequence[int], operand: int = 0) -> list[int]:
+        """These nodes, and the elementwise nodes and moves that make nothing but operands of them, from number
+        `operand` on."""
+        found = set(nodes)
         todo = {
-            self.maker[x] for k in gathers for x in self.nodes[k].ins[1:] if isinstance(x, Value) and x in self.maker
+            self.maker[x]
+            for k in nodes
+            for x in self.nodes[k].ins[operand:]
+            if isinstance(x, Value) and x in self.maker
         }
         while todo:
             k = max(todo)
@@ -341,7 +356,7 @@ class _Cutter:
             if plain and found >= used and self.results.isdisjoint(node.outs):
                 found.add(k)
                 todo.update(m for m in self._makers(node) if m not in found)
-        return sorted(found - set(gathers))
+        return [*nodes, *sorted(found - set(nodes))]
 
     def _with(self, layout: Layout, node: Node) -> Layout | None:
         """The layout with one more node, of elementwise steps on values of one shape, whose axes they get: a long chain

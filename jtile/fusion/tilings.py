@@ -96,14 +96,15 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
 
 def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tiling:
     """The tiling of a group with windows, of which `within` says for each axis between which numbers none leaves its
-    array: tiles are narrower than rows there, so that most of them do not meet an end."""
+    array: tiles are narrower than rows there, so that most of them do not meet an end, and on GPUs always."""
     m, sides, last = machine(), [1] * len(layout.sizes), len(layout.sizes) - 1
-    left = m.tile
+    narrow = last > 0 and (not m.whole or within[last] != (0, layout.sizes[last] - 1))
+    row, left = (NARROW_CPU if narrow else (m.tile, m.tile)) if m.whole else NARROW_GPU
+    row = row if last else left
     for a in reversed(range(len(sides))):
-        n, room = layout.sizes[a], left
-        if a == last and last and within[a] != (0, n - 1):
-            room = min(room, max(NARROWEST, 1 << max(n // NARROW, 1).bit_length() - 1), WIDEST)
-        sides[a] = room if a == last and room < n else fit(n, min(room, n))
+        n = layout.sizes[a]
+        most = min(row, left) if a == last else left
+        sides[a] = most if narrow and a == last and most < n else fit(n, min(most, n))
         left = max(left // sides[a], 1)
     tiling = Tiling(layout, tuple(sides))
     if not layout.late:
@@ -111,8 +112,8 @@ def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tili
     return Tiling(layout, tuple(sides), max(1, min(m.sums // math.prod(tiling.grid[1:]), tiling.late_blocks)))
 
 
-NARROW = 6  # tiles that a row has at least where windows leave it
-NARROWEST, WIDEST = 64, 512  # elements of such a tile along the last axis
+# The elements of such a tile along the last axis, and in all.
+NARROW_CPU, NARROW_GPU = (64, 1024), (256, 2048)
 
 
 def loop_tiling(layout: Layout) -> Tiling:

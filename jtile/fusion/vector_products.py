@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .steps import ELEMENTWISE, MOVES, Node, Operand, Step, Value, steps_of
+from .steps import ELEMENTWISE, MOVES, Node, Operand, Step, Value, size_of, steps_of
 
 DTYPES = frozenset(["float32", "float64"])  # shorter floats are summed in another dtype than their own
 KEEPS = frozenset(["copy", "copy_p", "stop_gradient"])
@@ -49,6 +49,20 @@ def is_computed(matrix: Operand | None, made: dict[Value, Node]) -> bool:
     return False
 
 
+def is_of_vectors(matrix: Operand | None, made: dict[Value, Node]) -> bool:
+    """Whether a computed matrix is made of smaller arrays alone."""
+    todo, seen = [matrix], set()
+    while todo:
+        v = todo.pop()
+        if not isinstance(v, Value) or v in seen or size_of(v) < size_of(matrix):  # type: ignore[arg-type]
+            continue
+        seen.add(v)
+        if v not in made or not made[v].steps:
+            return False
+        todo += made[v].ins
+    return True
+
+
 def sums_of(step: Step) -> Any:
     """A closed jaxpr that gives a product as a sum: the operands are spread over the axes of the product and of the
     sum, in this order."""
@@ -74,12 +88,14 @@ def sums_of(step: Step) -> Any:
     return jax.make_jaxpr(product)(*(x.aval for x in step.ins))
 
 
-def with_sums(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes of a program, where such products have the steps of sums."""
+def with_sums(nodes: Sequence[Node], large: bool = True) -> list[Node]:
+    """The nodes of a program, where such products have the steps of sums. large: also those of matrices that are
+    computed from arrays as large, which are in memory."""
     made: dict[Value, Node] = {}
     found = []
     for node in nodes:
-        if not node.steps and is_computed(matrix_of(node.eqn), made):
+        matrix = None if node.steps else matrix_of(node.eqn)
+        if is_computed(matrix, made) and (large or is_of_vectors(matrix, made)):
             node = dataclasses.replace(node, steps=steps_of(sums_of(node.eqn), node.eqn))
         made.update(dict.fromkeys(node.outs, node))
         found.append(node)

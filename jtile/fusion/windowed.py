@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class WindowFrame(Frame):
-    """The tiles of one program of a group with windows. within: the program's tile meets no border of a window, so
-    that padding and the shorter parts of concatenations are not needed."""
+    """The tiles of one program of a group with windows. within: what is needed by a program whose tile meets no end of
+    a window, so that padding and the shorter parts of concatenations are not."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WindowFrame(Frame):
         refs: Mapping[Value, Any],
         made: Mapping[Value, Step],
         *,
-        within: bool = False,
+        within: Needs | None = None,
     ):
         super().__init__(layout, sides, ids, {})
         self._refs, self._made, self._within = refs, made, within
@@ -71,7 +71,10 @@ class WindowFrame(Frame):
             return jnp.broadcast_to(number.astype(step.outs[0].dtype), shape)
         if step.name in ("pad", "concatenate"):
             return self._of_parts(step, place, shape)
-        found = {read.operand: self.at(read.operand, read.place) for read in reads(step, place) if _is_value(read)}
+        needed = self._within.reads(step, place) if self._within else reads(step, place)
+        if self._within and (step, place) in self._within.chosen:
+            return self._operand(self._within.chosen[step, place], shape)
+        found = {read.operand: self.at(read.operand, read.place) for read in needed if _is_value(read)}
         if step.name not in ELEMENTWISE:  # a dimension is moved, or comes or goes: tiles have all axes in their order
             return found[step.ins[0]] if step.ins[0] in found else self._full(step.ins[0], shape)
         return step.run([_spread(found[x], shape) if x in found else self._full(x, shape) for x in step.ins])[0]
@@ -170,13 +173,15 @@ def window_body(group: Group, tiling: Tiling, refs: Sequence[Any]) -> None:
     ins, outs = dict(zip(group.inputs, refs)), refs[len(group.inputs) :]
     made = {v: step for step in group.steps for v in step.outs}
 
-    def run(within: bool) -> None:
+    needs = ends_within(group)
+
+    def run(within: Needs | None) -> None:
         frame = WindowFrame(layout, tiling.sides, ids, ins, made, within=within)
         for value, ref in zip(group.outputs, outs, strict=True):
             frame.store(value, ref)
 
     inside, never = None, False
-    for a, (first, last) in ends_within(group).items():
+    for a, (first, last) in needs.within.items():
         n, side = layout.sizes[a], tiling.sides[a]
         if (first, last) == (0, n - 1) and n % side == 0:
             continue
@@ -185,11 +190,11 @@ def window_body(group: Group, tiling: Tiling, refs: Sequence[Any]) -> None:
         here = (start >= first) & (start <= last - side + 1)
         inside = here if inside is None else inside & here
     if inside is None or never:
-        run(inside is None)
+        run(needs if inside is None else None)
     else:
-        jax.lax.cond(inside, lambda: run(True), lambda: run(False))
+        jax.lax.cond(inside, lambda: run(needs), lambda: run(None))
 
 
-def ends_within(group: Group) -> dict[int, tuple[int, int]]:
-    """For each axis the numbers between which no window of a group leaves its array."""
-    return Needs(group.steps, group.layout, roots_of(group.outputs, group.last), within=True).within
+def ends_within(group: Group) -> Needs:
+    """What a group needs where no window leaves its array."""
+    return Needs(group.steps, group.layout, roots_of(group.outputs, group.last), within=True)

@@ -179,7 +179,6 @@ def _update_steps(step: Step, starts: Sequence[int]) -> tuple[Step, ...]:
 def reads(step: Step, place: Place) -> list[Read]:
     """What a step needs of its operands to give its value at a place, constants left out. For a concatenation all
     parts that the place may meet; for a pad the padded operand first, if the place meets it."""
-    (out,) = step.outs
     if step.name == "slice":
         return [Read(step.ins[0], _sliced(step, place))]
     if step.name == "rev":
@@ -190,12 +189,7 @@ def reads(step: Step, place: Place) -> list[Read]:
         return _parts(step, place)
     if step.name == "iota":
         return []
-    found = []
-    for x in step.ins:
-        if isinstance(x, Value):
-            index = _moved(step, x, out, place)
-            found.append(Read(x, tuple(i if n != 1 else None for i, n in zip(index, x.shape, strict=True))))
-    return found
+    return [Read(x, _place_of(step, x, place)) for x in step.ins if isinstance(x, Value)]
 
 
 def _moved(step: Step, x: Value, out: Value, place: Place) -> Sequence[Index]:
@@ -271,10 +265,11 @@ class Needs:
     """What a group needs, at which places.
 
     Attributes:
-      of: the places of each value. loads: of each input alone.
+      of: the places of each value.
       anew: how much arithmetic the group does, relative to each value computed once.
-      within: for each axis the numbers (first, last) between which no window leaves what it is a window of: there, of
-        a concatenation the longest part is needed alone, and no padding.
+      within: for each axis the numbers (first, last) between which no window leaves what it is a window of, and no
+        choice by such numbers changes: there, of a concatenation the longest part is needed alone, and no padding.
+      chosen: what such choices choose there.
     """
 
     def __init__(self, steps: Sequence[Step], layout: Layout, roots: Sequence[Value], within: bool = False):
@@ -282,6 +277,8 @@ class Needs:
         self.of: dict[Value, dict[Place, None]] = {}
         self.within = {a: (0, n - 1) for a, n in enumerate(layout.sizes)}
         self._only_within = within
+        self.chosen: dict[tuple[Step, Place], Read] = {}
+        self._reads: dict[tuple[Step, Place], list[Read]] = {}
         todo = [(v, home(v, layout)) for v in roots]
         while todo:
             value, place = todo.pop()
@@ -294,22 +291,95 @@ class Needs:
         total = sum(cost.values())
         self.anew = sum(n * len(self.of[v]) for v, n in cost.items()) / total if total else 1.0
 
-    def reads(self, step: Step, place: Place) -> list[Read]:
-        if step.name in REDUCTIONS:
-            return []  # its operand is a root, too
-        found = reads(step, place)
-        if self._only_within and step.name in WINDOWS and found:
-            found = [longest(found)]
-            for index, n in found[0].inside:
-                first, last = self.within[index.axis]
-                ends = (0, n - 1) if index.stride > 0 else (n - 1, 0)
-                low, high = -((index.shift - ends[0]) // index.stride), (ends[1] - index.shift) // index.stride
-                self.within[index.axis] = max(first, low), min(last, high)
-        return found
-
     @property
     def loads(self) -> dict[Value, list[Place]]:
+        """The places of each input."""
         return {v: [*places] for v, places in self.of.items() if v not in self.made}
+
+    def reads(self, step: Step, place: Place) -> list[Read]:
+        """What a step needs for its value at a place; `within`, one operand alone of a concatenation, of a pad, or of a
+        choice that is the same for all elements."""
+        if step.name in REDUCTIONS:
+            return []  # its operand is a root, too
+        if not self._only_within:
+            return reads(step, place)
+        if (step, place) not in self._reads:
+            self._reads[step, place] = self._reads_within(step, place)
+        return self._reads[step, place]
+
+    def _reads_within(self, step: Step, place: Place) -> list[Read]:
+        if step.name == "select_n" and len(step.ins) == 3:
+            truth = self._truth(*_moved_to(step, 0, place))
+            if truth is not None:
+                x = step.ins[1 + truth]
+                self.chosen[step, place] = Read(x, _place_of(step, x, place))
+                return [self.chosen[step, place]]
+        found = reads(step, place)
+        if step.name not in WINDOWS or not found:
+            return found
+        found = [longest(found)]
+        for index, n in found[0].inside:
+            self._narrow(index, 0, n - 1)
+        return found
+
+    def _narrow(self, index: Along, low: int, high: int) -> None:
+        """Leaves the numbers for which the place along a dimension is `low` to `high`."""
+        first, last = self.within[index.axis]
+        ends = (low, high) if index.stride > 0 else (high, low)
+        here = -((index.shift - ends[0]) // index.stride), (ends[1] - index.shift) // index.stride
+        self.within[index.axis] = max(first, here[0]), min(last, here[1])
+
+    def _truth(self, value: Operand, place: Place) -> bool | None:
+        """What a comparison of numbers along an axis gives for most elements, which are then those `within`; None for
+        other values."""
+        step = self.made.get(value) if isinstance(value, Value) else None
+        if step is None:
+            return None
+        if step.name in MOVES:
+            return self._truth(*_moved_to(step, 0, place)) if step.ins else None  # type: ignore[misc]
+        if step.name in ("and", "or"):
+            sides = [self._truth(*_moved_to(step, k, place)) for k in range(2)]  # type: ignore[misc]
+            return None if None in sides else all(sides) if step.name == "and" else any(sides)
+        if step.name not in _COMPARED or not isinstance(step.ins[1], Constant):
+            return None
+        index, bound = self._number(*_moved_to(step, 0, place)), int(step.ins[1].value)  # type: ignore[misc]
+        if not isinstance(index, Along) or abs(index.stride) != 1:
+            return None
+        low, high = sorted(index.stride * i + index.shift for i in self.within[index.axis])
+        name, least = step.name, {"ge": bound, "gt": bound + 1, "lt": bound, "le": bound + 1}[step.name]
+        above = high - least + 1 > least - low  # whether most numbers are `least` or more
+        self._narrow(index, *((least, high) if above else (low, least - 1)))
+        return above == (name in ("ge", "gt"))
+
+    def _number(self, value: Operand, place: Place) -> Index:
+        """The number along an axis, with a shift, that an integer is; None for others."""
+        step = self.made.get(value) if isinstance(value, Value) else None
+        if step is None or not np.issubdtype(value.dtype, np.signedinteger):
+            return None
+        if step.name == "iota":
+            return place[step.params["dimension"]]
+        if step.name in MOVES or step.name == "convert_element_type":
+            return self._number(*_moved_to(step, 0, place))  # type: ignore[misc]
+        if step.name not in ("add", "sub") or not isinstance(step.ins[1], Constant):
+            return None
+        index, more = self._number(*_moved_to(step, 0, place)), int(step.ins[1].value)  # type: ignore[misc]
+        more = more if step.name == "add" else -more
+        return Along(index.axis, index.stride, index.shift + more) if isinstance(index, Along) else None
+
+
+_COMPARED = frozenset(["ge", "gt", "lt", "le"])
+
+
+def _moved_to(step: Step, k: int, place: Place) -> tuple[Operand, Place]:
+    """An operand of an elementwise step or a move, and its place."""
+    return step.ins[k], _place_of(step, step.ins[k], place)
+
+
+def _place_of(step: Step, x: Operand, place: Place) -> Place:
+    if not isinstance(x, Value):
+        return ()
+    index = _moved(step, x, step.outs[0], place)
+    return tuple(i if n != 1 else None for i, n in zip(index, x.shape, strict=True))
 
 
 def _is_value(x: Operand) -> bool:

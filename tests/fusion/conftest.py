@@ -11,8 +11,7 @@ def any_size(monkeypatch):
     """Small arrays are worth kernels, too; and JAX as it comes, which promotes."""
     monkeypatch.setattr(costs, "LEAST", 0)
     monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
-    monkeypatch.setattr(costs, "VECTOR_PRODUCTS_ON_GPUS", True)
-    monkeypatch.setattr(costs, "WINDOWS_ON_GPUS", True)
+    monkeypatch.setattr(costs, "LARGE_PRODUCTS_ON_GPUS", True)
     monkeypatch.setattr(costs, "SHORT", 0)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

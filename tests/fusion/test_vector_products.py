@@ -99,10 +99,11 @@ def test_what_stays_a_product():
     assert products(jt.fuse(near).planned((x, x, x), {}, everything=True)[0]) == 1  # as `jt.tile` asks for it
 
 
-def test_gpus_leave_them_to_xla(monkeypatch):
-    monkeypatch.setattr(costs, "VECTOR_PRODUCTS_ON_GPUS", False)
+def test_gpus_leave_large_matrices_in_memory_to_xla(monkeypatch):
+    monkeypatch.setattr(costs, "LARGE_PRODUCTS_ON_GPUS", False)
     with jt.config(arch="sm_90"):
-        assert products(jt.fuse(near).explain(*CASES["outer"][1]).plan) == 1
+        left = {name: products(jt.fuse(f).explain(*args).plan) for name, (f, args) in CASES.items()}
+    assert left == {name: int(name != "outer") for name in CASES}
 
 
 def test_small_arrays_of_large_products_are_worth_a_kernel(monkeypatch):

@@ -12,6 +12,7 @@ from jtile.fusion import costs
 from jtile.fusion.bodies import kernel_of
 from jtile.fusion.chains import Chain
 from jtile.fusion.fused import evaluate
+from jtile.fusion.windowed import ends_within
 from jtile.fusion.windows import WINDOWS
 from jtile.testing.evaluate import evaluated
 
@@ -40,6 +41,14 @@ def shifts(x):
     return jnp.where(sum(around) > 2, x * 2, -x)
 
 
+def choices(x):
+    """Of which most programs need one side alone."""
+    i, j = jnp.arange(50)[:, None], jnp.arange(300)[None]
+    edge = jnp.where((i - 2 <= 45) & (j > 3), x * 2, jnp.exp(x))
+    other = jnp.where((i < 1) | (j + 4 >= 290), x, edge)
+    return jnp.where(j < 200, 1.0, 2.0) * jnp.roll(x, 1, 0) + other
+
+
 def around(mode):
     def f(x):
         p = jnp.pad(x, ((1, 2), (2, 1)), mode=mode)
@@ -51,10 +60,10 @@ def around(mode):
 # {name: (function, its array, how many kernels it has)}
 CASES = {
     "five points": (five_points, array(9, 40), 1),
-    "in place": (lambda x: x.at[1:-1, 1:-1].set(five_points(x)), array(20, 600), 1),
+    "in place": (lambda x: x.at[1:-1, 1:-1].set(five_points(x)), array(50, 300), 1),
     "a row and a column": (lambda x: x.at[0].set(x[1] * 2 + x[-1]).at[:, 3].multiply(2.5) - 1, array(7, 18), 1),
     "slopes": (slopes, array(5000), 1),
-    "shifts": (shifts, array(30, 40), 1),
+    "shifts": (shifts, array(40, 260), 1),
     "edges": (around("edge"), array(12, 17), 1),
     "wrapped": (around("wrap"), array(12, 17), 1),
     "reflected": (around("reflect"), array(12, 17), 1),
@@ -72,6 +81,7 @@ CASES = {
     "half precision": (lambda x: x[1:] * x[:-1] + 1, array(9, 20, dtype="bfloat16"), 1),
     "two passes": (lambda x: five_points(jnp.exp(five_points(x))), array(9, 40), 2),
     "three dimensions": (lambda x: x[1:, 2:, :-1] * 2 - x[:-1, :-2, 1:], array(4, 6, 20), 1),
+    "choices": (choices, array(50, 300), 1),
     "places": (lambda x: (jnp.arange(20)[:, None] * x)[3:] * 2 + jnp.arange(17.0)[:, None], array(20, 18), 1),
 }
 
@@ -105,16 +115,26 @@ def test_what_windows_show(name):
 ON_THIS_MACHINE = [
     ("five points", "in place", "slopes", "shifts", "edges", "sums"),
     ("reflected", "other numbers outside", "cropped by a pad", "every third", "turned", "backwards"),
-    ("beside each other", "bytes", "sums of columns", "three dimensions", "places", "a row and a column"),
+    ("beside each other", "bytes", "sums of columns", "three dimensions", "choices", "a row and a column"),
 ]
 
 
 @pytest.mark.parametrize("names", ON_THIS_MACHINE, ids=str)
 def test_on_this_machine(names):
-    ours, plain = (
-        evaluated(lambda _, f=f: [f(CASES[n][0])(CASES[n][1]) for n in names])(()) for f in (jt.fuse, jax.jit)
-    )
-    close(ours, plain)
+    run = lambda f: evaluated(lambda _: [f(CASES[name][0])(CASES[name][1]) for name in names])(())
+    close(run(jt.fuse), run(jax.jit), 1e-4)
+
+
+INSIDE = [("in place", (1, 1), (48, 298)), ("choices", (1, 4), (47, 199)), ("shifts", (1, 1), (38, 258))]
+
+
+@pytest.mark.parametrize(("name", "first", "last"), INSIDE)
+def test_programs_inside_choose_nothing(name, first, last):
+    f, x, _ = CASES[name]
+    (group,) = jt.fuse(f).explain(x).plan.units
+    needs = ends_within(group)
+    assert needs.within == dict(enumerate(zip(first, last, strict=True)))
+    assert bool(needs.chosen) == (name != "shifts")
 
 
 def test_under_every_transformation():
@@ -208,3 +228,7 @@ def test_what_windows_are_left_to_xla(monkeypatch):
     monkeypatch.setattr(costs, "SHORT", 16)
     text = str(jt.fuse(lambda x: x[:, 2:] * 2 + x[:, :-2]).explain(array(400, 9)))
     assert "its last axis has 7 elements, too few for vectors" in text
+    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", False)
+    with jt.config(arch="sm_90"):
+        f, x, _ = CASES["sums"]
+        assert "it sums windows of arrays" in str(jt.fuse(f).explain(x))
