@@ -125,6 +125,7 @@ class _Engines:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
+        gc.unfreeze()
         gc.collect()
 
     def run(self, load: Load, **options) -> tuple[dict, float | None]:

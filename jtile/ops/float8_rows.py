@@ -14,7 +14,6 @@ from jtile.ops.quantized_tensor import BLOCKS
 from jtile.ops.weight_codes import FLOAT8
 
 MANY = 128  # with so many rows, or more, a product is bound by the tensor cores, and not by reading the weights
-NORMED = False  # whether a norm in front of a product rounds its rows itself: no device has run this yet
 _LARGEST = 448.0  # the largest number of e4m3
 _SMALLEST = 2.0**-100  # rows of smaller numbers become zeros, lest the factor that makes them larger is infinite
 

@@ -146,7 +146,7 @@ def _rounded(x, residual, weight, weights, **options):
 
 def _not_rounded(x, residual, weight, weights, **_) -> str | None:
     kinds = {(w.activations, w.is_packed) for w in weights if isinstance(w, QuantizedTensor)}
-    if not float8_rows.NORMED or len(kinds) != 1 or next(iter(kinds))[0] != "rows":
+    if len(kinds) != 1 or next(iter(kinds))[0] != "rows":
         return "the rows of the norm are not to be rounded by one scale each"
     return float8_rows.misfit(x, _stored(x, weights)[1][0], activations="rows")
 

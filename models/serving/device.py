@@ -96,6 +96,11 @@ class Device:
             make()
         progress(len(todo), len(todo))
 
+    def release(self) -> None:
+        """Gives the memory of the cache back, whoever still has this object; nothing may run afterwards."""
+        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties)):
+            x.delete()
+
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
         """Writes the state of a sequence with these tokens into its slot."""
         self._written[slot] = 0

@@ -141,6 +141,7 @@ class Worker:
             for command in self._take_commands():
                 command()
             self._core.fail(failure)
+        self._core.device.release()
         self._woken()
         atexit.unregister(self.close)
 

@@ -255,9 +255,8 @@ def test_gated_rows_that_are_rounded_too(packed):
 
 
 @pytest.mark.parametrize(("packed", "gated"), [(True, False), (False, True)])
-def test_a_norm_that_rounds_its_rows(packed, gated, monkeypatch):
+def test_a_norm_that_rounds_its_rows(packed, gated):
     """One kernel from x and the residual to rows of 8 bits and the sum, in front of one product or of two."""
-    monkeypatch.setattr(float8_rows, "NORMED", True)
     codes = np.asarray(normal(1, 128, 256, dtype="float8_e4m3fn"))
     scale = np.exp2(np.asarray(normal(2, 128, 1))) * np.float32(0.1)
     w = dataclasses.replace(QuantizedTensor.from_float8(jnp.asarray(codes), jnp.asarray(scale)), activations="rows")

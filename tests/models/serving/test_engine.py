@@ -330,6 +330,7 @@ def test_closing_ends_what_is_under_way(lm, core):
     next(stream)
     engine.close()
     assert stream.result().finish_reason == "cancelled"
+    assert all(x.is_deleted() for x in jax.tree.leaves(engine._core.device._entries))  # though the engine is still here
     engine.close()
 
 
