@@ -35,16 +35,15 @@ def rounded_rows(x, codes, scale, *, groups: int, packed: bool):
 
 def _coded(X, groups: int, packed: bool):
     """A row X [in / 128, 128] as numbers of e4m3, not yet rounded, and its scales; see `rounded_rows`."""
-    top = jnp.max(abs(X), axis=1)
-    top = jnp.broadcast_to(top.max(), (1,)) if groups == 1 else top
+    top = jnp.broadcast_to(abs(X).max(), (1,)) if groups == 1 else jnp.max(abs(X), axis=1)
     some = top >= jnp.float32(_SMALLEST)
     S = jnp.where(some, top / jnp.float32(_LARGEST), jnp.float32(1))
-    # Products, for a division takes ten times as many instructions. None goes so far beyond the largest number of e4m3
-    # that it would not be rounded to it.
+    # Products, for a division takes ten times as many instructions.
     Q = X * jnp.where(some, jnp.float32(_LARGEST) / top, jnp.float32(1))[:, None]
     if packed:  # from the order s, h, t, e (see `QuantizedTensor.packed`) to s, t, e, h
         Q = Q.reshape(X.shape[0], 8, 2, 4, 2).transpose(0, 1, 3, 4, 2).reshape(X.shape)
-    return Q, S
+    # None is far beyond the largest number of e4m3; that it is known spares the checks of the conversion.
+    return jnp.clip(Q, -_LARGEST, _LARGEST), S
 
 
 def _normed_types(x, residual, weight, *, packed, **_):

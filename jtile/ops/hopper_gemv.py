@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles
+from jtile.ops import gpu_tiles, hopper_held
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
@@ -279,10 +279,10 @@ def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activ
         _write(mem, x, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
 
 
-def kernel(weights: tuple[Weight, ...], epilogue: Epilogue) -> jt.Kernel:
-    """The kernel for operands with these fields."""
+def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:
+    """The kernel for operands with these fields; held: that for small matrices."""
     arrays = len(jax.tree.leaves(weights))
-    return _kernel(arrays, epilogue.bias is not None, epilogue.residual is not None)
+    return (hopper_held.kernel if held else _kernel)(arrays, epilogue.bias is not None, epilogue.residual is not None)
 
 
 def _grid(x, w, *_, rows: int, **__) -> int:
@@ -382,9 +382,10 @@ def product(
     out_dtype=jnp.float32,
 ) -> jax.Array:  # fmt: skip
     """The product [m, out] of x [m, in] and one weight, or the gated one of two; bias [1, out], residual [m, out]."""
-    x, options = _arguments(x, weights, kind)
+    rows = hopper_held.choice(x, weights, kind)
+    x, options = _arguments(x, weights, kind, rows)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
-    return kernel(weights, epilogue)(x, weights, epilogue, **options)
+    return kernel(weights, epilogue, rows is not None)(x, weights, epilogue, **options)
 
 
 def normed_product(
@@ -392,15 +393,20 @@ def normed_product(
 ) -> tuple[jax.Array, jax.Array]:
     """`product` of the RMS norm of x + norm.residual [m, in], and that sum in the residual's dtype."""
     (m, inner), n = x.shape, 128 // bits_of(kind)
-    x, options = _arguments(x, weights, kind)
+    rows = hopper_held.choice(x, weights, kind)
+    x, options = _arguments(x, weights, kind, rows)
     norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n))
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
-    y, total = normed_kernel(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
+    kernels = normed_kernel if rows is None else hopper_held.normed_kernel
+    y, total = kernels(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
     return y, total.reshape(m, inner)
 
 
-def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, dict]:
-    """x as the kernels take it, and their meta-parameters."""
+def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> tuple[jax.Array, dict]:
+    """x as the kernels take it, and their meta-parameters; rows: those of a program where a small matrix is held."""
+    n = 128 // bits_of(kind)
+    if rows is not None:
+        return x.reshape(x.shape[0], x.shape[1] // n, n), {"rows": rows}
     lines = _scale_bytes(weights[0], x.shape[1], kind)
     options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
     beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))
@@ -411,7 +417,6 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, di
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())
         best = next(one for one in meta if busy(one) > 0.85 * max(map(busy, meta)))
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-    n = 128 // bits_of(kind)
     early = {"early": True} if gpu_tiles.overlaps() else {}
     early |= {"beside": True} if beside else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early

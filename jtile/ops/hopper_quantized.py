@@ -302,19 +302,29 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     return dict(_choice(m, out, inner, kind, gpu_tiles.processors()))
 
 
+_LONG = 8  # rounds of a part of a large tile, at least: the kernel that adds parts up takes as long as two
+
+
+def _splits(tiles: int, rounds: int, processors: int, least: int) -> int:
+    """In how many parts of `least` rounds or more a tile is best made, so that most processors have one."""
+    fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= processors and n * least <= rounds]
+    return max(fits, default=1)
+
+
 @functools.lru_cache(maxsize=1024)
 def _choice(m: int, out: int, inner: int, kind: str, processors: int) -> dict[str, Any]:
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
     if columns > 64:
-        return dict(high=2, deep=1, columns=columns, splits=1, slots=4 if four else 2, x_slots=1024 // columns,
-                    pieces=1, registers=232)  # fmt: skip
+        tiles = jt.cdiv(out, 2 * ROWS) * jt.cdiv(m, columns)
+        return dict(high=2, deep=1, columns=columns, splits=_splits(tiles, jt.cdiv(inner, DEPTH), processors, _LONG),
+                    slots=4 if four else 2, x_slots=1024 // columns, pieces=1, registers=232)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= processors // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
-    fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= processors and n * deep <= rounds]
+    splits = _splits(tiles, rounds, processors, deep)
     slots = 6 if four and high == 2 else 2 if kind == "q8_0" and columns == 64 else 4
     rings = dict(slots=slots, x_slots=4 if columns == 32 else 8, pieces=1 if columns == 64 else 4)
-    return rings | dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112)
+    return rings | dict(high=high, deep=deep, columns=columns, splits=splits, registers=112)
 
 
 def misfit(x, weight: Weight, kind: str) -> str | None:

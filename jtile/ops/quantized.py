@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, k_products, quantized_lanes
+from jtile.ops import dequantized, float8_rows, hopper_gemv, hopper_quantized, k_products, quantized_lanes
 from jtile.ops._shapes import check_float, check_shape, fit, float_dtype, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, finished
@@ -407,6 +407,7 @@ _product = Op(
     "quantized_matmul",
     Implementation("tensor cores", _by_packed_products, _not_by_packed_products, BLOCK_LEVEL),
     Implementation("rows against a stream of codes", hopper_gemv.product, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("dequantised, then dense", dequantized.product, dequantized.misfit, BLOCK_LEVEL, portable=False),
     Implementation("codes in lanes", _in_lanes, _not_in_lanes, WARPS),
     Implementation("rows of codes", _on_cpu),
 )

@@ -243,21 +243,33 @@ def _encode(x: X, fmt: Small) -> X:
     return (x.is_nan().where(fmt.nan, y) | sign).to_int("i8")
 
 
+def bounded_to_8_bits(code: Code, f: Features, v: Val, dtype: str) -> Val | None:
+    """An f32 that a dtype of 8 bits with an instruction of its own has room for, or NaN, as that dtype; None where no
+    instruction converts it. Without the numbers beyond the largest, a conversion takes a fifth of the instructions."""
+    return _by_instruction(X(code, v), SMALL[dtype]).v if dtype in SMALL and _hardware(f, dtype, v) else None
+
+
+def largest_of(dtype: str) -> float:
+    """The largest finite number of a float of 8 bits for which there are instructions."""
+    return 448.0 if SMALL[dtype].overflow == SMALL[dtype].nan else 57344.0
+
+
+def _by_instruction(x: X, fmt: Small) -> X:
+    """Encode by the instruction, which saturates."""
+    spelled = x.code.spell(x.v.shape, fmt.elem)
+    fp8 = x.code.let(f"tt.fp_to_fp {x.v.name}, rounding = rtne : {x.v.type} -> {spelled}", x.v.shape, fmt.elem)
+    return x.new(x.code.bitcast(fp8, "i8"))
+
+
 def _encode_hardware(x: X, fmt: Small) -> X:
-    """Encode by the instruction, which saturates: numbers that round beyond the largest become infinite, or NaN where
-    the format has no infinity."""
-    code = x.code
-    fp8 = code.let(
-        f"tt.fp_to_fp {x.v.name}, rounding = rtne : {x.v.type} -> {x.code.spell(x.v.shape, fmt.elem)}",
-        x.v.shape,
-        fmt.elem,
-    )
-    y = x.new(code.bitcast(fp8, "i8"))
+    """Encode by the instruction: numbers that round beyond the largest become infinite, or NaN where the format has no
+    infinity."""
+    y = _by_instruction(x, fmt)
     sign = (x.bits().lshr(24) & 0x80).to_int("i8")
     # From here on (a half above the largest; ties go to the even neighbour) numbers round to more than the largest.
-    limit = 464.0 if fmt.overflow == fmt.nan else 61440.0
-    above = x.abs().cmp("ogt" if fmt.overflow == fmt.nan else "oge", limit)
-    y = above.where(sign | fmt.overflow, y)
+    if fmt.overflow == fmt.nan:
+        return x.abs().cmp("ugt", 464.0).where(sign | fmt.nan, y)  # the unordered comparison includes NaN
+    y = x.abs().cmp("oge", 61440.0).where(sign | fmt.overflow, y)
     return x.is_nan().where(sign | fmt.nan, y)
 
 

@@ -14,10 +14,12 @@ from ..literals import MAX_RUNS, line_of, runs
 from .convert import (
     CODES,
     WIDE,
+    bounded_to_8_bits,
     convert,
     from_f32,
     is_float,
     is_signed,
+    largest_of,
     own_bits,
     reinterpret,
     to_f32,
@@ -305,7 +307,23 @@ def _select(em: Emitter, op: ir.Select) -> Val:
 
 @emits(ir.Cast)
 def _cast(em: Emitter, op: ir.Cast) -> Val:
-    return convert(em.code, em.features, em.val(op.x), op.x.dtype, op.dtype)
+    v, small = em.val(op.x), op.x.dtype == "float32" and op.dtype in ("float8_e4m3fn", "float8_e5m2")
+    found = None
+    if small and _clamped(op.x, largest_of(op.dtype)):
+        found = bounded_to_8_bits(em.code, em.features, v, op.dtype)
+    return convert(em.code, em.features, v, op.x.dtype, op.dtype) if found is None else found
+
+
+def _clamped(v: ir.Value, most: float) -> bool:
+    """Whether a tile is `jnp.clip` of another, or its like, with bounds of which none is beyond `most`."""
+    bounds, op = {}, v.op
+    while isinstance(op, ir.Map) and op.fn in ("min", "max") and op.fn not in bounds:
+        fixed = [k for k, a in enumerate(op.args) if isinstance(a.op, ir.Full)]
+        if not fixed:
+            break
+        bounds[op.fn] = op.args[fixed[0]].op.value
+        op = op.args[1 - fixed[0]].op
+    return bounds.get("min", math.inf) <= most and bounds.get("max", -math.inf) >= -most
 
 
 @emits(ir.Bitcast)

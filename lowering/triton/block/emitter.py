@@ -24,7 +24,7 @@ from ..ttir import Val
 from .analysis import COLUMNS, Homes, dims_of, is_free
 from .code import LaidCode, Mem
 from .layouts import Layout, Linear, blocked, origin, sliced
-from .linear import linear
+from .linear import in_vectors, linear
 
 BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of the block level
 SHARED_WITH_TILES = (
@@ -167,6 +167,7 @@ class BlockEmitter(Emitter):
         if main is None or layout is None or not main.shape:
             return EMITTERS[type(op)](self, op)
         rank = len(main.shape)
+        layout = in_vectors(layout) if isinstance(op, ir.Store) else layout
         layouts = {rank: layout}
         if isinstance(op, ir.Reduce | ir.ArgReduce):
             axes = op.axes if isinstance(op, ir.Reduce) else (op.axis,)
@@ -174,6 +175,9 @@ class BlockEmitter(Emitter):
                 layouts[rank - k - 1] = sliced(layouts[rank - k], [axis])
         for axis, q in _taken(op):
             layouts.setdefault(q, sliced(layout, [k for k in range(rank) if not axis <= k < axis + q]))
+        if isinstance(op, ir.Load) and (own := in_vectors(layout)) != layout:
+            with self.code.within(layouts | {rank: own}):
+                return self.code.convert(EMITTERS[type(op)](self, op), layout)
         with self.code.within(layouts):
             return EMITTERS[type(op)](self, op)
 

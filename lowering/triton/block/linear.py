@@ -104,6 +104,18 @@ def doubled(h: Linear) -> Linear:
     return Linear(((*(0,) * rank, 1), *more(h.register)), more(h.lane), more(h.warp))
 
 
+def in_vectors(h: Layout) -> Layout:
+    """The layout with the same elements in the same threads in which neighbours along the last axis are in registers
+    side by side, as loads of several elements ask; a move from one to the other costs nothing."""
+    if not isinstance(h, Linear):
+        return h
+    unit = lambda k: (*(0,) * (len(h.lane[0]) - 1), 1 << k)
+    found: list[Basis] = []
+    while unit(len(found)) in h.register:
+        found.append(unit(len(found)))
+    return Linear((*found, *(b for b in h.register if b not in found)), h.lane, h.warp)
+
+
 def registers_along(shape: Sequence[int], axis: int, warps: int) -> Blocked:
     """A layout in which each thread holds all of an axis."""
     if len(shape) == 1:  # there is no axis to deal out, so all threads hold the same elements

@@ -252,6 +252,22 @@ def test_casts(arch, src):
         assert bad.size == 0, f"{src} {x[bad[:3]]} as {op.dtype}: got {got[bad[:3]]}, expected {want[bad[:3]]}"
 
 
+@pytest.mark.parametrize(("dst", "most"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
+def test_casts_of_clipped_numbers(dst, most):
+    """An instruction converts them, and nothing checks whether they fit."""
+    x = np.concatenate([values("float32", 250), np.float32([most, -most, 460, -np.inf, np.inf, np.nan])])
+    bench = Bench(x)
+    bound = lambda v: bench.b.value(ir.Full(v, x.shape, "float32"))
+    low = bench.b.value(ir.Map("max", (bound(-most), bench.xs[0])))
+    clipped = bench.b.value(ir.Map("min", (bound(most), low)))
+    bench.add(ir.Cast(clipped, dst), np.clip(x, -most, most))
+    ((_, got, want),) = bench.run("sm_90")
+    assert same(got, want).all()
+    pytest.importorskip("triton")
+    compiled = compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 1}, texts=True)
+    assert "cmpf" not in compiled.texts["ttgir"]
+
+
 @pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
 def test_every_half(arch, narrow):

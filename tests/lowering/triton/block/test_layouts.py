@@ -29,7 +29,7 @@ from jtile.lowering.triton.block.layouts import (
     swizzled,
     unsliced,
 )
-from jtile.lowering.triton.block.linear import halved, linear, permuted, registers_along, reshaped
+from jtile.lowering.triton.block.linear import halved, in_vectors, linear, permuted, registers_along, reshaped
 from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.features import features
 
@@ -84,6 +84,15 @@ def test_moves_follow_the_elements():
     half = halved(permuted(reshaped(h, (64, 64), (64, 2, 32)), (0, 2, 1)))
     assert half == linear(Mma((4, 1), 32, 16), (64, 32))
     assert halved(permuted(h, (1, 0))) is None  # of 64 columns
+
+
+def test_neighbours_in_registers_side_by_side():
+    """The threads of elements stay; what has no neighbours in a thread stays as it is."""
+    lane, warp = tuple((1 << k, 0) for k in range(5)), ((0, 0),)
+    h = Linear(((0, 2), (32, 0), (0, 4), (0, 1)), lane, warp)
+    assert in_vectors(h) == Linear(((0, 1), (0, 2), (0, 4), (32, 0)), lane, warp)
+    for other in (Linear(((0, 2), (32, 0)), lane, ((0, 1),)), ACC):
+        assert in_vectors(other) == other
 
 
 def test_an_axis_of_length_1():

@@ -1,0 +1,159 @@
+"""One or two rows of x times a small matrix, on Hopper at the block level: yᵀ = W xᵀ, W in registers before x is there.
+
+Where a matrix is so small that all multiprocessors together hold it at once, a product waits for latencies only: those
+of memory, of barriers between roles, and of the end of the kernel in front. So a program has a few rows of W, which it
+loads while that kernel still runs, and a single role, which passes nothing through shared memory: each warp has all of
+x, and sums over the lanes by shuffles. Blocks take few registers, so that those of the kernel behind stand beside them.
+
+It stands in for `hopper_gemv` where `jt.config(overlap=True)` promises that the kernel in front does not make W.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import gpu_tiles
+from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
+from jtile.ops.streamed_numbers import EIGHT, LANES, bits_of, field_planes, float_sums, floats_of, groups_of
+from jtile.ops.streamed_operands import PIECE, Rows, by_block, of_piece
+
+WARPS = 4
+_WEIGHTS = 128  # that a thread has at most
+_REGISTERS, _BLOCKS = (128, 216), (4, 2)  # of a thread, and of a multiprocessor, for up to half of these and for more
+_BYTES = 4 << 20  # of a matrix, or of two: a ring in shared memory is made for more
+_OF_X = 3  # what a piece of x takes, in rows of a warp
+
+
+def _load(weight: Weight, tile, rows: int, kind: str, inner: int, pieces: int):
+    """All weights of the rows of a tile, by piece and group, and the scales (and minima) of them as they are."""
+    count = groups_of(kind)
+    width = 512 // jnp.dtype(weight.codes.dtype).itemsize
+    codes = weight.codes.tiles(rows, width)
+    places = [[piece * count + group for group in range(count)] for piece in range(pieces)]
+    numbers = [floats_of([codes[tile, at] for at in of], kind) for of in places]
+    blocks = [
+        [[a.tiles(rows, of_piece(a, inner, kind))[tile, at] for at in of] for a in by_block(weight, kind)]
+        for of in places
+    ]
+    return numbers, blocks
+
+
+def _planes(x: Rows, i: int, of_norm: list, kind: str, total, tile):
+    """Row i of x for `float_sums` by piece, times the weights of the norm, and sums of its squares before that. x +
+    residual goes to `total`, at once, lest the kernel ends later for it."""
+    parts = [x.parts(i, at, True) for at in range(x.pieces)]
+    squares = None
+    if x.norm is not None:
+        _write_sums(x, total, i, parts, tile)
+        squares = functools.reduce(jnp.add, [part * part for of in parts for part in of]).sum(1)
+        parts = [[part * w.astype(jnp.float32) for part, w in zip(of, ws)] for of, ws in zip(parts, of_norm)]
+    return [field_planes(of, kind) for of in parts], squares
+
+
+@jt.function
+def _write_sums(x: Rows, total, i: int, parts, tile):
+    """Row i of x + residual, to `total`: piece n by program n."""
+    for at, of in enumerate(parts):
+        if tile == at:
+            for place, part in zip(x.eights(at), of):
+                total.tiles(None, LANES, EIGHT)[i, *place] = part.astype(total.dtype)
+
+
+def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int):
+    # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
+    tile, inner, m = jt.program_id(0), x.x.shape[1] * x.x.shape[2], x.x.shape[0]
+    last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
+    registers = _REGISTERS[_weights_of_thread(rows, x.pieces, len(weights)) > _WEIGHTS // 2]
+    with jt.role("rows", warps=WARPS, registers=registers, early=True):
+        held = [_load(w, tile, rows, kind, inner, x.pieces) for w in weights]
+        of_norm = [x.weights(at, True) for at in range(x.pieces)]
+        of_rows = [w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights] if last else []
+        bias = None if epilogue.bias is None else epilogue.bias.tiles(None, rows)[0, tile].astype(jnp.float32)
+        jt.wait_for_kernels()
+        for i in range(m):
+            planes, squares = _planes(x, i, of_norm, kind, total, tile)
+            sums = [
+                functools.reduce(
+                    jnp.add, [float_sums(fields, d, p) for fields, d, p in zip(numbers, blocks, planes)]
+                ).sum(1)
+                for numbers, blocks in held
+            ]
+            if squares is not None:
+                unit = x.scale([squares])
+                sums = [one * unit for one in sums]
+            sums = [one * scale for one, scale in zip(sums, of_rows)] if last else sums
+            out = ACTIVATIONS[activation](sums[0] if bias is None else sums[0] + bias)
+            out = out * sums[1] if len(sums) > 1 else out
+            if epilogue.residual is not None:
+                out = out + epilogue.residual.tiles(None, rows)[i, tile].astype(jnp.float32)
+            y.tiles(None, rows)[i, tile] = out.astype(y.dtype)
+
+
+def _outputs(x, weights, *_, out_dtype, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.dtype(out_dtype))
+
+
+def _normed_outputs(x, weights, norm, **options):
+    return _outputs(x, weights, **options), jt.like(norm.residual)
+
+
+def _grid(x, weights, *_, rows: int, **__) -> int:
+    return jt.cdiv(weights[0].codes.shape[0], rows)
+
+
+def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int):
+    """`hopper_gemv` of a small matrix, with `rows` rows of it for each program."""
+    _program(Rows(x), weights, epilogue, y, None, kind=kind, activation=activation, rows=rows)
+
+
+def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
+                 eps: float, rows: int):  # fmt: skip
+    """The same behind an RMS norm of x + residual, whose sum it writes to `total`."""
+    options = dict(kind=kind, activation=activation, rows=rows)
+    _program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
+
+
+@functools.cache
+def kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
+    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
+    spec = f"{', '.join(specs)} -> m o"
+    return jt.kernel(out_type=_outputs, grid=_grid, sharding=spec, name="hopper_held")(_body)
+
+
+@functools.cache
+def normed_kernel(arrays: int) -> jt.Kernel:
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
+    return jt.kernel(out_type=_normed_outputs, grid=_grid, sharding=specs, name="hopper_norm_held")(_normed_body)
+
+
+@functools.lru_cache(maxsize=1024)
+def rows_of(m: int, out: int, inner: int, kind: str, gated: bool, processors: int) -> int | None:
+    """The rows of a program, or None where the matrix is too large: what a multiprocessor has to do in turn is least,
+    which is x for each of its programs, and their rows."""
+    pieces, found = jt.cdiv(inner, PIECE), []
+    if m > 2 or (1 + gated) * out * inner * bits_of(kind) > 8 * _BYTES:
+        return None
+    for rows in (4, 8, 16):
+        turns, weights = jt.cdiv(jt.cdiv(out, rows), processors), _weights_of_thread(rows, pieces, 1 + gated)
+        if weights <= _WEIGHTS and turns <= _BLOCKS[weights > _WEIGHTS // 2]:
+            found.append((turns * (_OF_X + (1 + gated) * rows // WARPS) * pieces, rows))
+    return min(found)[1] if found else None
+
+
+def _weights_of_thread(rows: int, pieces: int, weights: int) -> int:
+    return weights * pieces * PIECE * rows // (32 * WARPS)
+
+
+def choice(x, weights: tuple[Weight, ...], kind: str) -> int | None:
+    """The rows of a program where these kernels compute the product of x [m, in], else None."""
+    if not gpu_tiles.overlaps() or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    m, inner = x.shape
+    if not all(of_piece(a, inner, kind) for w in weights for a in by_block(w, kind)):
+        return None
+    return rows_of(m, weights[0].codes.shape[0], inner, kind, len(weights) > 1, gpu_tiles.processors())

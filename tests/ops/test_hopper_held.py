@@ -1,0 +1,81 @@
+"""One or two rows of x times a small matrix that is held in registers, at the block level, by the interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile.ops import hopper_gemv, hopper_held
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
+from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
+
+CASES = {  # kind, rows of x, out, in
+    "q4_1": ("q4_1", 1, 22, 576),
+    "q4_0, two pieces": ("q4_0", 2, 12, 1536),
+    "q8_0": ("q8_0", 1, 8, 288),
+    "int8": ("int8", 1, 8, 320),
+    "fp8": ("fp8", 2, 8, 288),
+    "bfloat16": ("bfloat16", 1, 12, 520),
+}
+
+
+def weights(kind, out, inner, seed=1):
+    """A weight, and the matrix that it says."""
+    w = np.asarray(normal(seed, out, inner))
+    if kind == "bfloat16":
+        return Weight(w.astype(jnp.bfloat16)), w.astype(jnp.bfloat16).astype(np.float32)
+    w = QuantizedTensor.quantize(w, kind)
+    return Weight(w.packed().codes, w.scale, w.minimum), evaluated(QuantizedTensor.dequantize)(w)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products(case):
+    kind, m, out, inner = CASES[case]
+    x, residual = (np.asarray(normal(seed, m, inner, dtype="bfloat16")) for seed in (2, 3))
+    (weight, matrix), (up, second) = (weights(kind, out, inner, seed) for seed in (1, 4))
+    norm, bias = 1 + np.asarray(normal(5, inner)) / 4, np.asarray(normal(6, 1, out))
+    with jt.config(arch="sm_90", interpret=True, overlap=True):
+        assert hopper_gemv.misfit(x, weight, kind) is None
+        epilogue, of = Epilogue(bias, np.ones((m, out), np.float32)), dict(kind=kind, activation="relu")
+        normed = lambda x: hopper_gemv.normed_product(x, (weight, up), Norm(norm, residual), eps=1e-2, **of)
+        assert "hopper_norm_held" in str(jax.make_jaxpr(normed)(x))
+        y, (z, total) = evaluated(lambda x: (hopper_gemv.product(x, (weight,), epilogue, **of), normed(x)))(x)
+    x, residual = x.astype(np.float32), residual.astype(np.float32)
+    assert relative_error(y, np.maximum(x @ np.asarray(matrix).T + bias, 0) + 1) < 2e-6
+    s = x + residual
+    np.testing.assert_array_equal(np.asarray(total), s.astype(jnp.bfloat16))
+    normed = s / np.sqrt((s * s).mean(1, keepdims=True) + 1e-2) * norm
+    assert relative_error(z, np.maximum(normed @ np.asarray(matrix).T, 0) * (normed @ np.asarray(second).T)) < 4e-6
+
+
+def test_which_matrices():
+    """Those that all multiprocessors hold at once, where kernels overlap."""
+    kinds = {kind: hopper_held.rows_of(1, 576, 576, kind, False, 132) for kind in ("q4_1", "fp8", "bfloat16")}
+    assert all(kinds.values())
+    assert hopper_held.rows_of(1, 49152, 576, "q4_1", False, 132) is None
+    assert hopper_held.rows_of(1, 4096, 4096, "q4_1", False, 132) is None
+    assert hopper_held.rows_of(3, 576, 576, "q4_1", False, 132) is None
+    x, w = np.zeros((1, 576), jnp.bfloat16), Weight(np.zeros((576, 576), jnp.bfloat16))
+    with jt.config(arch="sm_90"):
+        assert hopper_held.choice(x, (w,), "bfloat16") is None
+        with jt.config(overlap=True):
+            assert hopper_held.choice(x, (w,), "bfloat16")
+            assert hopper_held.choice(x.astype(np.float32), (w,), "bfloat16") is None
+
+
+def test_what_it_compiles_to():
+    """Nothing goes through shared memory; codes and x come sixteen bytes at a time, and codes before the wait."""
+    sd = jax.ShapeDtypeStruct
+    weight = Weight(sd((64, 72), jnp.uint32), *[sd((64, 18), jnp.float16)] * 2)
+    options = dict(kind="q4_1", activation=None, out_dtype="bfloat16", rows=4)
+    with jt.config(overlap=True):
+        kernel = hopper_held.kernel(3, False, False)
+        lowered = kernel.lower(sd((1, 18, 32), jnp.bfloat16), (weight,), NO_EPILOGUE, target="cuda:sm_90", **options)
+    ptx = lowered.texts["ptx"]
+    assert "shared" not in ptx.split("griddepcontrol.wait")[1]
+    before, behind = (part.count("ld.global.v4.b32") for part in ptx.split("griddepcontrol.wait"))
+    assert before == 1 and behind == 4 and "ld.global.b16" not in ptx.split("griddepcontrol.wait")[1]
