@@ -85,14 +85,30 @@ def combine(y: jax.Array, routes: Routes, axis: str, *, weights: jax.Array | Non
     y = jnp.asarray(y)
     _check_rows(y, routes, jt.axis_size(axis), weights)
     y, routes, weights = varying_together(axis, y, routes, weights)
-    shape = *routes.place.shape, y.shape[1]
     if 0 in (y.size, routes.place.size):
-        back = varying_together(axis, jnp.zeros((shape[0] * shape[1], shape[2]), y.dtype))[0]
-    else:
-        bound = y.shape[0] // jt.axis_size(axis)
-        options = _options(axis, bound, routes.place.size, y.shape[1])
-        back = return_rows(y, routes.counts, routes.received, **options)
-    return _added(back, routes.place, weights)
+        none = varying_together(axis, jnp.zeros((routes.place.size, y.shape[1]), y.dtype))[0]
+        return _added(none, routes.place, weights)
+    if weights is None:
+        weights = varying_together(axis, jnp.ones(routes.place.shape, jnp.float32))[0]
+    options = _options(axis, y.shape[0] // jt.axis_size(axis), routes.place.size, y.shape[1])
+    return _combine(tuple(options.items()), y, weights.astype(jnp.float32), routes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(options: tuple, y, weights, routes: Routes):
+    return return_sums(y, routes.counts, routes.received, routes.place, weights, **dict(options))
+
+
+def _combined(options: tuple, y, weights, routes: Routes):
+    """`_combine` with the rows themselves, which the cotangent of the weights is made of; and its reverse mode."""
+
+    def run(y, weights):
+        return _added(return_rows(y, routes.counts, routes.received, **dict(options)), routes.place, weights)
+
+    return jax.vjp(run, y, weights)
+
+
+_combine.defvjp(_combined, lambda options, pull, ct: (*pull(ct), None))
 
 
 def dispatch_reference(x, experts, axis, *, count, capacity=None):
@@ -356,22 +372,12 @@ def send_rows(
     _collect(y, box, table, _lanes(counts), total, programs, rows, bn)
 
 
-@jt.kernel(
-    out_type=lambda y, *_, sent, **__: jt.like(y, shape=(sent, y.shape[1])),
-    grid=lambda y, *_, programs, **__: programs,
-    scratch=lambda y, counts, *_, bound, programs, **__: [
-        jt.symmetric((counts.shape[0], bound, y.shape[1]), y.dtype),
-        jt.signals((programs, counts.shape[0])),
-    ],
-)
-def return_rows(
-    y, counts, received, back, box, came,
-    *, axis: str, bound: int, sent: int, programs: int, rows: int, bn: int,
-):  # fmt: skip
-    """y [devices * bound, hidden] in the places of the rows of `send_rows`: back [sent, hidden], in those of its x."""
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    COUNTS, RECEIVED = (r.tiles(None, _lanes(counts)) for r in (counts, received))
-    total = jt.zeros((_lanes(counts),), jnp.int32)
+@jt.function
+def _send_back(y, received, box, came, axis, programs, rows, bn):
+    """Send each device the rows y that it gets back, in the order in which it sent them, and raise `came(d)` there."""
+    n, me = jt.axis_size(axis), jt.axis_index(axis)
+    RECEIVED = received.tiles(None, _lanes(received))
+    total = jt.zeros((_lanes(received),), jnp.int32)
     for d in jt.range(n):
         total = total + RECEIVED[d, 0]
     first = jnp.cumsum(total, dtype=jnp.int32) - total
@@ -385,8 +391,24 @@ def return_rows(
             _copy(there, (me, i), y, (r,), used, bn)
 
         _each(send, RECEIVED[d, 0], base, programs, rows)
-        jt.signal(came.on(axis, d)[p, me])
-    start = jnp.int32(0)
+        jt.signal(came(d))
+
+
+@jt.kernel(
+    out_type=lambda y, *_, sent, **__: jt.like(y, shape=(sent, y.shape[1])),
+    grid=lambda y, *_, programs, **__: programs,
+    scratch=lambda y, counts, *_, bound, programs, **__: [
+        jt.symmetric((counts.shape[0], bound, y.shape[1]), y.dtype), jt.signals((programs, counts.shape[0])),
+    ],
+)  # fmt: skip
+def return_rows(
+    y, counts, received, back, box, came,
+    *, axis: str, bound: int, sent: int, programs: int, rows: int, bn: int,
+):  # fmt: skip
+    """y [devices * bound, hidden] in the places of the rows of `send_rows`: back [sent, hidden], in those of its x."""
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    COUNTS, start = counts.tiles(None, _lanes(counts)), jnp.int32(0)
+    _send_back(y, received, box, lambda d: came.on(axis, d)[p, me], axis, programs, rows, bn)
     for d in jt.range(n):
         jt.wait(came[p, d])
 
@@ -400,6 +422,40 @@ def return_rows(
     for r in jt.range(start + p, back.shape[0], programs):  # of tokens that went nowhere
         for c in range(BACK.shape[1]):
             BACK[r, c] = jt.zeros((bn,), y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda y, counts, received, place, *_, **__: jt.like(y, shape=(place.shape[0], y.shape[1])),
+    grid=lambda y, *_, programs, **__: programs,
+    scratch=lambda y, counts, *_, bound, **__: [
+        jt.symmetric((counts.shape[0], bound, y.shape[1]), y.dtype), jt.signals(counts.shape[:1]),
+    ],
+)  # fmt: skip
+def return_sums(
+    y, counts, received, place, weights, o, box, came,
+    *, axis: str, bound: int, sent: int, programs: int, rows: int, bn: int,
+):  # fmt: skip
+    """o [tokens, hidden]: the sums of the rows that `return_rows` gives, which stand at place int32 [tokens, k] or
+    nowhere (-1), times weights float32 [tokens, k]."""
+    # o_t = sum over j of weights_tj back_(place_tj)
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    COUNTS, O = counts.tiles(None, _lanes(counts)), o.tiles(None, bn)
+    _send_back(y, received, box, lambda d: came.on(axis, d)[me], axis, programs, rows, bn)
+    for d in jt.range(n):
+        jt.wait(came[d], programs)  # rows of any program may be wanted
+    for t in jt.range(p, place.shape[0], programs):
+        at, weight = place[t, :], weights[t, :]
+        device, i, end = jnp.zeros_like(at), at, jnp.int32(0)
+        for d in jt.range(n):
+            size = COUNTS[d, 0].sum(dtype=jnp.int32)
+            end = end + size
+            behind = at >= end  # rows for devices behind this one
+            device, i = device + behind.astype(jnp.int32), i - jnp.where(behind, size, 0)
+        used = (at >= 0)[:, None]
+        for c in range(O.shape[1]):
+            columns = (c * bn + jt.arange(bn))[None, :]
+            back = jt.load(box, (device[:, None], jnp.maximum(i, 0)[:, None], columns), mask=used)
+            O[t, c] = (back.astype(jnp.float32) * weight[:, None]).sum(0).astype(o.dtype)
 
 
 def _sent_backward(residuals, cts, **options):

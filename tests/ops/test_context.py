@@ -87,3 +87,7 @@ def test_tokens_to_experts_and_back_in_the_interpreter(rows):
     back = moe.return_rows.interpret(there, counts, received, **options)
     sent = counts.sum((1, 2))
     np.testing.assert_array_equal(back, np.where(np.arange(5)[None, :, None] < sent[:, None, None], x, 0))
+    place, weights = np.array([[[0, -1], [3, 1]], [[2, 0], [-1, -1]], [[1, 0], [2, 2]]], np.int32), floats(3, 2, 2)
+    sums = moe.return_sums.interpret(there, counts, received, place, weights, **options)
+    taken = np.where(place[..., None] < 0, 0, back[np.arange(3)[:, None, None], place])
+    np.testing.assert_allclose(sums, (taken * weights[..., None]).sum(2), rtol=1e-6)
