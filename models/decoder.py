@@ -21,7 +21,7 @@ from . import cache as kv
 from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
-from .parallel import ALONE, Axes, Scattered
+from .parallel import ALONE, Axes
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -183,7 +183,7 @@ class Block(nnx.Module):
     cache. mlp: a module that is called as `GatedMLP` is.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
-    array may be None, or a `Pending` sum over devices, which is made in the same kernel, too.
+    array may be None, or a `Term`: its sum over devices is in the same kernel, too.
     """
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
@@ -376,7 +376,6 @@ class Decoder(nnx.Module):
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         if of is not None:
-            delta = layers.whole(delta) if isinstance(delta, Scattered) else delta  # whose terms are of other rows, too
             x, delta = jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), (x, delta))
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)

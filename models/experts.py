@@ -6,7 +6,6 @@ stay on the device, so one compiled program serves every routing. The routers st
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from flax import nnx
 from jtile import ops
 from jtile.ops import QuantizedTensor
 
-from . import few_tokens, layers, parallel
+from . import few_tokens, layers
 from .config import WeightSource
 from .parallel import ALONE, Axes
 
@@ -189,7 +188,7 @@ class Mixture(nnx.Module):
         return self.router.weight.get_value().shape[0]
 
     def __call__(self, x):
-        """x [..., hidden] -> [..., hidden], or a `Pending` sum of that.
+        """x [..., hidden] -> [..., hidden], or a `Term`.
 
         If all devices together have few rows, every device takes all of them and computes what its own experts add.
         These two small collectives take less time than to send each row to the devices of its experts and back."""
@@ -212,10 +211,7 @@ class Mixture(nnx.Module):
         if self.weighted_rows and k > 1:
             y = y.reshape(tokens, k, -1).astype(jnp.float32).sum(1)
         if gathers:
-            sums = self.over.own_sums(y, x.dtype)
-            if parallel.SCATTERS and x.ndim == 2 and self.over.tensor is None:
-                return sums if self.shared is None else dataclasses.replace(sums, beside=self.shared(x))
-            y = sums.whole()
+            y = self.over.own_sums(y)
         y = y.astype(x.dtype).reshape(x.shape)
         return self.over.term(y if self.shared is None else y + self.shared(x))
 

@@ -23,7 +23,7 @@ from jtile.ops.quantized_tensor import BLOCKS
 
 from . import kernels
 from .cache import HeadNorms
-from .parallel import Pending
+from .parallel import Term
 
 
 @jax.tree_util.register_dataclass
@@ -64,20 +64,20 @@ def add_norm(x, delta, weight, eps: float):
     """(x + delta, its `rms_norm`), in one pass over memory; a delta of None adds nothing."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
-    if isinstance(delta, Pending):
+    if isinstance(delta, Term):
         return delta.add_norm(x, weight, eps)
     normed, x = ops.rms_norm(delta, weight, eps=eps, residual=x)
     return x, normed
 
 
 def whole(y):
-    """The sum over devices if `y` is `Pending`; otherwise `y`, which is whole already."""
-    return y.whole() if isinstance(y, Pending) else y
+    """The sum over devices if `y` is this device's `Term` of one; otherwise `y`, which is whole already."""
+    return y.whole() if isinstance(y, Term) else y
 
 
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
     """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs."""
-    if delta is None or isinstance(delta, Pending) or isinstance(weight, tuple | Adapted | Routed):
+    if delta is None or isinstance(delta, Term) or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
     with _made_before(x, weight):
@@ -195,7 +195,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 
 def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
-    if delta is None or isinstance(delta, Pending) or _apart(gate, up):
+    if delta is None or isinstance(delta, Term) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation)
     with _made_before(x, gate, up):

@@ -21,7 +21,6 @@ from jtile.ops import collectives
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
-SCATTERS = False  # an experiment: sums of a mixture's experts and the norm behind them are one kernel
 GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
 WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searched in those of all devices
 
@@ -56,34 +55,6 @@ class Term:
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
         return x, normed
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scattered:
-    """This device's term `value` [devices * tokens, hidden] of a sum over the devices along an axis, of which each gets
-    the rows of its own tokens; beside [tokens, hidden]: what is added to these, or None. talk: see `Axes`."""
-
-    value: jax.Array
-    beside: jax.Array | None
-    axis: str = dataclasses.field(metadata=dict(static=True))
-    dtype: str = dataclasses.field(metadata=dict(static=True))
-    talk: bool = dataclasses.field(default=True, metadata=dict(static=True))
-
-    def whole(self) -> jax.Array:
-        """This device's rows of the sum, [tokens, hidden]."""
-        y = collective("reduce_scatter", self.talk)(self.value, self.axis).astype(self.dtype)
-        return y if self.beside is None else y + self.beside
-
-    def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
-        """(x + this device's rows, the RMS norm of that with this weight); x [tokens, hidden]."""
-        x = x if self.beside is None else x + self.beside
-        run = collective("reduce_scatter_rms_norm", self.talk)
-        normed, x = run(self.value, weight, self.axis, residual=x, eps=eps)
-        return x, normed
-
-
-Pending = Term | Scattered  # sums over devices that are not made yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +151,9 @@ class Axes:
         """The rows [tokens, hidden] of all devices that share experts: [devices * tokens, hidden]."""
         return collective("all_gather", self.talk)(x, self.expert)
 
-    def own_sums(self, y, dtype):
-        """This device's rows of the sum of y [devices * tokens, hidden] over the devices that share experts, in a
-        dtype."""
-        assert self.expert is not None
-        return Scattered(y, None, self.expert, jnp.dtype(dtype).name, self.talk)
+    def own_sums(self, y):
+        """This device's rows of the sum of y [devices * tokens, hidden] over the devices that share experts."""
+        return collective("reduce_scatter", self.talk)(y, self.expert)
 
     def share(self, count: int) -> int:
         """How many of `count` experts a device has."""

@@ -84,8 +84,7 @@ def check_mistral_by_rings():
 
 def check_mixtral_by_experts():
     """Eight devices, of which each has one expert and a row, or a copy of the last one."""
-    with mock.patch.object(parallel, "SCATTERS", True):
-        greedy("mixtral", (8,), {"expert": "x"})
+    greedy("mixtral", (8,), {"expert": "x"})
 
 
 def check_qwen3_moe_by_heads_and_experts():

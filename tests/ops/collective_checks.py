@@ -130,28 +130,6 @@ def check_a_sum_and_its_norm():
         agree(*found, tolerance)
 
 
-def check_scattered_sums_and_their_norm():
-    """Rows that programs do not share out equally; the weight is replicated, terms are float32 beside bfloat16."""
-    x, residual, weight = floats(4 * 4 * 6, 7), floats(4 * 6, 7), floats(7)
-    for vma, dtype, tolerance in ((True, "bfloat16", 1e-2), (False, "float32", 1e-5)):
-        args = [x, residual.astype(jnp.dtype(dtype)), weight]
-        found = []
-        for norm in (ops.reduce_scatter_rms_norm, ops.reduce_scatter_rms_norm_reference):
-
-            def both(x, r, w, norm=norm):
-                return norm(x, w, "x", residual=r)
-
-            specs = dict(in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=vma)
-            sharded = jax.shard_map(both, mesh=Mesh(DEVICES[:4], ("x",)), **specs)
-
-            def pulled(*args, sharded=sharded):
-                outs, pull = jax.vjp(sharded, *args)
-                return outs, pull(tuple((o * o + o).astype(o.dtype) for o in outs))
-
-            found.append(jax.tree.leaves(jax.jit(pulled)(*args)))
-        agree(*found, tolerance)
-
-
 def check_bits_are_the_same_on_all_devices_and_in_all_runs():
     x = floats(8 * 64, 33)
     f = jax.jit(

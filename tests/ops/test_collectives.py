@@ -10,7 +10,6 @@ import pytest
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_parts as parts
 from jtile.ops import collective_products as products
-from jtile.ops import collective_scatters as scatters
 
 CHECKS = Path(__file__).with_name("collective_checks.py")
 
@@ -52,14 +51,6 @@ def test_a_sum_and_its_norm_in_the_interpreter():
     np.testing.assert_array_equal(s, np.broadcast_to(total, s.shape))
     want = total / np.sqrt((total * total).mean(1, keepdims=True) + 0.5)
     np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5)
-
-
-def test_scattered_sums_and_their_norm_in_the_interpreter():
-    x, r, w = whole(N, N * 2, 4), whole(N, 2, 4), np.ones((N, 4), np.float32)
-    y, s = scatters.scattered_normed_sum.interpret(x, r, w, axis="x", eps=0.5, programs=2, mesh={"x": N}, seed=2)
-    total = r + x.sum(0).reshape(N, 2, 4)
-    np.testing.assert_array_equal(s, total)
-    np.testing.assert_allclose(y, total / np.sqrt((total * total).mean(2, keepdims=True) + 0.5), rtol=1e-5)
 
 
 W = whole(N, 4, 3)
