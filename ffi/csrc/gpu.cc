@@ -1,7 +1,6 @@
 #include "gpu.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 #include "gpu_devices.h"
@@ -331,12 +330,10 @@ void Launcher::launch(int device, void* stream, const Array* arrays, size_t coun
 
 bool Launcher::is_node() const {
   // A kernel that XLA traces is a graph of its own, in front of which everything ends, and runs 6 to 15 % faster so
-  // (rows of an H200): nodes are kernels that start early, and those that let others do so. XLA would load the image of
-  // a node once more, maybe while a device waits for this one.
-  const bool overlaps = record_.node || record_.programmatic;
-  // An experiment: kernels that talk as nodes, too, where the kernels around them are.
-  const bool talks = record_.talking && !(record_.node && std::getenv("JTILE_TALKING_NODES") != nullptr);
-  return overlaps && record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites && !talks;
+  // (rows of an H200): nodes are kernels that start early, and those that let others do so. All that talk to other
+  // devices start early, and are nodes only where the kernels around them are: as graphs between nodes they cost 4 us.
+  const bool overlaps = record_.node || (record_.programmatic && !record_.talking);
+  return overlaps && record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites;
 }
 
 void Launcher::record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,

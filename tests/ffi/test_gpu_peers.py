@@ -182,11 +182,13 @@ def test_told_by_the_call_itself(driver):
     assert all("in a call before this one" in str(e) for e in site.begin())  # one had not
 
 
-def test_a_graph_traces_it(driver):
-    """XLA would load the image of a node a second time, maybe while a device waits for this one."""
-    site, _ = site_of(driver, 2)
-    site.begin()
-    assert site.launcher.node((4096, 16), (4096, 16)) == ""
+def test_it_is_a_node_where_kernels_overlap(driver):
+    """Elsewhere a graph traces it, though it starts early."""
+    kernel = lowered(shift, numbers(2, 3, 5), 2)
+    for node in (True, False):
+        site = FakeSite(driver, kernel, OTHERS[:2], attributes={"programmatic": True, "node": node})
+        site.begin()
+        assert bool(site.launcher.node((4096, 16), (4096, 16))) == node
 
 
 def test_calls_that_are_refused(driver):
