@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import threading
@@ -109,8 +110,15 @@ class Server:
 def neighbours(path: Path) -> list[Path]:
     """A file, and the modules of its folder that it has imported."""
     folder = path.resolve().parent
-    found = [Path(file) for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))]
-    return [path, *(file for file in found if folder in file.resolve().parents and file.suffix == ".py")]
+    found = [file for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))]
+    return [path, *(Path(file) for file in found if file.endswith(".py") and _is_inside(folder, file))]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_inside(folder: Path, file: str) -> bool:
+    """Whether a file lies in a folder or below it. Thousands of modules are looked at several times a second, and
+    where a path leads takes 80 us to find out."""
+    return folder in Path(file).resolve().parents
 
 
 def forget(path: Path) -> None:
@@ -118,7 +126,7 @@ def forget(path: Path) -> None:
     folder = path.resolve().parent
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and name != "__main__" and folder in Path(file).resolve().parents:
+        if file and name != "__main__" and _is_inside(folder, file):
             del sys.modules[name]
 
 

@@ -45,6 +45,7 @@ def test_memory_does_not_grow_with_requests(short):
     assert resident() - before < max(2048 * count, 4 << 20)
 
 
+@pytest.mark.early
 @pytest.mark.cpu
 def test_loading_holds_no_more_than_the_largest_tensor_twice(tmp_path):
     """Beside the weights themselves, which on a CPU lie in the host's memory: read one by one from float32 files, and

@@ -33,6 +33,22 @@ A, B = array(32, 16), array(16, 24, seed=1)
 X, W = normal(32, 24), normal(24, seed=1)
 
 
+# First, since it clears what JAX keeps, and looks through all objects of the process.
+def check_what_was_compiled_is_forgotten():
+    """A lowering context in what JAX keeps as a key of that context kept both, and the kernel, for ever."""
+
+    def alive() -> int:
+        jax.clear_caches()
+        for _ in range(3):  # a compiled program goes first, then what its callbacks held
+            gc.collect()
+        return sum(type(o) is Program for o in gc.get_objects())
+
+    before = alive()
+    jax.jit(lambda a, b: grad(matmul, 0, 1)(a, b)).lower(put(A, P("x")), put(B, P())).compile()
+    jax.jit(lambda x, w: ROWS(x, w)).lower(put(A, P("x")), put(A, P("x"))).compile()
+    assert alive() <= before
+
+
 def check_data_parallel_product():
     check(matmul, (A, P("x")), (B, P()), out=P("x"))
     check(matmul, (A, P(("x", "y"))), (B, P()), out=P(("x", "y")))
@@ -344,21 +360,6 @@ def check_two_programs_never_share_a_cache_key():
         module = f.lower(put(A, P("x")), put(B, P())).as_text()
         texts.add(module[module.index("jtile_program") :][:100])
     assert len(texts) == 2
-
-
-def check_what_was_compiled_is_forgotten():
-    """A lowering context in what JAX keeps as a key of that context kept both, and the kernel, for ever."""
-
-    def alive() -> int:
-        jax.clear_caches()
-        for _ in range(3):  # a compiled program goes first, then what its callbacks held
-            gc.collect()
-        return sum(type(o) is Program for o in gc.get_objects())
-
-    before = alive()
-    jax.jit(lambda a, b: grad(matmul, 0, 1)(a, b)).lower(put(A, P("x")), put(B, P())).compile()
-    jax.jit(lambda x, w: ROWS(x, w)).lower(put(A, P("x")), put(A, P("x"))).compile()
-    assert alive() <= before
 
 
 # -- functions that are cut as a whole --------------------------------------------------------------------------------

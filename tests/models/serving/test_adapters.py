@@ -123,6 +123,7 @@ def kept(answer) -> list:
     return [(token.id, token.logprob) for token in answer.tokens]
 
 
+@pytest.mark.early
 def test_a_soak(engine):
     """Six hundred requests of a few kinds, of which some are cancelled, dropped or no requests, while weights are
     replaced: each gets what it gets alone, or the beginning of it, and nothing is left."""

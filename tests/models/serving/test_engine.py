@@ -276,6 +276,7 @@ def test_new_weights_are_copies(lm, core, numpy):
             lm._weights = before
 
 
+@pytest.mark.early
 def test_an_engine_that_nobody_has_ends(lm, core):
     """With its thread; not while somebody still reads an answer of it."""
     engine = Engine(lm, **SIZES)

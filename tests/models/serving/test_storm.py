@@ -61,6 +61,7 @@ def check_nothing_is_left(engine, server) -> None:
     assert not left()
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("clients", [48, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_storm_leaves_nothing_behind(engine, server, clients):
     """Every kind of client; all that stay get the right answer."""
