@@ -94,10 +94,46 @@ def _registers(op: str) -> tuple[set[int], set[int]]:
 def spills_of_products(text: str) -> list[str]:
     """The instructions, by place, that read or write the stack inside the innermost loops that multiply matrices."""
     program = _program(text)
-    loops = {(k, i) for i, x in enumerate(program) for k in x.after if k <= i}
-    multiplies = lambda loop: any("GMMA" in x.text for x in program[loop[0] : loop[1] + 1])
-    inside = lambda a, b: a != b and b[0] <= a[0] and a[1] <= b[1]
-    busy = [loop for loop in loops if multiplies(loop)]
-    inner = [b for b in busy if not any(inside(a, b) for a in busy)]
-    found = [x for first, last in sorted(inner) for x in program[first : last + 1] if SPILL.match(x.text)]
-    return [f"{x.place} {x.text}" for x in found]
+    busy = [loop for loop in _loops(program) if any("GMMA" in program[i].text for i in loop)]
+    inner = [loop for loop in busy if not any(other < loop for other in busy)]
+    found = sorted({i for loop in inner for i in loop if SPILL.match(program[i].text)})
+    return [f"{program[i].place} {program[i].text}" for i in found]
+
+
+def _loops(program: list[Instruction]) -> list[frozenset[int]]:
+    """The loops of a kernel, each the instructions that it repeats: those from which a jump back to its first one is
+    reached without going through that. What lies between a jump and its target need not be among them: the turns of a
+    wait that was in vain stand far behind it."""
+    before: list[list[int]] = [[] for _ in program]
+    for i, x in enumerate(program):
+        for k in x.after:
+            before[k].append(i)
+    bodies: dict[int, set[int]] = {}
+    for last, first in _jumps_back(program):
+        body, todo = bodies.setdefault(first, {first}), [last]
+        while todo:
+            i = todo.pop()
+            if i not in body:
+                body.add(i)
+                todo += before[i]
+    return [frozenset(body) for body in bodies.values()]
+
+
+def _jumps_back(program: list[Instruction]) -> list[tuple[int, int]]:
+    """(instruction, the one that comes next), for each that goes back to one on the way to it."""
+    found, seen, way = [], {0}, {0}
+    walk = [(0, iter(program[0].after))]
+    while walk:
+        i, rest = walk[-1]
+        for k in rest:
+            if k in way:
+                found.append((i, k))
+            elif k not in seen:
+                seen.add(k)
+                way.add(k)
+                walk.append((k, iter(program[k].after)))
+                break
+        else:
+            way.discard(i)
+            walk.pop()
+    return found

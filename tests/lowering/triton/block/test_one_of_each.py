@@ -23,6 +23,20 @@ LOOP = """
         /*0050*/               @P1 BRA `(.L_x_0) ;
         /*0060*/                   EXIT ;
 """
+WAIT = """
+.L_x_0:
+        /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0010*/              @!P0 BRA `(.L_x_0) ;
+        /*0020*/              @!P1 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   LDL R2, [R1] ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0050*/                   EXIT ;
+.L_x_2:
+        /*0060*/                   {turn} ;
+        /*0070*/              @!P1 BRA `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_1) ;
+"""
 COPIED = """
         /*0000*/                   ELECT P0, UR6, PT ;
         /*0010*/                   UMOV UR5, UR6 ;
@@ -43,6 +57,13 @@ def test_registers_that_nothing_has_written():
 def test_spills_are_counted_in_inner_loops():
     assert spills_of_products(LOOP.format(spill="@P2 LDL.64 R4, [R1+0x8]")) == ["0020 @P2 LDL.64 R4, [R1+0x8]"]
     assert spills_of_products(LOOP.format(spill="LDS R4, [R5]")) == []
+
+
+def test_what_jumps_back_out_of_line_is_no_loop_around_it():
+    """The turns of a wait stand behind the code that it lets go on, which runs once."""
+    assert spills_of_products(WAIT.format(turn="NOP")) == []
+    looped = WAIT.format(turn="STL [R1], R2").replace("EXIT", "BRA `(.L_x_1)")
+    assert spills_of_products(looped) == ["0030 LDL R2, [R1]"]
 
 
 @pytest.mark.slow
