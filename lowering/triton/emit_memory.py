@@ -14,7 +14,7 @@ from .addresses import Line, addresses, lines, pointers, resolve, touches_nothin
 from .emit_basics import code_of
 from .emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
 from .eviction import load_hints
-from .hazards import PAIRS, last_lanes, may_repeat, meet
+from .hazards import PAIRS, last_lanes, meet, repeating_axes
 from .packed import load_packed, store_packed
 from .ttir import Number, Val, bits
 
@@ -83,14 +83,15 @@ def _store(em: Emitter, op: ir.Store) -> None:
     meet(em, op)
     found = lines(em, buf, op.index)
     shape = ir.index_shape(op.index)
-    if not may_repeat(op.index):
+    axes = repeating_axes(op.index)
+    if not axes:
         _write(em, buf, found, op, None)
         return
     lanes = math.prod(padded(next(line.first.shape for line in found if line.first.shape)))
     if lanes <= PAIRS and op.mask is None:
         _write(em, buf, found, op, last_lanes(em, found, shape))
         return
-    with _one_by_one(em, found, shape) as chosen:
+    with _in_turns(em, found, shape, axes) as chosen:
         _write(em, buf, found, op, chosen)
 
 
@@ -108,18 +109,19 @@ def _write(em: Emitter, buf: Buffer, found: list[Line], op: ir.Store, extra: Val
 
 
 @contextlib.contextmanager
-def _one_by_one(em: Emitter, found: list[Line], shape: tuple[int, ...]):
-    """A loop over the lanes of a gather in row-major order; yields the mask of the lane whose turn it is."""
+def _in_turns(em: Emitter, found: list[Line], shape: tuple[int, ...], axes: list[int]):
+    """A loop over the lanes of a gather along some of its axes, in row-major order; yields the mask of the lanes whose
+    turn it is, all those along the other axes."""
     code = em.code
     take = next(line for line in found if line.first.shape)
     inner, full = take.first.shape, padded(shape)
     own = shape[take.axis : take.axis + len(inner)]
     number = code.const(0, "i32", full)
-    for k, n in enumerate(own):
+    for k in axes:
         place = code.along(code.arange(inner[k]), take.axis + k, full)
-        number = code.add(code.scale(number, n), place)
+        number = code.add(code.scale(number, own[k]), place)
     turn = Val(code.name(), (), "i32")
-    bounds = [code.i32(k).name for k in (0, math.prod(own), 1)]
+    bounds = [code.i32(k).name for k in (0, math.prod(own[k] for k in axes), 1)]
     code.do(f"scf.for {turn.name} = {bounds[0]} to {bounds[1]} step {bounds[2]} : i32 {{")
     with code.region():
         yield code.cmp("eq", number, code.splat(turn, full))

@@ -161,9 +161,15 @@ def _reach(d: ir.Dim) -> tuple[int, int] | None:
 
 def may_repeat(index: ir.Index) -> bool:
     """Whether two lanes of an access with this index may name one element."""
+    return bool(repeating_axes(index))
+
+
+def repeating_axes(index: ir.Index) -> list[int]:
+    """The axes of its gathers along which two lanes may name one element. Lanes that differ along another axis do not,
+    whatever they have along these."""
     takes = [d.indices for d in index if isinstance(d, ir.Take)]
     spread = set().union(*(_spread(v) for v in takes)) if takes else set()
-    return any(n > 1 and axis not in spread for axis, n in enumerate(takes[0].shape)) if takes else False
+    return [axis for axis, n in enumerate(takes[0].shape) if n > 1 and axis not in spread] if takes else []
 
 
 def _spread(v: ir.Value) -> set[int]:

@@ -330,6 +330,26 @@ def test_the_last_lane_of_a_scatter_wins(n, t, masked):
     same(SCATTER.format(n=n, t=t, **parts), *inputs, check=False)
 
 
+def test_rows_of_a_scatter_take_turns_and_their_columns_do_not():
+    """Some rows have one place, where the last one that is stored wins; columns differ."""
+    text = """kernel @rows(%n: ref<6xi32>, %v: ref<6x8xf32>, %m: ref<6x8xbool>, %o: ref<9x16xf32, out>)
+    grid(1) init(%o=0) {
+      %c0 = full 0 : i32
+      %k = load %n[%c0:+6] : tile<6xi32>
+      %r = broadcast %k dims=(0) : tile<6x8xi32>
+      %a = iota 0 : tile<8xi32>
+      %b = full 5 : tile<8xi32>
+      %d = add %a, %b : tile<8xi32>
+      %c = broadcast %d dims=(1) : tile<6x8xi32>
+      %x = load %v[%c0:+6, %c0:+8] : tile<6x8xf32>
+      %p = load %m[%c0:+6, %c0:+8] : tile<6x8xbool>
+      store %o[take(%r), take(%c)], %x mask=%p
+    }"""
+    places = np.array([3, 1, 3, -1, 8, 1], np.int32)
+    same(text, places, normal(6, 8), np.random.default_rng(2).random((6, 8)) < 0.7, check=False)
+    assert re.search(r"%c6_i32|6 : i32", ttir(text)) and "48 : i32" not in ttir(text)
+
+
 @pytest.mark.parametrize(
     ("lanes", "apart"),
     [
