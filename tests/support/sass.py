@@ -92,48 +92,55 @@ def _registers(op: str) -> tuple[set[int], set[int]]:
 
 
 def spills_of_products(text: str) -> list[str]:
-    """The instructions, by place, that read or write the stack inside the innermost loops that multiply matrices."""
+    """The instructions, by place, that read or write the stack inside the innermost loops that multiply matrices. The
+    loop in which warps wait for a role, and branch by a table to its code, runs each role once: it does not count."""
     program = _program(text)
-    busy = [loop for loop in _loops(program) if any("GMMA" in program[i].text for i in loop)]
+    has = lambda loop, what: any(what in program[i].text for i in loop)
+    busy = [loop for loop in _loops(program) if has(loop, "GMMA") and not has(loop, "BRX")]
     inner = [loop for loop in busy if not any(other < loop for other in busy)]
     found = sorted({i for loop in inner for i in loop if SPILL.match(program[i].text)})
     return [f"{program[i].place} {program[i].text}" for i in found]
 
 
 def _loops(program: list[Instruction]) -> list[frozenset[int]]:
-    """The loops of a kernel, each the instructions that it repeats: those from which a jump back to its first one is
-    reached without going through that. What lies between a jump and its target need not be among them: the turns of a
-    wait that was in vain stand far behind it."""
-    before: list[list[int]] = [[] for _ in program]
-    for i, x in enumerate(program):
-        for k in x.after:
-            before[k].append(i)
-    bodies: dict[int, set[int]] = {}
-    for last, first in _jumps_back(program):
-        body, todo = bodies.setdefault(first, {first}), [last]
-        while todo:
-            i = todo.pop()
-            if i not in body:
-                body.add(i)
-                todo += before[i]
-    return [frozenset(body) for body in bodies.values()]
+    """The loops of a kernel, outer ones too, each the instructions that it repeats: those that reach each other. What
+    lies between a jump and its target need not be among them: the turns of a wait that was in vain stand far behind it.
+    Of a loop without the jumps to where it is entered, the loops inside are left."""
+    found, todo = [], [dict(enumerate(map(set, (x.after for x in program))))]
+    while todo:
+        graph = todo.pop()
+        for part in _cycles(graph):
+            found.append(part)
+            entry = min({k for i, after in graph.items() if i not in part for k in after} & part or part)
+            todo.append({i: graph[i] & part - {entry} for i in part})
+    return found
 
 
-def _jumps_back(program: list[Instruction]) -> list[tuple[int, int]]:
-    """(instruction, the one that comes next), for each that goes back to one on the way to it."""
-    found, seen, way = [], {0}, {0}
-    walk = [(0, iter(program[0].after))]
-    while walk:
-        i, rest = walk[-1]
-        for k in rest:
-            if k in way:
-                found.append((i, k))
-            elif k not in seen:
-                seen.add(k)
-                way.add(k)
-                walk.append((k, iter(program[k].after)))
-                break
-        else:
-            way.discard(i)
-            walk.pop()
+def _cycles(graph: dict[int, set[int]]) -> list[frozenset[int]]:
+    """The largest sets of nodes that reach each other (Tarjan's algorithm, without recursion)."""
+    found, number, low, stack = [], {}, {}, []
+    for root in graph:
+        walk = [] if root in number else [(root, iter(graph[root]))]
+        for i, _ in walk:
+            number[i] = low[i] = len(number)
+            stack.append(i)
+        while walk:
+            i, rest = walk[-1]
+            for k in rest:
+                if k not in number:
+                    number[k] = low[k] = len(number)
+                    stack.append(k)
+                    walk.append((k, iter(graph[k])))
+                    break
+                if low[k] >= 0:
+                    low[i] = min(low[i], number[k])
+            else:
+                walk.pop()
+                if walk:
+                    low[walk[-1][0]] = min(low[walk[-1][0]], low[i])
+                if low[i] == number[i]:
+                    at = stack.index(i)
+                    part, stack = frozenset(stack[at:]), stack[:at]
+                    low |= dict.fromkeys(part, -1)  # done
+                    found += [part] if len(part) > 1 or i in graph[i] else []
     return found

@@ -66,6 +66,11 @@ def test_what_jumps_back_out_of_line_is_no_loop_around_it():
     assert spills_of_products(looped) == ["0030 LDL R2, [R1]"]
 
 
+def test_a_role_is_no_round_of_the_loop_that_starts_it():
+    text = LOOP.format(spill="LDL R4, [R1]").replace("@!P0 BRA `(.L_x_1)", 'BRX R4 -0x10 (*"BRANCH_TARGETS .L_x_1"*)')
+    assert "BRX" in text and spills_of_products(text) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_machine_code(family):
