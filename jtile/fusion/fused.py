@@ -76,10 +76,10 @@ def fuse(
 
     Chains of elementwise functions, broadcasts, and reductions along axes that a program can take whole (softmaxes,
     norms) become one kernel each, which reads its inputs once and writes its outputs once; what an index picks along
-    one axis of an array is loaded in the kernel that needs it. A product, a softmax of what it gives, and a product
-    with that become `jt.ops.attention`, which keeps no scores; a query whose scores are all -1e30 or less gives zeros
-    there. Everything else stays what it is in XLA: other products, scatters, sorts, loops, and what is not worth a
-    kernel (`Fused.explain` says which, and why).
+    one axis of an array, and slices, pads and shifts of one, are loaded in the kernel that needs them. A product, a
+    softmax of what it gives, and a product with that become `jt.ops.attention`, which keeps no scores; a query whose
+    scores are all -1e30 or less gives zeros there. Everything else stays what it is in XLA: other products, other
+    scatters, sorts, loops, and what is not worth a kernel (`Fused.explain` says which, and why).
     The result is compiled as `jax.jit` does it, and composes with jit, vmap, grad and shard_map. The gradient of a
     whole function is quickest as `jt.fuse(jax.grad(f))`.
 
