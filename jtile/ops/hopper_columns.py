@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gpu_tiles, hopper_tiles
+from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.tune.columns import LEAVING, ROWS, TERMS, Form
 
@@ -68,17 +70,17 @@ def _piece(x, at: int, width: int):
 
 
 @jt.function
-def _sum(mem: _Memory, rows, rounds: int, form: Form, sides: _Sides):
+def _sum(mem: _Memory, rows, rounds: int, form: Form, sides: _Sides, pending: int):
     """The sums of a consumer, in the first columns of a tile."""
     wide = jt.next_power_of_2(form.columns)
     total = jt.zeros((ROWS, wide), jnp.float32)
-    last = mem.full.count - 1
+    last = mem.full.count - pending
     for k in jt.range(rounds):
         mem.full.at(k).wait()
         left = rows.at(k).T if sides.rows_across else rows.at(k)
         right = mem.columns.at(k)[:, : form.columns] if sides.columns_across else mem.columns.at(k)[: form.columns].T
-        total = jt.dot_wait(jt.dot_async(left, right, total, keep=k > 0), pending=1)
-        mem.empty.at(k + last).arrive(when=k > 0)
+        total = jt.dot_wait(jt.dot_async(left, right, total, keep=k > 0), pending=pending)
+        mem.empty.at(k + last).arrive(when=k >= pending)
     return jt.dot_wait(total)
 
 
@@ -99,8 +101,10 @@ def _leave(total, bias, y, leaving: dict[int, jt.Shared], row, column, form: For
 
 
 def _bring(source, buffer, first, width: int, term, across: bool, barrier) -> None:
-    """Start to copy `width` rows or columns of an operand, from `first` on, and the terms of a round."""
-    here, terms = jt.ds(first, width), jt.ds(term, TERMS)
+    """Start to copy `width` rows or columns of an operand, from `first` on, and the terms of a round. What is outside
+    of the operand takes a tensor map longer, and nobody needs its zeros: other rows come in its place."""
+    inside = first < source.shape[1 if across else 0]
+    here, terms = jt.ds(jnp.where(inside, first, 0), width), jt.ds(term, TERMS)
     jt.async_copy(source.at[terms, here] if across else source.at[here, terms], buffer, barrier)
 
 
@@ -129,20 +133,34 @@ def _shape(x, w, tb: bool) -> tuple[int, int]:
     return x.shape[0], w.shape[0 if tb else 1]
 
 
-def _grid(x, w, *_, tb: bool, form: Form, **__):
+def _grid(x, w, *_, tb: bool, form: Form, order: int = 0, **__):
     m, n = _shape(x, w, tb)
     along = lambda rows, columns: (jt.cdiv(columns, form.columns), jt.cdiv(rows, ROWS * form.consumers))
-    return along(n, m) if form.turned else along(m, n)[::-1]  # rows of x change first: a part of W is read once
+    found = along(n, m) if form.turned else along(m, n)[::-1]  # rows of x change first: a part of W is read once
+    return found[::-1] if order else found
 
 
 @jt.kernel(
     out_type=lambda x, w, *_, tb, out_dtype, **__: jax.ShapeDtypeStruct(_shape(x, w, tb), jnp.dtype(out_dtype)),
     grid=_grid,
 )
-def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activation: str | None, out_dtype: str):
+def hopper_columns(
+    x,
+    w,
+    bias,
+    y,
+    *,
+    tb: bool,
+    form: Form,
+    slots: int,
+    activation: str | None,
+    out_dtype: str,
+    pending: int = 1,
+    order: int = 0,
+):
     """y = activation(x op(w) + bias) of x [m, k], w [k, n] or, with `tb`, [n, k], and bias [1, n] or None."""
     # Y = X W, or Yᵀ = Wᵀ Xᵀ, a sum over rounds of 64 terms
-    j, i = (jt.program_id(0), jt.program_id(1)) if form.turned else (jt.program_id(1), jt.program_id(0))
+    j, i = (jt.program_id(0), jt.program_id(1)) if form.turned != bool(order) else (jt.program_id(1), jt.program_id(0))
     sides, wide = _Sides.of(form.turned, tb), jt.next_power_of_2(form.columns)
     shape = lambda width: (width, ROWS) if form.turned else (ROWS, width)
     widths = sorted({width for _, width in pieces(form.columns, LEAVING)})
@@ -157,9 +175,39 @@ def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activatio
     rounds = jt.cdiv(x.shape[1], TERMS)
     for h in range(form.consumers):
         with jt.role(f"consumer{h}", warps=4, registers=form.registers):
-            total = _sum(mem, mem.rows[h], rounds, form, sides)
+            total = _sum(mem, mem.rows[h], rounds, form, sides, pending)
             row, column = (i * form.consumers + h) * ROWS, j * form.columns
             _leave(total, bias, y, mem.leaving[h], row, column, form, activation)
     with jt.role("producer", warps=1, registers=24):
         rows, columns = (w, x) if form.turned else (x, w)
         _fill(rows, columns, mem, i, j, rounds, form, sides)
+
+
+def misfit(a, b, *, ta: bool, tb: bool, activation: str | None, save: bool, out_dtype: str) -> str | None:
+    """Why the kernel does not compute op(a) op(b) of [1, m, k] and [1, k, n], None where it does and is the quickest;
+    `save`: whether the sums are wanted besides."""
+    sizes = a.shape[0], b.shape[0], *a.shape[1:], *b.shape[1:]
+    sixteen = a.dtype == b.dtype == jnp.dtype(out_dtype) and a.dtype in (jnp.bfloat16, jnp.float16)
+    why = first_unmet(
+        (all(isinstance(size, int) and size > 0 for size in sizes), "sizes are 0, or not known"),
+        (sizes[:2] == (1, 1), "there are several products"),
+        (not ta, "the left operand lies in memory as [k, m]"),
+        (sixteen, f"{a.dtype.name} times {b.dtype.name} in {out_dtype} are not 16-bit floats alike"),
+        (not save and activation is None, "the sums are wanted, too, or are where it is differentiated"),
+        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
+    )
+    return why or (None if _form(a, b, tb) else "tiles of other sides are as quick")
+
+
+def _form(a, b, tb: bool) -> Form | None:
+    """The tiles that are best for a [1, m, k] and b [1, k, n], or [1, n, k]."""
+    m, k, n = a.shape[1], a.shape[2], b.shape[1 if tb else 2]
+    return hopper_tiles.columns(hopper_tiles.Product(m, n, k, transposed=tb, cut=True))
+
+
+def product(a, b, bias, *, tb: bool, out_dtype: str) -> jax.Array:
+    """a op(b) + bias of a [1, m, k], b [1, k, n] or [1, n, k], and bias [1, n] or None."""
+    form = _form(a, b, tb)
+    assert form is not None
+    options = dict(tb=tb, form=form, slots=form.slots(), activation=None, out_dtype=out_dtype)
+    return hopper_columns(a[0], b[0], bias, **options)[None]

@@ -4,6 +4,7 @@ it knows of a GPU, are in `jtile.tune.warpgroups`. None: what other GPUs take is
 
 from __future__ import annotations
 
+from jtile.tune import columns as any_columns
 from jtile.tune import warpgroups
 from jtile.tune.warpgroups import (
     ALWAYS,
@@ -22,7 +23,8 @@ from jtile.tune.warpgroups import (
 
 __all__ = [
     "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "READ", "TILES", "Form", "Product", "attention",
-    "candidates", "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "processors", "tiles",
+    "candidates", "columns", "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "processors",
+    "tiles",
 ]  # fmt: skip
 
 
@@ -44,6 +46,11 @@ def predicted_us(p: Product, form: Form) -> float:
 def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:
     """`warpgroups.parts_of_product` for the GPU at hand."""
     return warpgroups.parts_of_product(p, warpgroups.at_hand())
+
+
+def columns(p: Product) -> any_columns.Form | None:
+    """`jtile.tune.columns.choice` for the GPU at hand."""
+    return any_columns.choice(p, warpgroups.at_hand())
 
 
 def forms(p: Product) -> dict[Form, float]:

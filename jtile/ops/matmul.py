@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_columns, hopper_gemv, hopper_rows, spaces
 from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.columns import Columns, cut_columns
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
@@ -212,8 +212,18 @@ def _not_in_parts(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
     return None if _parts(a, b, ta, tb)[0] > 1 else "whole sums fill the target"
 
 
+def _in_columns(a, b, bias, *, tb: bool, out_dtype: str, **_):
+    """The product, in tiles whose columns are no power of two."""
+    return hopper_columns.product(a, b, bias, tb=tb, out_dtype=out_dtype)
+
+
+def _not_in_columns(a, b, bias, *, ta: bool, tb: bool, activation, save: bool, out_dtype: str, **_) -> str | None:
+    return hopper_columns.misfit(a, b, ta=ta, tb=tb, activation=activation, save=save, out_dtype=out_dtype)
+
+
 _product = Op(
     "product of matrices",
+    Implementation("tiles of any columns", _in_columns, _not_in_columns, BLOCK_LEVEL, portable=False),
     Implementation("sums in parts", _sums_in_parts, _not_in_parts, needs=("warps",)),
     Implementation("whole sums", _whole_sums),
 )

@@ -201,11 +201,17 @@ def _cast(op: Cast, rw: Rewriter):
 
 @rules(Map)
 def _accumulate(op: Map, rw: Rewriter):
-    """A product plus a tile is a product that starts from the tile; the order of the sum is the dot's own anyway."""
+    """A product, or a sum of several, plus a tile is a sum that starts from the tile; the order of the sum is the dot's
+    own anyway."""
     if op.fn != "add":
         return None
-    for product, other in (op.args, op.args[::-1]):
-        d = product.op
-        if isinstance(d, Dot) and d.acc is None and rw.uses(product) == 1:
-            return rw.new(Dot(d.a, d.b, other, d.trans_a, d.trans_b, d.precision))
+    for product, total in (op.args, op.args[::-1]):
+        dots: list[Dot] = []
+        while product is not None and isinstance(product.op, Dot) and rw.uses(product) == 1:
+            dots.append(product.op)
+            product = product.op.acc
+        if dots and product is None:
+            for d in reversed(dots):
+                total = rw.new(Dot(d.a, d.b, total, d.trans_a, d.trans_b, d.precision))
+            return total
     return None

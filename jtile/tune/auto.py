@@ -215,10 +215,16 @@ def fits(kernel: ir.Kernel | None, guess: Guess, target: Any, options: Mapping[s
 
 def has_plan(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> bool:
     """Whether a kernel gets roles at the block level of a target."""
-    from jtile.lowering.triton.block.passes import NoPlan, block_level  # for the targets only that have the level
+    return slots(kernel, target, options) > 0
+
+
+def slots(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> int:
+    """How many rounds of operands the roles hold that a kernel gets at the block level of a target; 0: it gets none."""
+    from jtile.lowering.triton.block.passes import NoPlan, steps  # for the targets only that have the level
     from jtile.lowering.triton.block.passes.plan import Machine
 
-    return not isinstance(block_level(passes.run_pipeline(kernel, passes.TILE), Machine.of(target), options), NoPlan)
+    found = steps(passes.run_pipeline(kernel, passes.TILE), Machine.of(target), options)
+    return 0 if isinstance(found, NoPlan) else found.plan.stages
 
 
 def _by_bytes(

@@ -1,19 +1,28 @@
 """Forms of products whose tiles have any multiple of 8 columns (`jtile.ops.hopper_columns`), and the model of time that
-chooses among them, fitted as `jtile.tune.warpgroups` is."""
+chooses among them, fitted as that of `jtile.tune.warpgroups` is."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 
-from jtile.tune.warpgroups import Product, cdiv
+from jtile.tune.warpgroups import LINE, Gpu, Product, at_once, cdiv, forms, in_rounds
 
 ROWS, TERMS = 64, 64  # rows of an instruction; terms of a round
 LEAVING = 32  # columns of results that leave at a time
 ROOM, RESERVE = 227 << 10, 3 << 10  # bytes of shared memory of a block; for barriers
 LEAST, MOST = 3, 8  # slots of a ring
 # Consumers -> columns of a tile at most, by the registers that threads start with; and registers of a consumer.
-WIDEST = {1: 256, 2: 256, 3: 200, 4: 152}
+WIDEST = {1: 256, 2: 256, 3: 200, 4: 136}
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+# Microseconds of a round at the highest clock, and for each column of a consumer; of a tile's rest for each number.
+ROUND, COLUMN, NUMBER = 0.035, 1.0e-3, 4.5e-5
+# Bytes of operands that a block gets in a microsecond, where W lies as [k, n], and as [n, k]; half as many of rows that
+# start inside of lines.
+BROUGHT = {False: 120e3, True: 90e3}
+FEWEST = 1024  # terms of a sum, at least
+BETTER = 0.97  # of the time of other tiles, at most: predictions are off by 9 % on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +49,43 @@ class Form:
         """How many tiles a product has."""
         rows, columns = (p.n, p.m) if self.turned else (p.m, p.n)
         return cdiv(rows, ROWS * self.consumers) * cdiv(columns, self.columns)
+
+
+def candidates(p: Product, on: Gpu) -> Iterator[Form]:
+    """The forms whose tiles are one round of the multiprocessors, of those that were quick anywhere: one consumer did
+    not keep a multiprocessor busy, and four had too few columns; rows of x were quick in two, and where W lies as
+    [n, k], so that what leaves has rows of 32 bytes."""
+    for turned, teams, step in ((True, (2, 3), 8), (False, (2,) * p.transposed, 16)):
+        rows, columns = (p.n, p.m) if turned else (p.m, p.n)
+        for consumers in teams:
+            tall = cdiv(rows, ROWS * consumers)
+            for across in range(1, on.processors // tall + 1):
+                form = Form(turned, consumers, cdiv(columns, across * step) * step)
+                if form.columns <= WIDEST[consumers] and form.slots(p.itemsize) >= LEAST:
+                    yield form
+
+
+def predicted_us(p: Product, form: Form, on: Gpu) -> float:
+    """Predicted microseconds of a product in this form."""
+    high = ROWS * form.consumers
+    step = (ROUND + COLUMN * form.consumers * form.columns) / on.speed
+    sides = zip((form.columns, high) if form.turned else (high, form.columns), p.pitches)
+    brought = sum(side * LINE * (2 if pitch % LINE else 1) for side, pitch in sides) / BROUGHT[p.transposed]
+    one = cdiv(p.k, TERMS) * at_once(step, brought) + NUMBER * high * form.columns
+    return in_rounds(p, one, form.tiles(p), on)
+
+
+@functools.lru_cache(maxsize=1024)
+def choice(p: Product, on: Gpu) -> Form | None:
+    """The form that is best for a product of 16-bit floats; None where other tiles are as quick."""
+    found = {form: predicted_us(p, form, on) for form in candidates(p, on)} if fits(p) else {}
+    if not found:
+        return None
+    best = min(found, key=found.__getitem__)
+    return best if found[best] <= BETTER * min(forms(p, on).values(), default=0.0) else None
+
+
+def fits(p: Product) -> bool:
+    """Whether a product is one that such kernels compute."""
+    single = p.batch == 1 and p.gates == 1 and p.itemsize == 2 and not p.left
+    return single and p.m > ROWS and p.n >= ROWS and p.k >= FEWEST and not any(size % 8 for size in (p.k, p.n))

@@ -14,7 +14,7 @@ from jtile.transforms.factors import Factors, factors
 from jtile.transforms.retile import free, lanes, retile
 from jtile.transforms.rounds import round_size, shorter_rounds
 from jtile.tune import cost, guesses, nature, products, warpgroups
-from jtile.tune.auto import fits, has_plan
+from jtile.tune.auto import fits, has_plan, slots
 from jtile.tune.guesses import Guess, Sides
 from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
 from jtile.tune.warpgroups import Form
@@ -25,6 +25,7 @@ SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that 
 MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor, at most; those of kernels with short rows
 ROUNDS = 64, 32  # terms of a round of several products
 EACH = 1 << 30  # more programs than there are: no two share a sum
+SLOTS = 3  # rounds of operands that roles hold, at least, to be as quick as the model says
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
 
 
@@ -157,5 +158,8 @@ def _as_good(
     on, p = warpgroups.gpu(target) if warpgroups.multiplies(target) else None, whole.product
     if on is None or not guess.us or (bm, bn) not in warpgroups.candidates(p):
         return False
-    plan = Guess({}, "", planned=True)
-    return warpgroups.predicted_us(p, Form(1, bm, bn), on) < GAIN * guess.us and fits(kernel, plan, target, options)
+    plan, few = Guess({}, "", planned=True), slots(kernel, target, options) < SLOTS
+    return (
+        not few and warpgroups.predicted_us(p, Form(1, bm, bn), on) < GAIN * guess.us
+        and fits(kernel, plan, target, options)
+    )  # fmt: skip

@@ -4,6 +4,7 @@ products it makes of arrays of which sizes."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -95,7 +96,7 @@ class Whole:
 
 def whole_product(kernel: ir.Kernel) -> Whole | None:
     """The product of arrays that a kernel computes; None where it is not one, or several of equal sizes beside each
-    other, or where its operands are no parts of arrays."""
+    other, or where its operands are no parts of arrays. Several that are added up are one with as many more terms."""
     dots = products_of(kernel)
     if len({sizes(d) for d in dots}) != 1 or len({d.a.dtype for d in dots}) != 1:
         return None
@@ -110,9 +111,10 @@ def whole_product(kernel: ir.Kernel) -> Whole | None:
     m, n = left.along(0), right.along(1)
     k = min(left.along(1), right.along(0), round(bk * max(runs[dot].trips, 1)))  # the rounds are an average
     tiles = sum(runs[d].times / max(runs[d].trips, 1) for d in dots if d in runs) / len(beside)
+    added = all(isinstance(b, ir.Dot) and b.acc is a.results[0] for a, b in itertools.pairwise(beside))
     product = Product(
-        m, n, k, max(ir.DTYPES[dot.a.dtype].bits // 8, 1),
-        batch=max(round(tiles / (cdiv(m, bm) * cdiv(n, bn))), 1), gates=min(len(beside), 2),
+        m, n, k * (len(beside) if added else 1), max(ir.DTYPES[dot.a.dtype].bits // 8, 1),
+        batch=max(round(tiles / (cdiv(m, bm) * cdiv(n, bn))), 1), gates=1 if added else min(len(beside), 2),
         transposed=right.turned, left=left.turned, fast=not (isinstance(dot, ir.Dot) and promoted(dot)),
     )  # fmt: skip
     return Whole(product, dot.a.dtype, (bm, bn, bk))

@@ -180,15 +180,22 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     count = parts * p.tiles(bm, bn)
     step *= FULL if p.gates > 1 and (bm, bn) == GATED[0] and count > processors else 1
     one = cdiv(p.k * p.itemsize, LINE * parts) * max(step, brought) + rest
+    sums = SECOND + 8 * parts * p.m * p.n / KEPT if parts > 1 else 0.0
+    return in_rounds(p, one, count, on) + sums
+
+
+def in_rounds(p: Product, one: float, count: int, on: Gpu) -> float:
+    """Predicted microseconds of products in `count` tiles, of which a multiprocessor makes one in `one` microseconds at
+    the highest clock, where operands come at once."""
+    processors = on.processors
     one *= 1 + CLOCK * count / processors / cdiv(count, processors)  # by the share of the blocks that work
     read = p.batch * p.itemsize * (p.m * p.k + p.gates * p.k * p.n) / (READ * on.memory) / count
     full, last = divmod(count, processors)  # full rounds, and blocks of the last one, which reads little
-    rounds = full * _at_once(one, processors * read) + (_at_once(one, last * read) if last else 0.0)
-    sums = SECOND + 8 * parts * p.m * p.n / KEPT if parts > 1 else 0.0
-    return START + rounds + sums
+    rounds = full * at_once(one, processors * read) + (at_once(one, last * read) if last else 0.0)
+    return START + rounds
 
 
-def _at_once(*times: float) -> float:
+def at_once(*times: float) -> float:
     """The time of things that share a machine: the longest of theirs, and a little more where they are alike."""
     return sum(t**SHARP for t in times) ** (1 / SHARP)
 
