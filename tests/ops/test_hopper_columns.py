@@ -10,10 +10,12 @@ from library import normal
 from sass import spills_of_products
 
 import jtile as jt
+from jtile import ops
 from jtile.errors import UnsupportedError
 from jtile.ops.hopper_columns import hopper_columns, pieces
 from jtile.ops.matmul import matmul_reference
 from jtile.testing import relative_error
+from jtile.tune import columns, warpgroups
 from jtile.tune.columns import Form
 
 CASES = {  # m, n, k, whether W lies as [n, k], form, bias and activation, dtype
@@ -50,6 +52,25 @@ def test_pieces_of_columns(n):
     found = pieces(n, 32)
     assert [at for at, _ in found] == [sum(w for _, w in found[:k]) for k in range(len(found))]
     assert sum(w for _, w in found) == n and {w for _, w in found} <= {8, 16, 32}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tb", "form"),
+    [
+        (200, 9216, 4096, False, Form(True, 3, 104)),
+        (640, 5120, 5120, True, Form(False, 2, 208)),
+        (300, 5120, 5120, True, None),  # as quick in tiles of 64 x 256
+        (4096, 4096, 4096, False, None),
+    ],
+)
+def test_choices(m, n, k, tb, form):
+    p = warpgroups.Product(m, n, k, transposed=tb, cut=True)
+    assert columns.choice(p, warpgroups.Gpu(132)) == form
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with jt.config(arch="sm_90"):
+        product = lambda a, b: ops.matmul(a, b, transpose_b=tb)
+        chosen = ops.choices(product, of(m, k), of(n, k) if tb else of(k, n))[-1].implementation
+    assert (chosen == "tiles of any columns") == (form is not None and jax.device_count() == 1)
 
 
 @pytest.mark.gpu

@@ -217,6 +217,30 @@ def test_dots():
     )
 
 
+def test_a_sum_of_products_starts_from_the_total():
+    check(
+        BOTH,
+        """kernel @k(%a: ref<8x4xf32>, %o: ref<8x8xf32, out>) {
+          %z = full 0 : i32
+          %x = load %a[%z:+8, %z:+4]
+          %c = load %o[%z:+8, %z:+8]
+          %d = dot %x, %x trans_b=true
+          %e = dot %x, %x acc=%d trans_b=true
+          %r = add %c, %e
+          store %o[%z:+8, %z:+8], %r
+        }""",
+        """
+        kernel @k(%a: ref<8x4xf32>, %o: ref<8x8xf32, out>) {
+          %z = full 0 : i32
+          %x = load %a[%z:+8, %z:+4] : tile<8x4xf32>
+          %c = load %o[%z:+8, %z:+8] : tile<8x8xf32>
+          %0 = dot %x, %x acc=%c trans_b=true : tile<8x8xf32>
+          %r = dot %x, %x acc=%0 trans_b=true : tile<8x8xf32>
+          store %o[%z:+8, %z:+8], %r
+        }""",
+    )
+
+
 def test_control_flow():
     check(
         BOTH,

@@ -56,6 +56,27 @@ def test_tiles_that_are_as_good_stay():
     assert tiled(kernel, HOPPER, {}) is None
 
 
+@jt.kernel(out_type=lambda x, g, u, **_: jt.like(x, shape=(x.shape[0], g.shape[1])),
+           grid=lambda x, g, u, *, bm, bn, **_: (jt.cdiv(x.shape[0], bm), jt.cdiv(g.shape[1], bn)))  # fmt: skip
+def gated(x, g, u, o, *, bm=128, bn=128, bk=64):
+    i, j = jt.program_id(0), jt.program_id(1)
+    gates = ups = jt.zeros((bm, bn), jnp.float32)
+    for k in jt.range(jt.cdiv(x.shape[1], bk)):
+        part = x.tiles(bm, bk)[i, k]
+        gates, ups = jt.dot(part, g.tiles(bk, bn)[k, j], gates), jt.dot(part, u.tiles(bk, bn)[k, j], ups)
+    o.tiles(bm, bn)[i, j] = (gates * ups).astype(o.dtype)
+
+
+def test_products_that_are_added_up_are_one():
+    """The gradient of x of a gated layer is a sum over the columns of two matrices; those of the matrices share x."""
+    program = gated.lower(spec(4096, 4096), *[spec(4096, 14336)] * 2).vjp().program
+    first, of_x, of_matrices = pieces_of(program).kernels
+    assert dots_of(first) == [(128, 128, 64)] * 2 and dots_of(of_matrices) == [(64, 128, 128)] * 2
+    assert tiled(first, HOPPER, {}) is None
+    assert dots_of(tiled(of_x, HOPPER, {}).kernel) == [(128, 256, 64)] * 2
+    assert dots_of(tiled(of_matrices, HOPPER, {}).kernel) == [(128, 128, 64)] * 2
+
+
 def test_additions_are_atomic_where_a_gpu_would_have_few_programs():
     """Lists of blocks say which keys a block of queries reads, so that only the heads tell programs apart."""
     lists = spec(2, 16, 64, 8, dtype="int32")
