@@ -66,9 +66,11 @@ def _run(v: Value, rw: Rewriter) -> _Run | None:
     if not isinstance(v.op, Map) or v.op.fn != "add":
         return None
     for x, y in (v.op.args, v.op.args[::-1]):
-        axis = _counted(x)
-        if axis is not None and axes[axis] >= 0 and (start := _start(y, rw)) is not None:
-            return _Run(start, axes[axis])
+        inner = _run(x, rw)
+        if inner is None or axes[inner.axis] < 0 or (start := _start(y, rw)) is None:
+            continue
+        first = isinstance(inner.start.op, Full) and inner.start.op.value == 0
+        return _Run(start if first else rw.new(Map("add", (inner.start, start))), axes[inner.axis])
     return None
 
 

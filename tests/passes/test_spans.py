@@ -44,3 +44,19 @@ def test_what_a_program_loads(name):
     if jax.default_backend() == "cpu":
         text = kernel.lower(X).texts["llvm"]
         assert ("gather" not in text and "insertelement" not in text) == box
+
+
+@pytest.mark.parametrize("shift", [(0, 0), (-1, -3), (2, 5)], ids=str)
+def test_masked_gathers_read_vectors_too(shift):
+    """A mask says which of the consecutive elements lie in the array; the others are the pad."""
+
+    def body(x, o):
+        p = jt.program_id(0)
+        i, j = p * 16 + arange(16, 0) + shift[0], arange(64, 1) + shift[1]
+        inside = (i >= 0) & (i < N) & (j >= 0) & (j < 64)
+        o.tiles(16, 64)[p, 0] = jt.load(x, (1, i, j), mask=inside, other=-1.0)
+
+    kernel = jt.call(body, out_type=jax.ShapeDtypeStruct((N, 64), jnp.float32), grid=2)
+    np.testing.assert_array_equal(kernel(X), kernel.interpret(X))
+    if jax.default_backend() == "cpu":
+        assert "masked.gather" not in kernel.lower(X).texts["llvm"]
