@@ -8,13 +8,12 @@ import json
 import shutil
 import signal
 import subprocess
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from serving_checks import idle, until
 
-openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 
@@ -25,9 +24,17 @@ from jtile.models.serving.http import make_app  # noqa: E402
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 PROMPT = "[system]Be brief.\n[user]Hi\n[assistant]"
 
+openai: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _openai():
+    """The package takes a second to import: only a worker that comes to these tests does."""
+    globals()["openai"] = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
+
 
 @pytest.fixture(scope="module")
-def url(engine, started):
+def url(engine, started, _openai):
     """The address of a server that asks for a key."""
     server, url, thread = started(make_app(engine, "tiny", api_keys=["key"]))
     yield f"{url}/v1"
