@@ -17,9 +17,9 @@ from serving_checks import idle, until
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 
-from pydantic import BaseModel, Field  # noqa: E402
+from pydantic import BaseModel, Field
 
-from jtile.models.serving.http import make_app  # noqa: E402
+from jtile.models.serving.http import make_app
 
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 PROMPT = "[system]Be brief.\n[user]Hi\n[assistant]"
