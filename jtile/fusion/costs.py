@@ -40,6 +40,25 @@ CHEAP = frozenset(
      "eq", "ne", "lt", "le", "gt", "ge", "and", "or"]
 )  # fmt: skip
 
+# Functions that say which element is taken, and those that compute nothing.
+CHOICES = frozenset(
+    [
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "select_n",
+        "convert_element_type",
+        "copy",
+        "stop_gradient",
+    ]
+)
+
 
 def has_room(layout: Layout) -> bool:
     """Whether a program has room for what it takes whole."""
@@ -115,8 +134,7 @@ def windows_not_worth(
         return "it sums windows of arrays, which XLA's code for GPUs does at the speed of memory"
     if layout.sizes[-1] < SHORT:
         return f"its last axis has {layout.sizes[-1]} elements, too few for vectors"
-    work = [step for step in steps if step.name in ELEMENTWISE - {"convert_element_type", "copy", "select_n"}]
-    if len({step.name for step in work} - {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"}) < 2 or not inputs:
+    if sum(step.name in ELEMENTWISE - CHOICES for step in steps) < 2 or not inputs:
         return "it moves elements, and computes little"
     return None
 

@@ -22,8 +22,8 @@ class Walk:
     """A graph as a function of JAX of its operands. It keeps the structure, and no value but numbers of the script.
 
     Attributes:
-      by_xla: kernels would only part what XLA does in one pass: complex numbers, and stencils, whose neighbours it
-        reads in place; and it divides integers quicker.
+      by_xla: kernels would only part what XLA does in one pass: complex numbers, and stencils of 64-bit numbers, which
+        memory bounds, and which it writes over arrays that are needed no more; and it divides integers quicker.
       kept: the values that are computed once and kept in memory. XLA computes what is read at several places anew for
         each of them, and so what that is computed from, in a time that grows exponentially.
     """
@@ -38,7 +38,8 @@ class Walk:
         kinds = {node.dtype.kind for node in graph.order if node.dtype is not None}
         divides = any(op is not None and op.name in _DIVISIONS for op, _, _ in self.steps)
         parts = sum(op is not None and op.name in _PARTS for op, _, _ in self.steps)
-        stencils = len(self.kept) >= STENCILS or (bool(self.kept) and SHARE * parts > len(self.steps))
+        wide = any(n.size > SMALL and n.dtype is not None and n.dtype.itemsize > 4 for n in graph.order)
+        stencils = wide and (len(self.kept) >= STENCILS or (bool(self.kept) and SHARE * parts > len(self.steps)))
         self.by_xla = stencils or "c" in kinds or (divides and bool(kinds & {"i", "u"}))
         if stencils:
             self.kept |= self._long([node.size > SMALL for node in graph.order], graph.uses)
