@@ -24,34 +24,57 @@ from jtile.ops.streamed_operands import PIECE, Rows, by_block, of_piece
 
 WARPS = 4
 _WEIGHTS = 128  # that a thread has at most
-_REGISTERS, _BLOCKS = (128, 216), (4, 2)  # of a thread, and of a multiprocessor, for up to half of these and for more
+_REGISTERS, _BLOCKS = (128, 200), (4, 2)  # of a thread, and of a multiprocessor, for up to half of these and for more
 _BYTES = 4 << 20  # of a matrix, or of two: a ring in shared memory is made for more
 _OF_X = 3  # what a piece of x takes, in rows of a warp
 
 
-def _load(weight: Weight, tile, rows: int, kind: str, inner: int, pieces: int):
-    """All weights of the rows of a tile, by piece and group, and the scales (and minima) of them as they are."""
+def _load(weight: Weight, tile, rows: int, kind: str, inner: int, pieces: int) -> list:
+    """All codes of the rows of a tile, and their scales (and minima), by piece: operands of `floats_of`."""
     count = groups_of(kind)
     width = 512 // jnp.dtype(weight.codes.dtype).itemsize
-    codes = weight.codes.tiles(rows, width)
-    places = [[piece * count + group for group in range(count)] for piece in range(pieces)]
-    numbers = [floats_of([codes[tile, at] for at in of], kind) for of in places]
-    blocks = [
-        [[a.tiles(rows, of_piece(a, inner, kind))[tile, at] for at in of] for a in by_block(weight, kind)]
-        for of in places
-    ]
-    return numbers, blocks
+    out = []
+    for piece in range(pieces):
+        places = [piece * count + group for group in range(count)]
+        codes = [weight.codes.tiles(rows, width)[tile, at] for at in places]
+        blocks = [[a.tiles(rows, of_piece(a, inner, kind))[tile, at] for at in places] for a in by_block(weight, kind)]
+        out.append((codes, blocks))
+    return out
 
 
-def _planes(x: Rows, i: int, of_norm: list, kind: str, total, tile):
-    """Row i of x for `float_sums` by piece, times the weights of the norm, and sums of its squares before that. x +
-    residual goes to `total`, at once, lest the kernel ends later for it."""
+@jt.function
+def _made(stored, norm, rows: int, kind: str):
+    """The weights of what `_load` gave, times those of the norm. They are made in a loop of one round, of which the
+    compiler does not know that it has any: else it would make them when the kernel in front has ended. (No square is 5
+    more than a multiple of 8.)"""
+    time = jt.clock().astype(jnp.int32)
+    once = jnp.where((time * time & 7) == 5, 0, 1)
+    numbers = jax.tree.map(lambda _: jnp.zeros((rows, LANES, 4), jnp.float32), _numbers(stored, norm, kind))
+    for _ in jt.range(once):
+        numbers = _numbers(stored, norm, kind)
+    return numbers
+
+
+def _numbers(stored, norm, kind: str):
+    return [[_normed(floats_of(*one, kind), w, kind) for one, w in zip(pieces, norm)] for pieces in stored]
+
+
+def _normed(fields: list[list], norm: list, kind: str) -> list[list]:
+    """The fields of a piece, times the weights of the norm in tiles of `EIGHT`; None where there is no norm."""
+    if norm[0] is None:
+        return fields
+    planes = iter(field_planes([w.astype(jnp.float32) for w in norm], kind))
+    return [[field * plane[None] for field, plane in zip(of_group, planes)] for of_group in fields]
+
+
+def _planes(x: Rows, i: int, kind: str, total, tile):
+    """Row i of x for `float_sums` by piece, and sums of its squares where a norm is in front. x + residual goes to
+    `total`, at once, lest the kernel ends later for it."""
     parts = [x.parts(i, at, True) for at in range(x.pieces)]
     squares = None
     if x.norm is not None:
         _write_sums(x, total, i, parts, tile)
         squares = functools.reduce(jnp.add, [part * part for of in parts for part in of]).sum(1)
-        parts = [[part * w.astype(jnp.float32) for part, w in zip(of, ws)] for of, ws in zip(parts, of_norm)]
     return [field_planes(of, kind) for of in parts], squares
 
 
@@ -70,19 +93,16 @@ def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activ
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
     registers = _REGISTERS[_weights_of_thread(rows, x.pieces, len(weights)) > _WEIGHTS // 2]
     with jt.role("rows", warps=WARPS, registers=registers, early=True):
-        held = [_load(w, tile, rows, kind, inner, x.pieces) for w in weights]
-        of_norm = [x.weights(at, True) for at in range(x.pieces)]
+        stored = [_load(w, tile, rows, kind, inner, x.pieces) for w in weights]
+        norm = [x.weights(at, True) for at in range(x.pieces)]
         of_rows = [w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights] if last else []
         bias = None if epilogue.bias is None else epilogue.bias.tiles(None, rows)[0, tile].astype(jnp.float32)
+        held = _made(stored, norm, rows, kind)
         jt.wait_for_kernels()
         for i in range(m):
-            planes, squares = _planes(x, i, of_norm, kind, total, tile)
-            sums = [
-                functools.reduce(
-                    jnp.add, [float_sums(fields, d, p) for fields, d, p in zip(numbers, blocks, planes)]
-                ).sum(1)
-                for numbers, blocks in held
-            ]
+            planes, squares = _planes(x, i, kind, total, tile)
+            add = lambda found: functools.reduce(jnp.add, found)
+            sums = [add([float_sums(w, p) for w, p in zip(numbers, planes)]).sum(1) for numbers in held]
             if squares is not None:
                 unit = x.scale([squares])
                 sums = [one * unit for one in sums]
@@ -152,6 +172,8 @@ def _weights_of_thread(rows: int, pieces: int, weights: int) -> int:
 def choice(x, weights: tuple[Weight, ...], kind: str) -> int | None:
     """The rows of a program where these kernels compute the product of x [m, in], else None."""
     if not gpu_tiles.overlaps() or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    if kind == "fp8":  # two of them behind a norm, [128, 288], gave NaN on an H200, which is not understood yet
         return None
     m, inner = x.shape
     if not all(of_piece(a, inner, kind) for w in weights for a in by_block(w, kind)):

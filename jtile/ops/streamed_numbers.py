@@ -168,9 +168,9 @@ def _in_place(kind: str) -> int:
     return 23 // bits_of(kind)
 
 
-def field_planes(x: list, kind: str) -> tuple[list, jax.Array | None]:
+def field_planes(x: list, kind: str) -> list:
     """x, float32, in four tiles [lanes, `EIGHT`] as [lanes, 4] for the numbers of `floats_of`, those of a group one
-    behind the other; and for Q4_1 the sum of each lane."""
+    behind the other."""
     planes, each = [], len(x) // groups_of(kind)
     for i in range(0, len(x), each):
         if bits_of(kind) == 16:
@@ -178,43 +178,41 @@ def field_planes(x: list, kind: str) -> tuple[list, jax.Array | None]:
         else:  # the axes of a block are s, h, t, e: see `QuantizedTensor.packed`; a tile has one s and one h
             pairs = [_along(tile.reshape(LANES, 4, 2), 2) for tile in x[i : i + each]]
             planes += [pair[e] for e in range(2) for pair in pairs]
-    total = functools.reduce(jnp.add, x).sum(1) if kind == "q4_1" else None
-    if integers(kind):
-        bits, of_word = bits_of(kind), 32 // bits_of(kind)
-        factors = [2.0 ** (-bits * (k % of_word % _in_place(kind))) for k in range(len(planes))]
-        planes = [plane if f == 1 else plane * jnp.float32(f) for plane, f in zip(planes, factors)]
-    return planes, total
+    return planes
 
 
-def floats_of(pieces: list, kind: str) -> list[list]:
-    """The numbers that the 512 bytes of each group of some rows hold: for each group float32 [rows, lanes, 4], several
-    of them."""
-    return [_whole_fields(stored, kind) if integers(kind) else _fields(stored, kind) for stored in pieces]
+def floats_of(pieces: list, of_blocks: list, kind: str) -> list[list]:
+    """The weights that the 512 bytes of each group of some rows hold: for each group float32 [rows, lanes, 4], several
+    of them; of_blocks: for each array and group the scales and, for Q4_1, the minima as they are."""
+    out = []
+    for group, stored in enumerate(pieces):
+        scales = [spread(a[group], stored.shape[0])[:, :, None] for a in of_blocks]
+        if integers(kind):
+            out.append(_whole_fields(stored, scales, kind))
+        else:
+            out.append([field * scales[0] if scales else field for field in _fields(stored, kind)])
+    return out
 
 
-def _whole_fields(stored, kind: str) -> list:
-    """Integer codes as float32 by their bits, for an instruction that converts takes as long as eight others. A field
-    that stands k bits higher than the lowest counts 2^k times."""
+def _whole_fields(stored, scales: list, kind: str) -> list:
+    """Weights of integer codes, which become float32 by their bits, for an instruction that converts takes as long as
+    eight others. A field that stands k bits higher than the lowest counts 2^k times, and is scaled down."""
     words, bits = stored.reshape(stored.shape[0], LANES, 4), bits_of(kind)
     out = []
     for k in range(32 // bits):
         at = k % _in_place(kind) * bits
         word = words >> np.uint32(k * bits - at) if k * bits > at else words
         found = (word & np.uint32(((1 << bits) - 1) << at)) | np.uint32(_MAGIC)
-        out.append(real(found) - jnp.float32(2.0**23 + _ZERO[kind] * 2**at))
+        number = real(found) - jnp.float32(2.0**23 + _ZERO[kind] * 2**at)
+        number = number * (scales[0] * jnp.float32(2.0**-at) if scales else jnp.float32(2.0**-at))
+        out.append(number + scales[1] if kind == "q4_1" else number)
     return out
 
 
-def float_sums(fields: list[list], of_blocks, x: tuple[list, jax.Array | None]):
-    """What a piece adds to the products of rows of W with a row of x as `field_planes` gives it: [rows, lanes].
-
-    fields: as `floats_of` gives them; of_blocks: for each array and group the scales and, for Q4_1, the minima as they
-    are.
-    """
-    rows, (planes, total) = fields[0][0].shape[0], x
-    scales = [[spread(one, rows) for one in a] for a in of_blocks]
-    out = _float_sums(fields, scales, planes)
-    return out if total is None else out + total[None] * scales[1][0]
+def float_sums(fields: list[list], planes: list):
+    """What a piece adds to the products of rows of W, as `floats_of` gives them, with a row of x as `field_planes`
+    gives it: [rows, lanes]."""
+    return _float_sums(fields, [], planes)
 
 
 def held(x):
