@@ -14,8 +14,6 @@ from jtile.ops._shapes import check_float, check_shape
 from jtile.ops.collective_parts import programs_at_most, signal_others, summed_cotangent
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
-BY_PEERS = False  # an experiment: each row has a program for each device that it is sent to
-
 
 def all_reduce_rms_norm(
     x: jax.Array, weight: jax.Array, axis: str, *, residual: jax.Array, eps: float = 1e-6
@@ -53,12 +51,8 @@ def all_reduce_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(axis: str, eps: float, x, residual, weight):
-    programs, n = min(programs_at_most(), x.shape[0]), jt.axis_size(axis)
-    if BY_PEERS and programs_at_most() >= n:
-        groups = min(programs_at_most() // n, x.shape[0])
-        outs = normed_sum_by_peers(x, residual, weight, axis=axis, eps=eps, groups=groups)
-    else:
-        outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
+    programs = min(programs_at_most(), x.shape[0])
+    outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
     return tuple(jt.same_along(y, axis) for y in outs)
 
 
@@ -118,36 +112,3 @@ def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int
         s[i] = total.astype(s.dtype)
         scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
         y[i] = (total * scale * weight).astype(y.dtype)
-
-
-@jt.kernel(
-    out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
-    grid=lambda x, r, w, *, axis, groups, **_: groups * jt.axis_size(axis),
-    scratch=lambda x, r, w, *, axis, groups, **_: [
-        jt.symmetric((jt.axis_size(axis), *x.shape), x.dtype),
-        jt.signals((groups, jt.axis_size(axis))),
-    ],
-)
-def normed_sum_by_peers(x, r, w, y, s, box, came, *, axis: str, eps: float, groups: int):
-    """`normed_sum` with a program for each device that a group of rows goes to, so that a row is under way to all of
-    them at once. Group g of G has rows g, g + G, ...; the program of this device itself adds them up."""
-    # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
-    n, me = jt.axis_size(axis), jt.axis_index(axis)
-    g, to = jt.program_id(0) // n, jt.program_id(0) % n
-    rows = lambda: jt.range(g, x.shape[0], groups)
-    there = box.on(axis, to)
-    for i in rows():
-        there[me, i] = x[i]
-    if to != me:
-        jt.signal(came.on(axis, to)[g, me])
-    else:
-        weight = w[...].astype(jnp.float32)
-        for k in jt.range(n - 1):
-            jt.wait(came[g, (me + 1 + k) % n])
-        for i in rows():
-            total = r[i].astype(jnp.float32)
-            for d in jt.range(n):
-                total = total + box[d, i].astype(jnp.float32)
-            s[i] = total.astype(s.dtype)
-            scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
-            y[i] = (total * scale * weight).astype(y.dtype)

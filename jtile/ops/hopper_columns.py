@@ -70,17 +70,17 @@ def _piece(x, at: int, width: int):
 
 
 @jt.function
-def _sum(mem: _Memory, rows, rounds: int, form: Form, sides: _Sides, pending: int):
+def _sum(mem: _Memory, rows, rounds: int, form: Form, sides: _Sides):
     """The sums of a consumer, in the first columns of a tile."""
     wide = jt.next_power_of_2(form.columns)
     total = jt.zeros((ROWS, wide), jnp.float32)
-    last = mem.full.count - pending
+    last = mem.full.count - 1
     for k in jt.range(rounds):
         mem.full.at(k).wait()
         left = rows.at(k).T if sides.rows_across else rows.at(k)
         right = mem.columns.at(k)[:, : form.columns] if sides.columns_across else mem.columns.at(k)[: form.columns].T
-        total = jt.dot_wait(jt.dot_async(left, right, total, keep=k > 0), pending=pending)
-        mem.empty.at(k + last).arrive(when=k >= pending)
+        total = jt.dot_wait(jt.dot_async(left, right, total, keep=k > 0), pending=1)
+        mem.empty.at(k + last).arrive(when=k > 0)
     return jt.dot_wait(total)
 
 
@@ -133,34 +133,21 @@ def _shape(x, w, tb: bool) -> tuple[int, int]:
     return x.shape[0], w.shape[0 if tb else 1]
 
 
-def _grid(x, w, *_, tb: bool, form: Form, order: int = 0, **__):
+def _grid(x, w, *_, tb: bool, form: Form, **__):
     m, n = _shape(x, w, tb)
-    along = lambda rows, columns: (jt.cdiv(columns, form.columns), jt.cdiv(rows, ROWS * form.consumers))
-    found = along(n, m) if form.turned else along(m, n)[::-1]  # rows of x change first: a part of W is read once
-    return found[::-1] if order else found
+    rows, columns = (n, m) if form.turned else (m, n)
+    found = jt.cdiv(rows, ROWS * form.consumers), jt.cdiv(columns, form.columns)
+    return found if form.turned else found[::-1]  # tiles of W change first: with those of x first it is 0 to 8 % slower
 
 
 @jt.kernel(
     out_type=lambda x, w, *_, tb, out_dtype, **__: jax.ShapeDtypeStruct(_shape(x, w, tb), jnp.dtype(out_dtype)),
     grid=_grid,
 )
-def hopper_columns(
-    x,
-    w,
-    bias,
-    y,
-    *,
-    tb: bool,
-    form: Form,
-    slots: int,
-    activation: str | None,
-    out_dtype: str,
-    pending: int = 1,
-    order: int = 0,
-):
+def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activation: str | None, out_dtype: str):
     """y = activation(x op(w) + bias) of x [m, k], w [k, n] or, with `tb`, [n, k], and bias [1, n] or None."""
     # Y = X W, or Yᵀ = Wᵀ Xᵀ, a sum over rounds of 64 terms
-    j, i = (jt.program_id(0), jt.program_id(1)) if form.turned != bool(order) else (jt.program_id(1), jt.program_id(0))
+    i, j = (jt.program_id(0), jt.program_id(1)) if form.turned else (jt.program_id(1), jt.program_id(0))
     sides, wide = _Sides.of(form.turned, tb), jt.next_power_of_2(form.columns)
     shape = lambda width: (width, ROWS) if form.turned else (ROWS, width)
     widths = sorted({width for _, width in pieces(form.columns, LEAVING)})
@@ -175,7 +162,7 @@ def hopper_columns(
     rounds = jt.cdiv(x.shape[1], TERMS)
     for h in range(form.consumers):
         with jt.role(f"consumer{h}", warps=4, registers=form.registers):
-            total = _sum(mem, mem.rows[h], rounds, form, sides, pending)
+            total = _sum(mem, mem.rows[h], rounds, form, sides)
             row, column = (i * form.consumers + h) * ROWS, j * form.columns
             _leave(total, bias, y, mem.leaving[h], row, column, form, activation)
     with jt.role("producer", warps=1, registers=24):

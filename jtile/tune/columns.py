@@ -16,13 +16,13 @@ LEAST, MOST = 3, 8  # slots of a ring
 # Consumers -> columns of a tile at most, by the registers that threads start with; and registers of a consumer.
 WIDEST = {1: 256, 2: 256, 3: 200, 4: 136}
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-# Microseconds of a round at the highest clock, and for each column of a consumer; of a tile's rest for each number.
-ROUND, COLUMN, NUMBER = 0.035, 1.0e-3, 4.5e-5
+# Microseconds of a round at the highest clock for each column of a consumer, and of a tile's rest for each number.
+COLUMN, NUMBER = 1.12e-3, 4.5e-5
 # Bytes of operands that a block gets in a microsecond, where W lies as [k, n], and as [n, k]; half as many of rows that
 # start inside of lines.
-BROUGHT = {False: 120e3, True: 90e3}
-FEWEST = 1024  # terms of a sum, at least
-BETTER = 0.97  # of the time of other tiles, at most: predictions are off by 9 % on average
+BROUGHT = {False: 140e3, True: 120e3}
+FEWEST, NARROWEST = 1024, 72  # terms of a sum, and columns, at least
+BETTER = 0.95  # of the time of other tiles, at most: predictions are off by 5 % on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +61,15 @@ def candidates(p: Product, on: Gpu) -> Iterator[Form]:
             tall = cdiv(rows, ROWS * consumers)
             for across in range(1, on.processors // tall + 1):
                 form = Form(turned, consumers, cdiv(columns, across * step) * step)
-                if form.columns <= WIDEST[consumers] and form.slots(p.itemsize) >= LEAST:
+                measured = NARROWEST <= form.columns <= WIDEST[consumers] and form.columns & (form.columns - 1)
+                if measured and form.slots(p.itemsize) >= LEAST:
                     yield form
 
 
 def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     """Predicted microseconds of a product in this form."""
     high = ROWS * form.consumers
-    step = (ROUND + COLUMN * form.consumers * form.columns) / on.speed
+    step = COLUMN * form.consumers * form.columns / on.speed
     sides = zip((form.columns, high) if form.turned else (high, form.columns), p.pitches)
     brought = sum(side * LINE * (2 if pitch % LINE else 1) for side, pitch in sides) / BROUGHT[p.transposed]
     one = cdiv(p.k, TERMS) * at_once(step, brought) + NUMBER * high * form.columns

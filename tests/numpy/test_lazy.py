@@ -48,6 +48,18 @@ def test_nothing_is_computed_before_it_is_looked_at():
     assert x._cell.node.op is None  # what the script holds is computed with it, by one program
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])
+def test_stencils_of_64_bits_are_programs_of_xla(dtype, monkeypatch):
+    left = []
+    monkeypatch.setattr(_evaluate, "compiled", lambda walk, given: left.append(walk.by_xla) or walk)
+    with np.execution("compiled"):
+        x = np.ones((200, 200), dtype)
+        for _ in range(4):
+            x = np.roll(x, 1, 0) + np.roll(x, 1, 1) - x
+        assert x.sum() == x.size
+    assert left == [dtype == "float64"]
+
+
 def test_small_arrays_are_computed_at_once():
     with pytest.warns(RuntimeWarning, match="divide by zero"):
         x = np.ones(3) / 0
