@@ -217,6 +217,15 @@ def _by_chirps(x, sign: int, scale: float):
     return _rows(z, 1, 1.0)[:, :n] * (chirp * np.float32(scale))[None]
 
 
+_MANY = 1 << 20  # numbers, from which on XLA's transforms were measured on a GPU
+
+
+def _left_to_xla(x) -> bool:
+    """Whether XLA's transforms are quicker: on NVIDIA's GPUs, where 16384 rows of 1024 numbers took 69 us on an H200
+    (167 in kernels here), and 39 of real ones (160)."""
+    return "measured warps" in jt.target().features and isinstance(x.size, int) and x.size >= _MANY
+
+
 def _along(op: str, x, axis: int, sign: int, scale_by_n: bool):
     axis = check_axis(axis, x.ndim, op)
     n = x.shape[axis]
@@ -224,6 +233,8 @@ def _along(op: str, x, axis: int, sign: int, scale_by_n: bool):
         raise KernelValueError(f"{op}: axis {axis} of x has no elements")
     if x.size == 0 or n == 1:
         return x
+    if _left_to_xla(x):
+        return jnp.fft.ifft(x, axis=axis) if scale_by_n else jnp.fft.fft(x, axis=axis)
     last = jnp.moveaxis(x, axis, -1)
     found = _rows(last.reshape(-1, n), sign, 1.0 / n if scale_by_n else 1.0)
     return jnp.moveaxis(found.reshape(last.shape), -1, axis)
@@ -243,7 +254,7 @@ def fft(x: jax.Array, axis: int = -1) -> jax.Array:
 
     Lengths whose prime factors are at most 13 go through butterflies of radix 2 to 13, which a program computes
     in registers or in a cache; longer ones than it holds in two passes, and lengths with larger primes as a
-    convolution. Differentiable.
+    convolution. NVIDIA's GPUs take XLA's transforms of a million numbers or more. Differentiable.
 
     Args:
       x: complex64 array [..., n, ...], or one of floats of at most 32 bits.
@@ -286,6 +297,8 @@ def rfft(x: jax.Array, axis: int = -1) -> jax.Array:
     check_float("rfft", x=x)
     axis = check_axis(axis, x.ndim, "rfft")
     n = x.shape[axis]
+    if _left_to_xla(x):
+        return jnp.fft.rfft(x.astype(jnp.float32), axis=axis)
     if n % 2:
         return jax.lax.slice_in_dim(fft(x, axis), 0, n // 2 + 1, axis=axis)
     x = jnp.moveaxis(x, axis, -1)
