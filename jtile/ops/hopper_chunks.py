@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_eight
+from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.hopper_decode import ROWS, Work, copies, sums_of_row, units_of, zero_behind
 from jtile.ops.hopper_shares import Units, row_of
@@ -21,7 +21,6 @@ from jtile.ops.hopper_shares import Units, row_of
 CONSUMERS = 2
 QUERIES = CONSUMERS * ROWS  # queries of a tile
 _RING = 64 << 10  # bytes of keys that are on their way or looked at, and of values
-_CAME = 16 << 10  # of these, keys of 8 bits as they come
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +101,14 @@ def _products(w: _Work, one: int, O, o, *, scale: float, softcap: float | None):
     alias={"into": "o"},
 )
 def hopper_chunks(
-    q, k, v, lengths, table, scales, into, o, *, parts: int, units: Units, t: int, scale: float, softcap: float | None
+    q, k, v, lengths, table, into, o, *, parts: int, units: Units, t: int, scale: float, softcap: float | None
 ):  # fmt: skip
     """Attention of the last m t tokens of q, in m tiles of t tokens; those in front keep what `into` has.
 
     q, into [tokens, heads, d]; k, v [pages, slots of a page, kv heads, d]; lengths int32 [m], keys of the last token of
-    each tile; table int32 [m, pages of a row]; scales: see `hopper_decode`."""
+    each tile; table int32 [m, pages of a row]."""
     d, dtype = q.shape[2], q.dtype
-    came = _CAME // (units.size * d)
-    slots = (_RING - _CAME if scales else _RING) // (units.size * d * dtype.itemsize)
+    slots = _RING // (units.size * d * dtype.itemsize)
     buffers = tuple(jt.alloc((ROWS, d), dtype, slots=1) for _ in range(CONSUMERS))
     outputs = tuple(jt.alloc((ROWS, d), dtype) for _ in range(CONSUMERS))
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
@@ -118,25 +116,21 @@ def hopper_chunks(
     k_full, v_full, cleared = (jt.barrier(slots) for _ in range(3))
     k_empty, v_empty = (jt.barrier(slots, arrivals=CONSUMERS) for _ in range(2))
     group, first = q.shape[1] // units.heads, q.shape[0] // t - lengths.shape[0]
-    eight = hopper_eight.rings(scales, (units.size, d), came, slots)
-    w = _Work(q, k, v, lengths, table, units, parts, t, True, eight, buffers[0], K, V, q_full, q_empty, k_full, k_empty,
+    w = _Work(q, k, v, lengths, table, units, parts, t, True, buffers[0], K, V, q_full, q_empty, k_full, k_empty,
               v_full, v_empty, group, first, buffers, cleared)  # fmt: skip
     for one in range(CONSUMERS):
         with jt.role(f"products{one}", warps=4):
             _products(w, one, outputs[one], o, scale=scale, softcap=softcap)
-    if scales:
-        with jt.role("converts", warps=4, registers=96):
-            hopper_eight.converts(w)
     with jt.role("copies", warps=1, registers=40):
         copies(w)
 
 
-def misfit(q, k, v, lengths, table, scales, *, tiles: tuple[int, int]) -> str | None:
+def misfit(q, k, v, lengths, table, *, tiles: tuple[int, int]) -> str | None:
     """Why `chunks` cannot run this call, None where it can: q [n + m t, heads, d], with tiles = (n, t)."""
     (_, heads, d), (_, page, kvs, _), (n, t) = q.shape, k.shape, tiles
     return first_unmet(
         (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
-        (bool(scales) or q.dtype == k.dtype == v.dtype, f"the cache is {k.dtype.name}, queries are {q.dtype.name}"),
+        (q.dtype == k.dtype == v.dtype, f"the cache is {k.dtype.name}, queries are {q.dtype.name}"),
         (d in (64, 128), f"heads have {d} features, not 64 or 128"),
         (t * (heads // kvs) == QUERIES, f"a tile has {t * (heads // kvs)} queries of a kv head, not {QUERIES}"),
         (t in (8, 16, 32, 64), f"tiles have {t} tokens, not 8, 16, 32 or 64"),
@@ -145,7 +139,7 @@ def misfit(q, k, v, lengths, table, scales, *, tiles: tuple[int, int]) -> str | 
     )
 
 
-def chunks(q, k, v, lengths, table, scales, into, *, t: int, scale: float, softcap: float | None):
+def chunks(q, k, v, lengths, table, into, *, t: int, scale: float, softcap: float | None):
     """The result of `hopper_chunks` with its meta-parameters."""
     options = {"parts": gpu_tiles.processors(), "units": units_of(k, table), "t": t, "scale": scale}
-    return hopper_chunks(q, k, v, lengths, table, scales, into, softcap=softcap, **options)
+    return hopper_chunks(q, k, v, lengths, table, into, softcap=softcap, **options)

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_eight
+from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_eight import Eight, converts, scaled
 from jtile.ops.hopper_shares import (
     Units,
     by_the_last,
@@ -32,7 +31,6 @@ from jtile.ops.hopper_shares import (
 
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
 _RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values
-EIGHT_BITS = False  # whether caches of 8 bits are attended to here, too: no device has run this yet
 # Bytes of queries, and tiles of them: keys of the next row do not come before its queries have a place, so that with
 # one tile the memory waits for the products of the row in front.
 _QUERIES, _AHEAD = 32 << 10, 2
@@ -54,7 +52,6 @@ class Work:
     Attributes:
       q, k, v, lengths, table: the operands of `hopper_decode`.
       units, parts, t, whole: its meta-parameters.
-      eight: what comes instead of K and V from a cache of 8 bits, which are converted then; None for other caches.
       Q, K, V: rings of tiles of queries, and of units of keys and of values.
       q_full, q_empty, ...: a slot of Q, K or V has come; has been read.
     """
@@ -68,7 +65,6 @@ class Work:
     parts: int
     t: int
     whole: bool
-    eight: Eight | None
     Q: jt.Shared
     K: jt.Shared
     V: jt.Shared
@@ -137,25 +133,18 @@ class Work:
         del one, turn
         zero_behind(self.V.at(c), key, length)
 
-    def fetch(self, x, places, head, buffer, full, scales=()):
-        """Start the copies of a unit of keys or values, and of `scales`: arrays and the buffers for those of a unit."""
-        full.expect(buffer.nbytes + sum(lines.nbytes for _, lines in scales))
+    def fetch(self, x, places, head, buffer, full):
+        """Start the copies of a unit of keys or values."""
+        full.expect(buffer.nbytes)
         for i, (row, j) in enumerate(places):
             part = buffer if len(places) == 1 else buffer[i * self.side : (i + 1) * self.side, :]
             jt.async_copy(x.tiles(None, self.side, None, buffer.shape[1]).at[row, j, head, 0], part, full)
-            for of, lines in scales:
-                jt.async_copy(of.tiles(None, None, self.side).at[row, head, j], lines, full)
-
-    def scales_to(self, c):
-        """The scales that come with the keys of round c, and the buffers for them; see `fetch`."""
-        e = self.eight
-        return () if e is None else ((e.of_keys, e.K_scales.at(c)), (e.of_values, e.V_scales.at(c)))
 
 
 @jt.function
 def copies(w: Work):
     """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
-    heads, to = w.units.heads, w.eight or w
+    heads = w.units.heads
     begin, end, r, start, _ = w.share()
     c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
@@ -165,12 +154,12 @@ def copies(w: Work):
         ahead = w.places(b, lo - start, n, mine)
         for u in jt.range(lo, hi):
             places, ahead = ahead, w.places(b, u + 1 - start, n, mine)
-            to.k_empty.at(c).wait(before=True)
-            w.fetch(w.k, places, head, to.K.at(c), to.k_full.at(c), w.scales_to(c))
+            w.k_empty.at(c).wait(before=True)
+            w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
             if u == lo:
                 w.fetch_queries(r, b, head, turn)
-            to.v_empty.at(c).wait(before=True)
-            w.fetch(w.v, places, head, to.V.at(c), to.v_full.at(c))
+            w.v_empty.at(c).wait(before=True)
+            w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
             c = c + 1
         r, start, turn = r + 1, start + n, turn + 1
 
@@ -196,15 +185,14 @@ def zero_behind(buffer, key, length):
         jt.fence_shared()
 
 
-def _weights(s, of_values, key, length, m, l, w: Work, scale: float, softcap: float | None):
-    """The weights of finished scores s, times the scales of the values if there are any, in the dtype of the values;
-    the new maxima and sums, and the factor that older sums fade by."""
+def _weights(s, key, length, m, l, w: Work, scale: float, softcap: float | None):
+    """The weights of finished scores s, in the dtype of the values; the new maxima and sums, and the factor that older
+    sums fade by."""
     unit = scale * LOG2_E if softcap is None else 1.0
     s = _seen(s if softcap is None else scores(s, scale, softcap), key, length, w)
     top = jnp.maximum(m, s.max(1) * unit)
     p, fade = jnp.exp2(s * unit - top[:, None]), jnp.exp2(m - top)
-    weights = p if of_values is None else p * of_values[None, :]
-    return weights.astype(w.q.dtype), top, l * fade + p.sum(1), fade
+    return p.astype(w.q.dtype), top, l * fade + p.sum(1), fade
 
 
 @jt.function
@@ -217,19 +205,19 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
     Q = ring.at(turn)
     q_full.at(turn).wait()
     w.k_full.at(c).wait()
-    s, of_values = scaled(w, jt.dot_wait(jt.dot_async(Q, w.K.at(c).T), pending=0), c)
+    s = jt.dot_wait(jt.dot_async(Q, w.K.at(c).T), pending=0)
     w.k_empty.at(c).arrive()
     m, l = jt.full((ROWS,), NOTHING, jnp.float32), jt.zeros((ROWS,), jnp.float32)
     acc = jt.zeros((ROWS, d), jnp.float32)
-    p, m, l, _ = _weights(s, of_values, (lo - start) * bk, length, m, l, w, scale, softcap)
+    p, m, l, _ = _weights(s, (lo - start) * bk, length, m, l, w, scale, softcap)
     for u in jt.range(lo + 1, hi):
         w.k_full.at(c + 1).wait()
         s = jt.dot_async(Q, w.K.at(c + 1).T)
         w.v_full.at(c).wait()
         acc = jt.dot_async(p, w.V.at(c), acc)
-        s, of_values = scaled(w, jt.dot_wait(s, pending=1), c + 1)
+        s = jt.dot_wait(s, pending=1)
         w.k_empty.at(c + 1).arrive()
-        p_next, m, l, fade = _weights(s, of_values, (u - start) * bk, length, m, l, w, scale, softcap)
+        p_next, m, l, fade = _weights(s, (u - start) * bk, length, m, l, w, scale, softcap)
         acc = jt.dot_wait(acc, pending=0) * fade[:, None]
         w.v_empty.at(c).arrive()
         p, c = p_next, c + 1
@@ -276,7 +264,7 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 
 @jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)
 def hopper_decode(
-    q, k, v, lengths, table, scales, o, o_part, lse_part,
+    q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
     whole: bool = False, ahead: int = 1,
 ):  # fmt: skip
@@ -284,24 +272,18 @@ def hopper_decode(
     with `whole` rows there are no parts. ahead: tiles of queries that there is room for.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
-    and table [batch, pages of a row], else None; lengths int32 [batch]; scales: () or, of pages of 8 bits, those of
-    keys and of values, float32 [pages, kv heads, slots of a page]."""
+    and table [batch, pages of a row], else None; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
     slots = _RING // (units.size * d * dtype.itemsize)
-    came, slots = slots, slots // 2 if scales else slots  # as many bytes of keys as they come as of converted ones
     Q = jt.alloc((ROWS, d), dtype, slots=ahead)
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = jt.barrier(ahead), jt.barrier(ahead)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    eight = hopper_eight.rings(scales, (units.size, d), came, slots)
-    w = Work(q, k, v, lengths, table, units, parts, t, whole, eight, Q, K, V, *barriers)
+    w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
     with jt.role("products", warps=4):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
-    if scales:
-        with jt.role("converts", warps=4, registers=96):
-            converts(w)
     with jt.role("copies", warps=1, registers=40):
         copies(w)
 
@@ -317,9 +299,7 @@ def misfit(
     return first_unmet(
         (splits in (None, 1), f"{splits} splits are asked for"),
         (window is None, "there is a window"),
-        (not scales or (EIGHT_BITS and splits == 1), "keys and values have scales"),
-        (not scales or k.dtype == hopper_eight.DTYPE, f"the cache is {k.dtype.name}"),
-        (not scales or (table is not None and d < 256), "of a cache of 8 bits, only pages with heads of 64 or 128"),
+        (not scales, "keys and values have scales"),
         (scale > 0, f"the scale is {scale}"),
         (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
         (d in (64, 128, 256), f"heads have {d} features, not 64, 128 or 256"),
@@ -333,8 +313,8 @@ def decode(
     *, scale: float, softcap: float | None, window: None = None, splits: int | None = None,
 ):  # fmt: skip
     """The result of `decode_attention` for q [batch, t, heads, d], k, v, lengths, and the pages of each row or None."""
-    del window
-    return mapped(scale, softcap, splits == 1)(q, k, v, lengths, table, *scales)
+    del scales, window
+    return mapped(scale, softcap, splits == 1)(q, k, v, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
@@ -342,22 +322,21 @@ def mapped(scale: float, softcap: float | None, whole: bool = False):
     """A `decode` that has a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
-    def run(q, k, v, lengths, table, *scales):
-        return of_batch(q, k, v, lengths, table, scales, scale=scale, softcap=softcap, whole=whole)
+    def run(q, k, v, lengths, table):
+        return of_batch(q, k, v, lengths, table, scale=scale, softcap=softcap, whole=whole)
 
     @run.def_vmap
-    def _(size: int, batched, q, k, v, lengths, table, *scales):
+    def _(size: int, batched, q, k, v, lengths, table):
         wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
         fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
-        table, cached = None if table is None else wide(table, batched[4]), any((*batched[1:3], *batched[5:]))
+        table, cached = None if table is None else wide(table, batched[4]), batched[1] or batched[2]
         if table is not None and cached:  # pools of pages, one behind the other
             pages = k.shape[1] if batched[1] else k.shape[0]
             table = table + pages * jnp.arange(size, dtype=jnp.int32)[:, None, None]
         if table is None or cached:
             k, v = fold(wide(k, batched[1])), fold(wide(v, batched[2]))
-            scales = tuple(fold(wide(x, there)) for x, there in zip(scales, batched[5:], strict=True))
         table = None if table is None else fold(table)
-        o = run(fold(wide(q, batched[0])), k, v, fold(wide(lengths, batched[3])), table, *scales)
+        o = run(fold(wide(q, batched[0])), k, v, fold(wide(lengths, batched[3])), table)
         return o.reshape(size, -1, *o.shape[1:]), True
 
     return run
@@ -366,13 +345,13 @@ def mapped(scale: float, softcap: float | None, whole: bool = False):
 def units_of(k, table) -> Units:
     """How the keys of a cache are counted, in the order in which a program adds them up."""
     page, kvs, d = k.shape[1:]
-    size = 128 if d < 256 and (table is None or page % 128 == 0) and k.dtype.itemsize > 1 else 64
+    size = 128 if d < 256 and (table is None or page % 128 == 0) else 64
     slots = page * (1 if table is None else table.shape[1])
     piece = _PIECE if table is None and size == 128 and slots <= _SHORT else None
     return Units(slots=slots, size=size, heads=kvs, piece=piece)
 
 
-def of_batch(q, k, v, lengths, table, scales=(), *, scale: float, softcap: float | None, whole: bool = False):
+def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, whole: bool = False):
     """The result of `decode`, without its rule for vmap. q may have more rows than there are lengths; the first ones
     count, and the others of the output are not written. `whole`: a program takes all keys of a row and head, unit by
     unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
@@ -385,7 +364,7 @@ def of_batch(q, k, v, lengths, table, scales=(), *, scale: float, softcap: float
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
     last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
-    options |= {"ahead": 1 if scales else min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
-    o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, scales, **options)
+    options |= {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
+    o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

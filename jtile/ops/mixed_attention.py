@@ -102,29 +102,28 @@ def _misfit(
         (splits == 1 or by_the_last(rows, group, q.shape[2], parts), "rows in parts take a kernel of their own"),
     ) or (
         hopper_decode.misfit(queries, k, v, lengths, table, scales, scale=scale, window=window, splits=splits)
-        or hopper_chunks.misfit(q, k, v, lengths, table, scales, tiles=tiles)
+        or hopper_chunks.misfit(q, k, v, lengths, table, tiles=tiles)
     )
 
 
 def _in_one(q, k, v, lengths, table, scales, sinks, *, scale, softcap, window, **options):
     """The attention of both in one array, which two kernels write; each device takes its heads."""
-    del window, sinks
+    del scales, window, sinks
     grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
     run = _of_a_device(scale, softcap, **options)
-    rule = f"_ h _ _, _ _ h _, _ _ h _, _, _ _{', _ h _' * len(scales)} -> _ h _ _"
-    return jt.partitioned(run, rule)(grouped, k, v, lengths, table, *scales).reshape(q.shape)
+    rule = "_ h _ _, _ _ h _, _ _ h _, _, _ _ -> _ h _ _"
+    return jt.partitioned(run, rule)(grouped, k, v, lengths, table).reshape(q.shape)
 
 
 def of_batch(
-    q, k, v, lengths, table, scales=(),
-    *, tiles: tuple[int, int], scale: float, softcap: float | None, splits: int | None,
+    q, k, v, lengths, table, *, tiles: tuple[int, int], scale: float, softcap: float | None, splits: int | None
 ):  # fmt: skip
     """The result of the two kernels, without a rule for vmap. The second one writes behind what the first has
     written."""
     (n, t), options = tiles, {"scale": scale, "softcap": softcap}
     last = slice(n + t - 1, None, t)
-    into = hopper_decode.of_batch(q[:, None], k, v, lengths[:n], table[:n], scales, whole=splits == 1, **options)
-    return hopper_chunks.chunks(q, k, v, lengths[last], table[last], scales, into[:, 0], t=t, **options)
+    into = hopper_decode.of_batch(q[:, None], k, v, lengths[:n], table[:n], whole=splits == 1, **options)
+    return hopper_chunks.chunks(q, k, v, lengths[last], table[last], into[:, 0], t=t, **options)
 
 
 @functools.lru_cache(maxsize=128)
@@ -135,15 +134,14 @@ def _of_a_device(scale: float, softcap: float | None, tiles: tuple[int, int], sp
     def flat(run):
         return lambda q, *others: run(q.reshape(q.shape[0], -1, q.shape[3]), *others).reshape(q.shape)
 
-    def attend_in_tiles(q, k, v, lengths, table, *scales):
-        run = lambda *operands: of_batch(*operands, scales, **options)
-        return flat(run)(q, k, v, lengths, table)
+    def attend_in_tiles(q, k, v, lengths, table):
+        return flat(functools.partial(of_batch, **options))(q, k, v, lengths, table)
 
     run = jax.custom_batching.custom_vmap(attend_in_tiles)
 
     @run.def_vmap
     def _(size: int, batched, *operands):
-        apart = lambda *operands: _apart(*operands[:5], operands[5:], None, window=None, **options)
+        apart = lambda *operands: _apart(*operands, (), None, window=None, **options)
         axes = [0 if there else None for there in batched]
         return jax.vmap(flat(apart), axes, axis_size=size)(*operands), True
 

@@ -280,21 +280,19 @@ def _of_all_rows(
 ):
     """The result of the kernel whose programs share out the keys of all rows; each device shares out its own."""
     cache, pages = ("b _ h _", "") if table is None else ("_ _ h _", ", b _")
-    of_scales = ", _ h _" * len(scales)  # of pages, since rows in one piece have none here
-    rule = f"b _ h _ _, {cache}, {cache}, b{pages}{of_scales} -> b _ h _ _"
-    run = jt.partitioned(_of_a_device(scale, softcap, splits), rule)
+    rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    return run(grouped, k, v, lengths, table, *scales).reshape(q.shape)
+    return jt.partitioned(_of_a_device(scale, softcap, splits), rule)(grouped, k, v, lengths, table).reshape(q.shape)
 
 
 @functools.lru_cache(maxsize=128)
 def _of_a_device(scale: float, softcap: float | None, splits: int | None):
     """The function for `jt.partitioned`, which cuts along kv heads, an axis of q [batch, t, kv heads, group, d]."""
 
-    def decode_in_shares(q, k, v, lengths, table, *scales):
+    def decode_in_shares(q, k, v, lengths, table):
         flat = q.reshape(*q.shape[:2], -1, q.shape[4])
         options = {"scale": scale, "softcap": softcap, "window": None, "splits": splits}
-        return _op_of_a_device(flat, k, v, lengths, table, scales, **options).reshape(q.shape)
+        return _op_of_a_device(flat, k, v, lengths, table, (), **options).reshape(q.shape)
 
     return decode_in_shares
 
@@ -327,23 +325,27 @@ def _parts(
 ):  # fmt: skip
     slots, page = slots_of(k, table), k.shape[1]
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
-    kernel, bk = decode_splits, fit(page, keys)
+    kernel, bk, more = decode_splits, fit(page, keys), {}
     if not machine().whole and scales:
         few = q.shape[1] * q.shape[2] // k.shape[2] <= _FEW
         kernel, bk = _of_eight_bits(few, splits), fit(page, 32 if few and splits == 1 else 64)
+        more = {"stages": 5 if few else 2} if splits == 1 else {}
     elif not machine().whole and q.dtype.itemsize == 2 and splits > 1:
         bk = fit(page, 32) if known(slots) // splits > 2048 else bk
         kernel = tuned(decode_splits, num_warps=2)
     if table is not None:
         bk = max(x for x in range(1, min(bk, page) + 1) if page % x == 0)
     options = {"splits": splits, "bk": bk, "softcap": softcap, "window": window, "scale": scale}
-    return kernel(q, k, v, lengths, table, scales, **options)
+    return kernel(q, k, v, lengths, table, scales, **options, **more)
 
 
 def _of_eight_bits(few: bool, splits: int):
-    """The kernel for caches of 8 bits on a GPU; `few` queries in a program. An H200 takes for 256 rows of 1152 keys and
-    one token 173 us with a warp, 199 with two, and 210 with four; for 256 tiles of 16 tokens, with all heads of a group
-    64 queries, 335 with four warps, 474 at the block level, and 815 with two warps."""
+    """The kernel for caches of 8 bits on a GPU; `few` queries in a program.
+
+    An H200 takes for 256 rows of 1152 keys and one token 153 us with a warp and 5 tiles of 32 keys under way, 171 with
+    3, 199 with two warps and tiles of 64; for 8192 tokens of prompts of 1024, in tiles of 32 tokens and so 128 queries,
+    290 us with four warps and 2 tiles of keys, 347 at the block level; in tiles of 16 tokens 327, 474 there, and 815
+    with two warps."""
     if splits > 1:
         return tuned(decode_splits, num_warps=4)
     return tuned(decode_splits, num_warps=1) if few else tuned(decode_splits, num_warps=4, specialize=False)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jtile as jt
 from jtile._errors import ModelError
-from jtile.ops import QuantizedTensor, gpu_tiles, hopper_decode, hopper_eight
+from jtile.ops import QuantizedTensor, gpu_tiles
 from jtile.ops.float8_rows import MANY
 
 from ..decoder import Attention
@@ -26,6 +26,7 @@ from .scheduler import tiled
 
 PAGE = 64
 QUERIES = 64  # the queries of a tile
+E4M3 = "float8_e4m3fn"
 # tokens of prompts that the largest step has at least, rows of a tile of products, multiprocessors of a common GPU
 CHUNK, TILE_ROWS, PROCESSORS = 4096, 128, 132
 CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # size of the cache: bytes on CPUs, on GPUs a share of the free memory
@@ -207,19 +208,18 @@ def tile_of(lm: LanguageModel, cpu: bool) -> int:
         return 1
     attentions = [block.attention for block in lm.part.blocks]
     of = lambda one: one.config.heads // one.config.kv_heads if isinstance(one, Attention) else QUERIES
-    queries = 2 * QUERIES if all(_in_chunks(lm, one) for one in attentions) else QUERIES
+    queries = 2 * QUERIES if all(_twice(lm, one) for one in attentions) else QUERIES
     return max(queries // jt.next_power_of_2(max(map(of, attentions))), 1)
 
 
-def _in_chunks(lm: LanguageModel, attention) -> bool:
-    """Whether tiles with twice as many queries take one kernel for both halves, `hopper_chunks`."""
+def _twice(lm: LanguageModel, attention) -> bool:
+    """Whether tiles have twice as many queries: where one kernel takes both halves, `hopper_chunks`, and with caches of
+    e4m3, whose keys are converted once a tile."""
     if not gpu_tiles.warpgroups() or not isinstance(attention, Attention) or lm.dtype == jnp.float32:
         return False
     c, group = attention.config, attention.config.heads // attention.config.kv_heads
-    if lm.cache_dtype is not None and not (hopper_decode.EIGHT_BITS and lm.cache_dtype == hopper_eight.DTYPE):
-        return False
-    simple = (c.window, c.chunk, attention.sinks) == (None,) * 3 and (lm.page_size or PAGE) % 64 == 0
-    return simple and c.head_dim in (64, 128) and group in (2, 4, 8, 16)
+    simple = (c.window, c.chunk, attention.sinks) == (None,) * 3 and lm.cache_dtype in (None, E4M3)
+    return simple and (lm.page_size or PAGE) % 64 == 0 and c.head_dim in (64, 128) and group in (2, 4, 8, 16)
 
 
 def _matrices(lm: LanguageModel) -> list:

@@ -104,20 +104,6 @@ def test_batches_of_vmap_become_rows(page, monkeypatch):
     assert relative_error(got, want) < 4e-3
 
 
-def test_batches_of_caches_of_eight_bits(monkeypatch):
-    """Under vmap pools of scales lie behind each other, as those of keys do."""
-    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
-    q, k, v, lengths, table = arguments(1, 1, 4, 2, 128, 64, (100,), page=64)
-    k, v = (np.nan_to_num(np.asarray(x, np.float32)) for x in (k, v))
-    k, v = (np.asarray(jnp.asarray(x * 64).astype(jnp.float8_e4m3fn)) for x in (k, v))
-    scales = np.full((2, 2, 2, 64), 1 / 64, np.float32) * np.array([1, -2], np.float32)[:, None, None, None]
-    run = lambda k, of: hopper_decode.mapped(0.1, None, True)(q, k, v, lengths, table, of, scales[0])
-    got = evaluated(jax.vmap(run, (None, 0)))(k, scales)
-    back = lambda x: x.astype(np.float32) / 64
-    of = lambda factor: reference(np.asarray(q, np.float32), back(k) * np.float32(factor), back(v), lengths, table)
-    assert relative_error(got, np.stack([of(1.0), of(-2.0)])) < 6e-3
-
-
 def test_rows_of_one_unit_are_whole():
     whole = jnp.ones((4, 2, 64))
     assert combined(whole, jnp.ones((4, 2, 64)), jnp.ones((4, 2)), jnp.array([60, 7]), Units(60, 128, 2)) is whole

@@ -63,37 +63,6 @@ def test_chunks_have_the_bits_of_each_token_alone(t, heads, seed, monkeypatch):
     assert relative_error(got, reference(*args, t)) < 4e-3
 
 
-def eight_bits(k, v):
-    """Keys and values in 8 bits and their scales; those behind the lengths, where k and v are NaN, are NaN."""
-    cache, scales = [], []
-    for x in (k, v):
-        x = np.asarray(x, np.float32)
-        top = np.abs(x).max(-1, keepdims=True) / 448
-        cache.append(np.asarray(jnp.asarray(x / top).astype(jnp.float8_e4m3fn)))
-        scales.append(np.ascontiguousarray(top[..., 0].swapaxes(1, 2)))
-    return *cache, tuple(scales)
-
-
-@pytest.mark.parametrize(("t", "heads", "seed"), [(32, 4, 1), (16, 8, 2)])
-def test_caches_of_eight_bits(t, heads, seed, monkeypatch):
-    """A role converts what comes; tiles have the bits of each token alone."""
-    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
-    q, k, v, lengths, table = arguments(t, heads, 1, 64, (130, 5), (100, 7))
-    k, v, scales = eight_bits(k, v)
-    for module, name in ((hopper_chunks, "hopper_chunks"), (hopper_decode, "hopper_decode")):
-        run = functools.partial(getattr(module, name).interpret, seed=seed)
-        monkeypatch.setattr(module, name, run)
-    args = q, k, v, lengths, table, scales
-    with jt.config(interpret=True):
-        got = np.asarray(of_batch(*args, tiles=(t, t), scale=SCALE, softcap=None, splits=1))
-        alone = functools.partial(hopper_decode.of_batch, scale=SCALE, softcap=None, whole=True)
-        each = np.asarray(alone(q[:, None], k, v, lengths, table, scales))[:, 0]
-    np.testing.assert_array_equal(got, each)
-    plain = (np.nan_to_num(np.asarray(x, np.float32) * s.swapaxes(1, 2)[..., None]) for x, s in zip((k, v), scales))
-    want = reference(np.asarray(q, np.float32), *plain, lengths, table, t)
-    assert relative_error(got, want) < 6e-3
-
-
 @pytest.mark.parametrize("splits", [1, None])
 def test_the_op(splits):
     """On the machine at hand, also under vmap."""

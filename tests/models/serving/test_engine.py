@@ -475,7 +475,7 @@ def test_tiles_by_model(lm, monkeypatch):
         return serving_settings.tile_of(SimpleNamespace(**usual | options), cpu)
 
     with jt.config(arch="sm_90"):
-        assert (tile(), tile(cpu=True)) == (32, 1)
+        assert (tile(), tile(cache_dtype="float8_e4m3fn"), tile(cpu=True)) == (32, 32, 1)
         assert tile(dtype=jnp.float32) == tile(cache_dtype="int8") == tile(page_size=16) == 16
 
 
