@@ -161,7 +161,7 @@ def enter(attention, x, delta, norm, eps: float):
 
 def mlp_behind_norm(mlp, x, delta, norm, eps: float):
     """(x + delta, the output of `mlp` for the norm of that sum)."""
-    if hasattr(mlp, "behind_norm"):
+    if isinstance(mlp, GatedMLP):
         return mlp.behind_norm(x, delta, norm.get_value(), eps)
     x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
     return x, mlp(normed)

@@ -16,7 +16,7 @@ from flax import nnx
 from jtile import ops
 from jtile.ops import QuantizedTensor
 
-from . import few_tokens, layers
+from . import few_tokens
 from .config import WeightSource
 from .parallel import ALONE, Axes
 
@@ -214,17 +214,3 @@ class Mixture(nnx.Module):
             y = self.over.own_sums(y)
         y = y.astype(x.dtype).reshape(x.shape)
         return self.over.term(y if self.shared is None else y + self.shared(x))
-
-    def behind_norm(self, x, delta, norm, eps: float):
-        """(x + delta, the output for the RMS norm of that sum with the weight `norm`)."""
-        if not self._joins(x, delta):
-            x, normed = layers.add_norm(x, delta, norm, eps)
-            return x, self(normed)
-        x, normed, chosen, weights = self.router.behind_norm(x, delta, norm, eps)
-        y = self.experts(normed, chosen, weights).astype(normed.dtype)
-        return x, self.over.term(y if self.shared is None else y + self.shared(normed))
-
-    def _joins(self, x, delta) -> bool:
-        """Whether the norm in front of the router is in one kernel with it."""
-        joins, alone = getattr(self.router, "joins", None), self.over.expert is None and not self.weighted_rows
-        return joins is not None and alone and isinstance(delta, jax.Array) and joins(x, delta)

@@ -26,7 +26,7 @@ _EXPERTS, _TERMS = 16, 128  # experts and terms of a program of scores
 _LANES = 256  # experts whose scores one warp holds
 
 
-def threads() -> bool:
+def _threads() -> bool:
     """Whether the target at hand runs programs by warps of threads."""
     return "warps" in jt.target().features
 
@@ -96,7 +96,7 @@ def _score_parts(x, w):
     """The scores [parts, tokens, experts], whose sum over the parts `scores` gives."""
     tokens = x.shape[0]
     few = isinstance(tokens, int) and 0 < tokens <= MOST
-    if not few or not threads() or isinstance(w, QuantizedTensor):
+    if not few or not _threads() or isinstance(w, QuantizedTensor):
         return layers.linear(x.astype(jnp.float32), w)[None]
     if tokens <= TOGETHER and x.shape[1] <= WIDEST:
         return score_rows(x, w, bn=ROWS)
@@ -141,8 +141,7 @@ def most_probable(s, experts, weights, *, k: int, normalised: bool):
         weights[i, t] = share / whole
 
 
-def shares_of(s, experts, normalised: bool):
-    """The weights that `most_probable` gives the chosen experts."""
+def _shares(s, experts, normalised: bool):
     p = jax.nn.softmax(s.sum(0))
     w = jnp.take_along_axis(p, experts, axis=1)
     return w / w.sum(1, keepdims=True) if normalised else w
@@ -155,7 +154,7 @@ def _probable_forward(s, **meta):
 
 def _probable_backward(residuals, cts, *, normalised: bool, **_):
     s, experts = residuals
-    return jax.vjp(lambda s: shares_of(s, experts, normalised), s)[1](cts[1])
+    return jax.vjp(lambda s: _shares(s, experts, normalised), s)[1](cts[1])
 
 
 most_probable.defvjp(_probable_forward, _probable_backward)
@@ -165,7 +164,7 @@ def choose(x, w, k: int, normalised: bool):
     """The experts int32 [tokens, k] of the largest `scores` of x float [tokens, hidden] and w [experts, hidden], and
     their weights float32: probabilities, divided by their sum if `normalised`."""
     parts = _score_parts(x, w)
-    if threads() and x.shape[0] and k <= 16:
+    if _threads() and x.shape[0] and k <= 16:
         return _on_nvidia(most_probable, 1 if parts.shape[2] <= _LANES else 4)(parts, k=k, normalised=normalised)
     weights, experts = ops.top_k(ops.softmax(_summed(parts)), k)
     return experts, weights / weights.sum(1, keepdims=True) if normalised else weights
@@ -235,7 +234,7 @@ chosen_sum.defvjp(lambda *arrays, **meta: (chosen_sum(*arrays, **meta), arrays),
 def takes(tokens, k: int, gate_up, down) -> bool:
     """Whether `mixture` of this file is made for so many tokens, of `k` experts each: so few that most experts have one
     token. The weights of experts must be 16-bit floats."""
-    if not threads() or any(isinstance(w, QuantizedTensor | tuple) for w in (gate_up, down)):
+    if not _threads() or any(isinstance(w, QuantizedTensor | tuple) for w in (gate_up, down)):
         return False
     whole = down.shape[2] % ROWS == 0 and down.dtype == gate_up.dtype and down.dtype.itemsize == 2
     small = isinstance(tokens, int) and 0 < tokens * k <= down.shape[0] // 4 and k <= 16

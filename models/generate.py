@@ -357,6 +357,9 @@ class Generation(Iterator):
             start = self._prompt_done(began)
         made, first = 1, [None if x is None else x[:, None] for x in (tokens, logprobs)]
         pending = [(*first, 1, done)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
+        for x in (*first, done):
+            if x is not None:
+                x.copy_to_host_async()  # behind the launch of a chunk the copy would come later
         while pending:
             if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
                 count = min(CHUNK, self._new_tokens - made)

@@ -20,7 +20,7 @@ from . import cache as kv
 from . import sampling
 from .decoder import Decoder
 
-AT_ONCE = False  # whether `_made_at_once` may be true: no device has measured it yet
+LONG = 4096  # see `_most_that_overlap`
 
 
 def merge(structure, weights) -> Decoder:
@@ -72,7 +72,7 @@ def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, l
 def _made_at_once(layout: kv.Layout) -> bool:
     """Whether a prompt makes keys and values in the size of the cache, so that no copy of them follows."""
     whole = layout.page is None and layout.context is None and layout.dtype not in kv.SCALED
-    return AT_ONCE and whole and jt.platform() != "cpu"
+    return whole and jt.platform() != "cpu"
 
 
 @contextlib.contextmanager
@@ -91,9 +91,9 @@ def overlapping(rows: int, most: int = hopper_rows.FEW):
 
 def _most_that_overlap(weights) -> int:
     """For how many rows steps of a model with these weights overlap: for more than a few where all of its products are
-    those of 16-bit matrices."""
-    sixteen = all(w.ndim < 2 or (w.ndim == 2 and w.dtype in (jnp.bfloat16, jnp.float16)) for w in weights)
-    return hopper_rows.MOST if sixteen else hopper_rows.FEW
+    those of 16-bit matrices with rows of `LONG` numbers or more; others were not measured."""
+    sixteen = lambda w: w.ndim == 2 and w.dtype in (jnp.bfloat16, jnp.float16) and w.shape[1] >= LONG
+    return hopper_rows.MOST if all(w.ndim < 2 or sixteen(w) for w in weights) else hopper_rows.FEW
 
 
 @functools.partial(
@@ -112,7 +112,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     def step(i, carry):
         tokens, done, out, memory, filled = carry
         filled = filled + unfinished(i, carry).astype(jnp.int32)
-        with overlapping(len(tokens)):
+        with overlapping(len(tokens), _most_that_overlap(weights)):
             logits, cache = model.step(tokens, memory.cache, shares=not logprobs)
         tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
         new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jtile._errors import ModelError
 
-from . import few_choices, few_tokens
+from . import few_tokens
 from .config import (
     AttentionConfig,
     DecoderConfig,
@@ -102,12 +102,3 @@ class Router(nnx.Module):
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
         """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
         return few_tokens.choose(x, self.weight.get_value(), self.config.chosen, self.config.normalised)
-
-    def joins(self, x, delta) -> bool:
-        """Whether `behind_norm` is made for x and delta [tokens, hidden]."""
-        return few_choices.takes(x, delta, self.weight.get_value(), self.config.chosen)
-
-    def behind_norm(self, x, delta, norm, eps: float) -> tuple[jax.Array, ...]:
-        """(x + delta, its RMS norm with the weight `norm`, the experts of that and their weights)."""
-        options = {"eps": eps, "k": self.config.chosen, "normalised": self.config.normalised}
-        return few_choices.choose(x, delta, norm, self.weight.get_value(), **options)

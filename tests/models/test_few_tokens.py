@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import jtile.models
-from jtile import ops
 from jtile.models import cache as kv
-from jtile.models import experts, few_choices, few_tokens
+from jtile.models import experts, few_tokens
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -40,7 +39,7 @@ def test_scores_of_routers_of_any_dtype(monkeypatch, dtype):
     x, w = normal(6, 264, seed=0), normal(12, 264, seed=1, dtype=dtype)
     half = x.astype(jnp.bfloat16)
     expected = few_tokens.scores(x, w), few_tokens.scores(half, w)
-    monkeypatch.setattr(few_tokens, "threads", lambda: True)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
     for got, want in zip((few_tokens.scores(x, w), few_tokens.scores(half, w)), expected, strict=True):
         assert got.dtype == jnp.float32 and relative_error(got, want) < 1e-5
 
@@ -56,43 +55,16 @@ def test_the_most_probable_experts(normalised):
     assert np.array_equal(got, chosen) and relative_error(weights, share) < 1e-6
     of = lambda run: evaluated(jax.grad(lambda s: (run(s) * normal(1, 3, seed=3)).sum()))(parts[:, :1])
     ours = of(lambda s: few_tokens.most_probable(s, k=3, normalised=normalised)[1])
-    assert relative_error(ours, of(lambda s: few_tokens.shares_of(s, chosen[:1], normalised))) < 1e-5
+    assert relative_error(ours, of(lambda s: few_tokens._shares(s, chosen[:1], normalised))) < 1e-5
 
 
 @pytest.mark.parametrize("normalised", [False, True])
 def test_choices_on_any_target(monkeypatch, normalised):
     x, w = normal(3, 264, seed=0), normal(12, 264, seed=1)
     expected = few_tokens.choose(x, w, 4, normalised)
-    monkeypatch.setattr(few_tokens, "threads", lambda: True)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
     got = few_tokens.choose(x, w, 4, normalised)
     assert np.array_equal(got[0], expected[0]) and relative_error(got[1], expected[1]) < 1e-5
-
-
-@pytest.mark.parametrize("normalised", [False, True])
-def test_choices_behind_a_norm(normalised):
-    """In one kernel as by those of its own for each step; in the interpreter, where programs come in any order."""
-    x, delta, w = (
-        normal(*of, seed=i, dtype=d)
-        for i, (of, d) in enumerate((((2, 40), "bfloat16"),) * 2 + (((12, 40), "float32"),))
-    )
-    norm, w = 1 + 0.1 * normal(40, seed=7), w.at[5].set(w[3])
-    apart = lambda x, delta, norm, w: _apart(x, delta, norm, w, normalised)
-    options = {"eps": 1e-5, "k": 3, "normalised": normalised}
-    total, normed, experts, weights = few_choices.choose(x, delta, norm, w, **options)
-    for got, want in zip((total, normed, experts, weights), apart(x, delta, norm, w), strict=True):
-        assert got.dtype == want.dtype and relative_error(got, want) < 1e-2
-    assert np.array_equal(experts, apart(x, delta, norm, w)[2])
-    for got in few_choices.norm_and_choice.interpret(x, delta, norm, w, **options, seed=3)[3:4]:
-        assert np.array_equal(got, experts)
-    sums = lambda run: lambda *of: sum((run(*of)[i].astype(jnp.float32) * (i + 1)).sum() for i in (0, 1, 3))
-    of = lambda run: evaluated(jax.grad(sums(run), range(4)))(x, delta, norm, w)
-    for a, b in zip(of(functools.partial(few_choices.choose, **options)), of(apart), strict=True):
-        assert a.dtype == b.dtype and relative_error(a, b) < 2e-2
-
-
-def _apart(x, delta, norm, w, normalised: bool):
-    normed, total = ops.rms_norm(delta, norm, eps=1e-5, residual=x)
-    return total, normed, *few_tokens.most_probable(few_tokens.score_rows(normed, w, bn=4), k=3, normalised=normalised)
 
 
 def test_products_and_their_gradients():
@@ -133,20 +105,17 @@ def test_a_step_of_a_model(data, monkeypatch, dtype):
     cache = kv.from_prefill(entries, jnp.array([9], jnp.int32), kv.Layout(16))
     step = lambda: lm.model.step(jnp.array([7], jnp.int32), cache)[0]
     expected, run = step(), few_tokens.mixture
-    monkeypatch.setattr(few_tokens, "threads", lambda: True)
-    monkeypatch.setattr(few_choices, "ON", dtype == "bfloat16")
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
     monkeypatch.setattr(few_tokens, "mixture", lambda *args: calls.append(0) or run(*args))
     assert relative_error(step(), expected) < {"bfloat16": 2e-2, "float16": 3e-3}[dtype]
     assert len(calls) == len(lm.config.mixture.layers)
-    text = str(jax.make_jaxpr(lambda: lm.model.step(jnp.array([7], jnp.int32), cache)[0])())
-    assert ("norm_and_choice" in text) == (dtype == "bfloat16")
 
 
 def test_which_tokens_it_takes(monkeypatch):
     stack = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     gate_up, down = stack(128, 1536, 2048), stack(128, 2048, 768)
     assert not few_tokens.takes(1, 8, gate_up, down)
-    monkeypatch.setattr(few_tokens, "threads", lambda: True)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
     assert few_tokens.takes(1, 8, gate_up, down) and few_tokens.takes(4, 8, gate_up, down)
     assert not few_tokens.takes(5, 8, gate_up, down) and not few_tokens.takes(0, 8, gate_up, down)
     assert not few_tokens.takes(1, 8, stack(128, 1536, 2048, dtype="float32"), stack(128, 2048, 768, dtype="float32"))

@@ -20,6 +20,7 @@ from jtile.testing.evaluate import evaluated
 
 CASES = {  # batch, new tokens, heads, kv heads, slots, d, lengths; programs, slots of a page, softcap
     "rows in parts": ((3, 1, 6, 2, 300, 64, (300, 0, 129)), 5, None, None),
+    "a program for each short row": ((2, 1, 4, 1, 200, 64, (200, 70)), 4, None, None),
     "several tokens, a cap, large pages": ((1, 3, 8, 2, 256, 64, (257,)), 3, 128, 3.0),
     "pages": ((2, 1, 4, 1, 192, 64, (130, 1)), 2, 64, None),
     "small pages": ((2, 1, 4, 1, 144, 64, (140, 17)), 3, 16, None),
