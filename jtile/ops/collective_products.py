@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import exchanged_products
-from jtile.ops.collective_parts import accumulator, meta, sum_all, summed_cotangent, varying_together
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
+from jtile.ops import exchanged_parts, exchanged_products, hopper_travelling
+from jtile.ops.collective_parts import accumulator, summed_cotangent, varying_together
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
 from jtile.ops.matmul import matmul
 
 PROGRAMS = 4  # programs on a CPU, where each is a thread
-SMALL = 1 << 20  # bytes that a device sends of a sum that takes little time beside its product
 
 
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
@@ -267,43 +266,59 @@ def _summed_by_tiles(x, w, *, axis: str):
 
 def _summed_behind(x, w, *, axis: str):
     """The product, and behind it the sum. On two H200s 64 rows times 7168x4096 take 27.8 us so, 31.5 in one kernel of
-    tiles, 47.8 with XLA: the product's own kernel is as much sooner done, and the sum of few rows is small."""
-    y = matmul(x, w)
-    return sum_all(y.reshape(-1), axis=axis, **meta(y.size)).reshape(y.shape)
+    tiles, 47.8 with XLA: the product's own kernel is as much sooner done."""
+    return _collectives().sum_of(matmul(x, w), axis)
 
 
-def _many_rows(x, w, *, axis: str) -> str | None:
-    """Why the sum of a product is not small."""
-    sent = max(jt.axis_size(axis) - 2, 1) * x.shape[0] * w.shape[1] * x.dtype.itemsize
-    return first_unmet((sent <= SMALL, "the sum is no small one"))
+def _gathered_in_front(x, w, *, axis: str):
+    """The product of rows that are gathered first. On two H200s 512 rows, 7168x4096, take 45 us so, and 64 with XLA."""
+    rows = exchanged_parts.gather(x.reshape(-1), axis).reshape(-1, x.shape[1])
+    return matmul(rows, w).reshape(jt.axis_size(axis), x.shape[0], -1)
 
 
-def _op(name: str, shards, misfit, *others: Implementation) -> Op:
-    return Op(name, Implementation("products of shards beside copies", shards, misfit, BLOCK_LEVEL), *others)
+def _scattered_behind(x, w, *, axis: str):
+    """The product, and behind it the sums. On two H200s 512 rows, 7168x4096, take 41 us so, and 68 with XLA."""
+    y = matmul(x.reshape(-1, x.shape[-1]), w)
+    return exchanged_parts.add(y.reshape(x.shape[0], -1), axis).reshape(x.shape[1], w.shape[1])
 
 
-def _by_tiles(run) -> Implementation:
-    return Implementation("tiles that wait for what they need", run)
+def _op(name: str, shards, misfit, apart, by_tiles, *first: Implementation) -> Op:
+    return Op(
+        name,
+        *first,
+        Implementation("products of shards beside copies", shards, misfit, BLOCK_LEVEL),
+        Implementation("a product and a collective", apart, None, BLOCK_LEVEL),
+        Implementation("tiles that wait for what they need", by_tiles),
+    )
 
 
 _gathered_products = _op(
     "product of gathered rows",
     exchanged_products.gathered,
     exchanged_products.misfit_of_shard,
-    _by_tiles(_gathered_by_tiles),
+    _gathered_in_front,
+    _gathered_by_tiles,
 )
 _scattered_products = _op(
     "product with scattered sums",
     exchanged_products.scattered,
-    exchanged_products.misfit,
-    _by_tiles(_scattered_by_tiles),
+    exchanged_products.misfit_of_shares,
+    _scattered_behind,
+    _scattered_by_tiles,
+    Implementation(
+        "tiles that travel while others are made",
+        hopper_travelling.scattered_sums,
+        hopper_travelling.misfit,
+        BLOCK_LEVEL,
+        portable=False,
+    ),
 )
 _summed_products = _op(
     "product with sums everywhere",
     exchanged_products.summed,
     exchanged_products.misfit_of_sums,
-    Implementation("a sum behind the product", _summed_behind, _many_rows, BLOCK_LEVEL),
-    _by_tiles(_summed_by_tiles),
+    _summed_behind,
+    _summed_by_tiles,
 )
 
 

@@ -1,21 +1,53 @@
-"""Kernels of collectives on large flat parts, [size] of a device or [devices, size], as those of `collective_parts`,
-but in steps: while one tile of a program travels, the program adds up or puts in its place what came a tile before, so
-that links and memory work at the same time. The signals of a program count tiles.
+"""Sums of large arrays over devices, [size] of a device or [devices, size], as those of `collective_parts`, but in
+steps: while one tile of a program travels, the program adds up what came a tile before, so that links and memory work
+at the same time. The signals of a program count tiles.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import jax
+
 import jtile as jt
-from jtile.ops.collective_parts import accumulator, everywhere, signal_others
+from jtile.ops._shapes import tuned
+from jtile.ops.collective_parts import accumulator, everywhere, programs_at_most, signal_others
+from jtile.ops.dispatch import first_unmet
 
-BYTES = 32 << 10  # of a tile
-WARPS = 8
+# Bytes of an array that is worth steps on two devices, and on more, where less was not measured, or from where on tiles
+# are large.
+LEAST, WIDE = 8 << 20, 24 << 20
+TILE = 64 << 10  # bytes, of large tiles on two devices: a program sends as many tiles in a step as there are others
+WARPS = 16
+MOST = 512 << 20  # bytes of an array on more than two devices: engines need no memory of a call site
 
 
-def steps_meta(size: int, itemsize: int, most: int, tile_bytes: int = BYTES) -> dict[str, int]:
-    """Tile and number of programs, `most` at most, for parts of `size` elements, of which every program has a tile."""
-    bn = max(128, tile_bytes // itemsize)
-    return dict(bn=bn, programs=max(1, min(most, jt.cdiv(size, bn))))
+def steps_meta(x: jax.Array, devices: int) -> dict[str, int]:
+    """Tile and number of programs for parts [..., size] of an array."""
+    large = math.prod(x.shape) * x.dtype.itemsize >= WIDE and devices == 2
+    bn = (TILE if large else TILE // 2) // x.dtype.itemsize
+    return dict(bn=bn, programs=max(1, min(programs_at_most(), jt.cdiv(x.shape[-1], bn))))
+
+
+def in_steps(kernel: jt.Kernel) -> Callable[..., jax.Array]:
+    """`run(x, axis=...)`: a kernel of this module with tiles that suit x."""
+
+    def run(x, *, axis: str):
+        return tuned(kernel, num_warps=WARPS)(x, axis=axis, **steps_meta(x, jt.axis_size(axis)))
+
+    return run
+
+
+def few_bytes(x, *, axis: str) -> str | None:
+    """Why an array is not for steps."""
+    if not all(isinstance(s, int) for s in x.shape):
+        return "sizes are not known"
+    size, two = math.prod(x.shape) * x.dtype.itemsize, jt.axis_size(axis) == 2
+    return first_unmet(
+        (size >= (LEAST if two else WIDE), "there are few bytes"),
+        (two or size <= MOST, "it takes much memory"),
+    )
 
 
 @jt.function
@@ -77,62 +109,6 @@ def _total(own, B, axis, t, dtype):
 def _box(x, *, axis, programs, **_):
     """Memory on each device for the parts of all devices, and a signal for each program and sender."""
     return everywhere(x, axis=axis, programs=programs)
-
-
-@jt.kernel(
-    out_type=lambda x, *, axis, **_: jt.like(x, shape=(jt.axis_size(axis), *x.shape)),
-    grid=lambda x, *, programs, **_: programs,
-    scratch=_box,
-)
-def gather_in_steps(x, o, box, came, *, axis: str, bn: int, programs: int):
-    """x [size] of all devices: o [devices, size]."""
-    # o_d = x of device d
-    p, me = jt.program_id(0), jt.axis_index(axis)
-    X, B, O = x.tiles(bn), box.tiles(None, bn), o.tiles(None, bn)
-    tiles = (X.shape[0] - 1 - p) // programs + 1
-    for s in jt.range(tiles + 1):
-        if s < tiles:
-            t = p + s * programs
-            tile = X[t]
-            _push_all(lambda d: box.on(axis, d).tiles(None, bn), came, axis, t, tile)
-            O[me, t] = tile
-        if s > 0:
-            _put(O, B, came, axis, p + (s - 1) * programs, s)
-
-
-@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_box)
-def exchange_in_steps(x, o, box, came, *, axis: str, bn: int, programs: int):
-    """x [devices, size], a part for each device: o [devices, size], the part of each for this one."""
-    # o_d = x_me of device d
-    p, me = jt.program_id(0), jt.axis_index(axis)
-    X, B, O = x.tiles(None, bn), box.tiles(None, bn), o.tiles(None, bn)
-    tiles = (X.shape[1] - 1 - p) // programs + 1
-    for s in jt.range(tiles + 1):
-        if s < tiles:
-            t = p + s * programs
-            _push(lambda d: box.on(axis, d).tiles(None, bn), came, axis, t, lambda d, t: X[d, t])
-            O[me, t] = X[me, t]
-        if s > 0:
-            _put(O, B, came, axis, p + (s - 1) * programs, s)
-
-
-@jt.kernel(
-    out_type=lambda x, **_: jt.like(x, shape=x.shape[1:]), grid=lambda x, *, programs, **_: programs, scratch=_box
-)
-def sum_parts_in_steps(x, o, box, came, *, axis: str, bn: int, programs: int):
-    """x [devices, size], a part for each device: o [size], the sum of the parts for this one."""
-    # o = sum over d of x_me of device d
-    p, me = jt.program_id(0), jt.axis_index(axis)
-    X, B, O = x.tiles(None, bn), box.tiles(None, bn), o.tiles(bn)
-    tiles = (X.shape[1] - 1 - p) // programs + 1
-    for s in jt.range(tiles + 1):
-        if s < tiles:
-            t = p + s * programs
-            _push(lambda d: box.on(axis, d).tiles(None, bn), came, axis, t, lambda d, t: X[d, t])
-        if s > 0:
-            t = p + (s - 1) * programs
-            _arrived(came, axis, s)
-            O[t] = _total(X[me, t], B, axis, t, x.dtype)
 
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_box)

@@ -26,14 +26,14 @@ from jtile.ops.collective_experts import dispatch as dispatch
 from jtile.ops.collective_experts import dispatch_reference as dispatch_reference
 from jtile.ops.collective_norms import all_reduce_rms_norm as all_reduce_rms_norm
 from jtile.ops.collective_norms import all_reduce_rms_norm_reference as all_reduce_rms_norm_reference
-from jtile.ops.collective_parts import ONE_SHOT, meta, sum_all, summed_cotangent, varying_together
+from jtile.ops.collective_parts import ONE_SHOT, summed_cotangent, varying_together
 from jtile.ops.collective_products import all_gather_matmul as all_gather_matmul
 from jtile.ops.collective_products import all_gather_matmul_reference as all_gather_matmul_reference
 from jtile.ops.collective_products import matmul_all_reduce as matmul_all_reduce
 from jtile.ops.collective_products import matmul_all_reduce_reference as matmul_all_reduce_reference
 from jtile.ops.collective_products import matmul_reduce_scatter as matmul_reduce_scatter
 from jtile.ops.collective_products import matmul_reduce_scatter_reference as matmul_reduce_scatter_reference
-from jtile.ops.exchanged_parts import add, add_everywhere, gather, swap
+from jtile.ops.exchanged_parts import add, add_everywhere, add_once, gather, swap
 from jtile.ops.ring_attention import ring_attention as ring_attention
 from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference
 from jtile.ops.ring_attention import zigzag_order as zigzag_order
@@ -57,9 +57,17 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
     n = jt.axis_size(axis)
     if n == 1 or x.size == 0:
         return jax.lax.psum(x, axis)
-    if two_shot is None:
-        two_shot = (n - 2) * x.size * x.dtype.itemsize > ONE_SHOT
-    return _all_reduce(axis, bool(two_shot), x)
+    return _all_reduce(axis, _in_two(x, n) if two_shot is None else bool(two_shot), x)
+
+
+def _in_two(x: jax.Array, n: int) -> bool:
+    """Whether a sum over n devices is made in two turns."""
+    return (n - 2) * x.size * x.dtype.itemsize > ONE_SHOT
+
+
+def sum_of(x: jax.Array, axis: str) -> jax.Array:
+    """`all_reduce` of x, in as many turns as suit it, as a value that varies along the axis; not differentiable."""
+    return _sums(axis, _in_two(x, jt.axis_size(axis)), x)
 
 
 def all_reduce_reference(x, axis, *, two_shot=None):
@@ -70,14 +78,18 @@ def all_reduce_reference(x, axis, *, two_shot=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _all_reduce(axis: str, two_shot: bool, x: jax.Array) -> jax.Array:
+    return jt.same_along(_sums(axis, two_shot, x), axis)
+
+
+def _sums(axis: str, two_shot: bool, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     if two_shot:
         n = jt.axis_size(axis)
         padded = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
         total = add_everywhere(padded, axis)
     else:
-        total = sum_all(flat, axis=axis, **meta(flat.size))
-    return jt.same_along(total.reshape(-1)[: flat.size].reshape(x.shape), axis)
+        total = add_once(flat, axis)
+    return total.reshape(-1)[: flat.size].reshape(x.shape)
 
 
 _all_reduce.defvjp(

@@ -25,6 +25,7 @@ PIECES = (1, 2, 4, 8)  # in how many pieces a device may make its share of the r
 GAP = 4e-6  # seconds between two kernels, and those that a copy takes to begin
 COPIES = 0.8  # the share of the link's rate that engines for copies reach
 ENOUGH = 20e9  # operations that are worth a meeting of the devices
+ENOUGH_SUMS = 100e9  # likewise on two devices, where products wait for sums: less is sooner done otherwise
 
 
 def _body(
@@ -166,8 +167,13 @@ def pieces_of(n: int, m: int, k: int, columns: int, itemsize: int, everywhere: b
     return min(able, key=lambda c: _predicted(c, n, m, columns, units, *times, everywhere))
 
 
-def misfit(x, w, *, rows: int | None = None, axis: str) -> str | None:
-    """Why products of shards do not suit x [..., rows, k], w [k, columns]; `rows`: of all products of a device."""
+def misfit(x, w, *, rows: int | None = None, enough: float | None = None, axis: str) -> str | None:
+    """Why products of shards do not suit x [..., rows, k], w [k, columns].
+
+    Args:
+      rows: of all products of a device; enough: operations that are worth it.
+    """
+    enough = ENOUGH if enough is None else enough
     if not all(isinstance(s, int) for s in (*x.shape, *w.shape)):
         return "sizes are not known"
     (k, columns), aligned = w.shape, 16 // x.dtype.itemsize
@@ -176,7 +182,7 @@ def misfit(x, w, *, rows: int | None = None, axis: str) -> str | None:
         (x.dtype.itemsize == 2, "elements have no two bytes"),
         (k % aligned == 0 and columns % aligned == 0, "rows are no multiples of 16 bytes"),
         (rows >= 256 * jt.axis_size(axis), "there are few rows"),
-        (2 * rows * k * columns >= ENOUGH, "the product is short"),
+        (2 * rows * k * columns >= enough, "the product is short"),
     )
 
 
@@ -186,7 +192,16 @@ def misfit_of_shard(x, w, *, axis: str) -> str | None:
     return misfit(x, w, rows=rows, axis=axis)
 
 
+def misfit_of_shares(x, w, *, axis: str) -> str | None:
+    """Why products of shards do not suit x [devices, m, k], a share of the rows of sums for each; see `misfit`."""
+    return misfit(x, w, enough=_enough_sums(axis), axis=axis)
+
+
+def _enough_sums(axis: str) -> float:
+    return ENOUGH_SUMS if jt.axis_size(axis) == 2 else ENOUGH
+
+
 def misfit_of_sums(x, w, *, axis: str) -> str | None:
     """Why products of shards do not suit x [rows, k], of which each device sums a share; see `misfit`."""
     shared = isinstance(x.shape[0], int) and x.shape[0] % jt.axis_size(axis) == 0
-    return misfit(x, w, axis=axis) or first_unmet((shared, "rows are not shared out evenly"))
+    return misfit(x, w, enough=_enough_sums(axis), axis=axis) or first_unmet((shared, "rows are not shared out evenly"))

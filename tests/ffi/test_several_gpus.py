@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from device_kernels import numbers, shift
+from device_kernels import numbers, pushed, shift
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
 from jtile import ops
+from jtile.ops import hopper_travelling
 from jtile.ops.flash_attention import attention_reference
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
@@ -277,3 +278,30 @@ def test_a_device_that_does_not_come(talk):
     again = talk(lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
     np.testing.assert_array_equal(again(talk.x), talk.x)
     jax.effects_barrier()
+
+
+def test_roles_that_talk(talk):
+    """Copies into the memory of the next device; a signal that nobody sends to a role, behind which the process goes
+    on."""
+    x = numbers(talk.n, 64, 64)
+    right = talk(lambda x: pushed(x[0])[None])
+    for _ in range(3):
+        np.testing.assert_array_equal(right(x), np.roll(x, 1, 0))
+    with jt.config(debug=True, timeout=0.5):
+        silent = talk(lambda x: pushed(x[0], fault="no signal")[None]).lower(x).compile()
+    fails(silent, r"device \(x=\d\), GPU \d, program .*: waited 0.5 s for came to reach 1: it stands at 0", x)
+    np.testing.assert_array_equal(right(x), np.roll(x, 1, 0))
+
+
+@pytest.mark.parametrize("k", [64, 1024])
+def test_tiles_that_travel(talk, k):
+    """Sums of products over the devices, many calls with the same bits."""
+    n, m, columns = talk.n, 512, 768
+    x, w = normal(8, n * n * m, k), normal(9, n * k, columns)  # every device has rows for all
+    run = lambda x, w: hopper_travelling.scattered_sums(x.reshape(n, m, k), w, axis="x")
+    program = talk(run)
+    first = np.asarray(program(x, w))
+    for _ in range(20):
+        np.testing.assert_array_equal(program(x, w), first)
+    parts, weights = (np.asarray(v, np.float32) for v in (x.reshape(n, n, m, k), w.reshape(n, k, columns)))
+    assert relative_error(first, np.einsum("edmk,ekc->dmc", parts, weights).reshape(-1, columns)) < 6e-3

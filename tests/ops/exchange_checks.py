@@ -185,8 +185,12 @@ def check_what_is_chosen():
 
     product = lambda x, w: ops.matmul_reduce_scatter(x, w, "x")
     assert chosen(product, (4096, 3584), (3584, 4096)) == "products of shards beside copies"
-    assert chosen(product, (64, 3584), (3584, 4096)) == "tiles that wait for what they need"
-    assert chosen(product, (4096, 3584), (3584, 4096), dtype="float32") == "tiles that wait for what they need"
+    assert chosen(product, (2048, 3584), (3584, 4096)) == "tiles that travel while others are made"
+    assert chosen(product, (2048, 3584), (3584, 4160)) == "a product and a collective"
+    assert chosen(product, (64, 3584), (3584, 4096)) == "a product and a collective"
+    assert chosen(product, (4096, 3584), (3584, 4096), dtype="float32") == "a product and a collective"
+    assert chosen(lambda x: ops.all_reduce(x, "x"), (4096, 4096)) == "kernels in steps"
+    assert chosen(lambda x: ops.all_reduce(x, "x"), (64, 4096)) == "kernels that talk"
     assert chosen(lambda x: ops.all_gather(x, "x"), (4096, 4096)) == "engines for copies"
     assert chosen(lambda x: ops.all_gather(x, "x"), (64, 4096)) == "kernels that talk"
     ring = lambda q, k, v: ops.ring_attention(q, k, v, "x", causal=True, zigzag=True)

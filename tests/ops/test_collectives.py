@@ -10,6 +10,7 @@ import pytest
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_parts as parts
 from jtile.ops import collective_products as products
+from jtile.ops import collective_steps as steps
 
 CHECKS = Path(__file__).with_name("collective_checks.py")
 
@@ -34,6 +35,16 @@ PARTS = {
     "sum_all": (whole(N, 5), lambda x: np.broadcast_to(x.sum(0), (N, 5))),
     "sum_all_in_two": (whole(N, N, 5), lambda x: np.broadcast_to(x.sum(0), (N, N, 5))),
 }
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_sums_in_steps_in_the_interpreter(n, turns):
+    kernel = steps.sum_all_in_steps if turns == 1 else steps.sum_all_in_two_steps
+    x = whole(n, 13) if turns == 1 else whole(n, n, 7)
+    for seed in range(2):
+        got = kernel.interpret(x, axis="x", bn=2, programs=2, mesh={"x": n}, seed=seed)
+        np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), x.shape))
 
 
 @pytest.mark.parametrize("name", PARTS)
