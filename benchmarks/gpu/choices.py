@@ -116,7 +116,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
 
 
 def choice(p: Product) -> Form:
-    """The form that `ours` chooses."""
+    """The form that `ours` chooses, or would, had it no tiles of any columns."""
     left, right = (letter == "T" for letter in p.order)
     gpu = "warps" in jt.target().features
     of = dict(left=left, fast=p.whole, cut=True) if gpu else {}
@@ -134,8 +134,13 @@ def choice(p: Product) -> Form:
     return tiles | USUAL | gpu_tiles.product_options(tiles["bm"], tiles["bn"], p.itemsize) | few.options | few.tiles
 
 
+def in_tiles(p: Product) -> bool:
+    """Whether `ours` is a product in the tiles of a form, and not in tiles of any columns."""
+    return all(c.implementation != "tiles of any columns" for c in ops.choices(p.ours, *p.types()))
+
+
 def forms(p: Product) -> list[Form]:
-    """The forms that are tried besides the choice: all of the tuner's space, and sums in parts. Products of few rows
+    """The forms that are tried besides ours: all of the tuner's space, and sums in parts. Products of few rows
     have a larger space: for them all tiles are tried with the usual warps and stages, and the choice's tile with all of
     these."""
     a, b = p.types()
@@ -153,7 +158,7 @@ def forms(p: Product) -> list[Form]:
         )
         near = hopper_tiles.near(product, whole=False)
         tried += [dict(**f._asdict(), bk=LINE // p.itemsize) for f in near if f.parts > 1]
-    return [q for q in tried if q != chosen]
+    return [q for q in tried if q != chosen or not in_tiles(p)]
 
 
 def calls_of(p: Product, options: Options) -> tuple[int, int]:

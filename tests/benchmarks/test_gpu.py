@@ -344,8 +344,9 @@ def test_the_search_for_the_best_form_has_others_than_the_choice(p):
         ours, named = form(p.ours), form(p.formed(choices.choice(p)))
         few = p.m <= 64  # else warps and stages are the plan's
         same = lambda x, y: all(x[k] == y[k] for k in x if few or k not in ("stages", "num_warps"))
-        assert same(ours, named)
+        assert same(ours, named) == choices.in_tiles(p)
         others = [form(p.formed(f)) for f in choices.forms(p)]
         assert len(others) >= 3
         assert not any(same(ours, x) for x in others)
+        assert any(same(named, x) for x in others) != choices.in_tiles(p)
         assert p.k < 32768 or any(x["parts"] for x in others)
