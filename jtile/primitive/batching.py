@@ -1,7 +1,9 @@
-"""The batching rule of `jtile_call`: a program under `vmap` is a program with one more grid axis, never a loop."""
+"""The batching rule of `jtile_call`: a program under `vmap` is a program with one more grid axis, and no loop, unless
+its programs wait for those of other devices and would be too many to run at once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from jax.interpreters import batching
 from jtile._memo import memo
 from jtile.primitive.program import CustomVjp, Level, Program, batched
 
+TOGETHER = 128  # programs that wait for each other on one device: GPUs run about as many at once, CPUs twice as many
+
 
 def register(primitive: Any) -> None:
     """Make the rule below that of `primitive`, whose one parameter is `program`."""
@@ -21,11 +25,29 @@ def register(primitive: Any) -> None:
             outs = primitive.bind(*operands, program=program)
             return outs, [None] * len(outs)
         size, flags, operands = to_front(operands, dims, [i for i, _ in program.kernel.aliases])
+        if program.devices and _more_than_run_at_once(program, size):
+            return _lane_after_lane(primitive, program, flags, operands)
         level = Level(size, (*flags, *[True] * program.spec.n_out))
         outs = primitive.bind(*operands, program=_batched(program, level, axis.name))
         return outs, [0] * len(outs)
 
     batching.fancy_primitive_batchers[primitive] = rule
+
+
+def _more_than_run_at_once(program: Program, lanes: Any) -> bool:
+    sizes = (lanes, *program.kernel.grid)
+    return all(isinstance(n, int) for n in sizes) and math.prod(sizes) > TOGETHER
+
+
+def _lane_after_lane(primitive: Any, program: Program, flags: Sequence[bool], operands: Sequence[Any]):
+    """The calls of all lanes in turn, in the same order on all devices."""
+
+    def one(own: Sequence[Any]) -> tuple[Any, ...]:
+        rest = iter(own)
+        return tuple(primitive.bind(*(next(rest) if f else x for f, x in zip(flags, operands)), program=program))
+
+    outs = jax.lax.map(one, [x for f, x in zip(flags, operands) if f])
+    return list(outs), [0] * len(outs)
 
 
 def to_front(

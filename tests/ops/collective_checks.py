@@ -162,6 +162,24 @@ def check_lanes_two_axes_and_loops():
     agree([got], [want], 1e-6)
 
 
+def check_more_lanes_than_programs_run_at_once():
+    """They are called one after the other: a product with a matrix that all lanes share, and its gradients."""
+    lanes, n = 40, 4
+    x, w, g = floats(n * lanes, 8, 6), floats(6, 4), floats(n * lanes, 2, 4)
+
+    def pulled(product):
+        def f(x, w, g):
+            y, pull = jax.vjp(lambda x, w: jax.vmap(lambda row: product(row, w, "x"))(x), x, w)
+            return y, *pull(g)
+
+        specs = dict(in_specs=(P("x"), P(), P("x")), out_specs=(P("x"), P("x"), P()))
+        return jax.jit(jax.shard_map(f, mesh=Mesh(DEVICES[:n], ("x",)), **specs))
+
+    ours, theirs = map(pulled, (ops.matmul_reduce_scatter, ops.matmul_reduce_scatter_reference))
+    assert " scan[" in str(jax.make_jaxpr(ours)(x, w, g))
+    agree(ours(x, w, g), theirs(x, w, g), 1e-6)
+
+
 def check_integers():
     x = np.arange(16, dtype=np.int32).reshape(8, 2)
     got = on(4, lambda x: ops.all_reduce(x, "x"), check_vma=False)(x)
