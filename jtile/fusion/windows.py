@@ -124,6 +124,8 @@ def _starts(step: Step, made: Mapping[Value, Node]) -> list[int] | None:
     """Where the block begins that a scatter updates; None if it updates something else, or in a place not known."""
     numbers = step.params["dimension_numbers"]
     x, index, update = step.ins
+    if step.name == "scatter" and getattr(step.params.get("update_jaxpr"), "eqns", ()):
+        return None  # of `x.at[...].apply`
     if not all(isinstance(v, Value) and is_tile(v) and 0 not in v.shape for v in (x, update)):
         return None
     starts = _known(index, made)
@@ -342,9 +344,10 @@ class Needs:
             return None if None in sides else all(sides) if step.name == "and" else any(sides)
         if step.name not in _COMPARED or not isinstance(step.ins[1], Constant):
             return None
-        index, bound = self._number(*_moved_to(step, 0, place)), int(step.ins[1].value)  # type: ignore[misc]
+        index = self._number(*_moved_to(step, 0, place))  # type: ignore[misc]
         if not isinstance(index, Along) or abs(index.stride) != 1:
             return None
+        bound = int(step.ins[1].value)
         low, high = sorted(index.stride * i + index.shift for i in self.within[index.axis])
         name, least = step.name, {"ge": bound, "gt": bound + 1, "lt": bound, "le": bound + 1}[step.name]
         above = high - least + 1 > least - low  # whether most numbers are `least` or more
@@ -352,9 +355,19 @@ class Needs:
         return above == (name in ("ge", "gt"))
 
     def _number(self, value: Operand, place: Place) -> Index:
-        """The number along an axis, with a shift, that an integer is; None for others."""
-        step = self.made.get(value) if isinstance(value, Value) else None
-        if step is None or not np.issubdtype(value.dtype, np.signedinteger):
+        """The number along an axis, with a shift, that an integer is; None for others, and where its dtype does not
+        have all of these numbers."""
+        if not isinstance(value, Value) or not np.issubdtype(value.dtype, np.signedinteger):
+            return None
+        index = self._number_of(self.made.get(value), place)
+        if isinstance(index, Along):
+            limits = np.iinfo(value.dtype)
+            ends = [index.stride * i + index.shift for i in self.within[index.axis]]
+            return index if limits.min <= min(ends) and max(ends) <= limits.max else None
+        return index
+
+    def _number_of(self, step: Step | None, place: Place) -> Index:
+        if step is None:
             return None
         if step.name == "iota":
             return place[step.params["dimension"]]

@@ -194,6 +194,36 @@ def test_random_programs(seed):
     close(jax.tree.unflatten(tree, evaluate(plan, leaves, by_interpreter)), f(x))
 
 
+# Numbers of rows that their dtype does not have all of: they begin anew.
+WRAPPED = {
+    "converted": lambda: jnp.arange(300).astype("int8") > 100,
+    "added": lambda: jnp.arange(300, dtype="int32") + np.int32(2**31 - 100) > 0,
+    "counted": lambda: jax.lax.iota("int8", 300) > -1,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_numbers_that_begin_anew_choose_no_side(name):
+    f, x = lambda x: jnp.where(WRAPPED[name]()[:, None], x * 2, x - 1) + jnp.roll(x, 1, 0), array(300, 20)
+    (group,) = jt.fuse(f).explain(x).plan.units
+    assert group.windowed and not ends_within(group).chosen
+    close(jt.fuse(f)(x), f(x))
+
+
+def test_comparisons_with_no_number():
+    f = lambda x: jnp.where(x < jnp.inf, x * 2, 1.0) - jnp.where(x < jnp.nan, 3.0, x) + jnp.roll(x, 1, 0)
+    x = array(9, 40)
+    assert windowed(jt.fuse(f).explain(x).plan) == [True]
+    close(jt.fuse(f)(x), f(x))
+
+
+def test_functions_of_a_block_are_no_updates():
+    """`apply` is a scatter, whose block is of no use."""
+    f = lambda x: x.at[2:5].apply(jnp.sin) * 2 + jnp.roll(x, 1, 0)
+    x = array(9, 40)
+    close(jt.fuse(f)(x), f(x))
+
+
 def test_bodies_of_loops_read_windows():
     f = lambda x: jax.lax.fori_loop(0, 3, lambda _, u: u.at[1:-1, 1:-1].set(five_points(u)), x)
     x = array(12, 40)
