@@ -40,7 +40,7 @@ def add_norm_linear(x, delta, norm, eps, weight, dtype=None):
     return x, linear(normed, weight)
 
 
-def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
+def split_heads(qkv, cos, sin, heads, kv_heads, norms=None, slots=None):
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
     if norms is not None:
         q, k = (
@@ -50,7 +50,9 @@ def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
     low, high = jnp.split(qkv[:, :, : heads + kv_heads], 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
-    return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
+    more = 0 if slots is None else slots - qkv.shape[1]
+    longer = lambda x: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+    return turned[:, :, :heads], longer(turned[:, :, heads:]), longer(qkv[:, :, heads + kv_heads :])
 
 
 def with_bias(y, bias):
