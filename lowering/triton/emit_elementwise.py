@@ -315,7 +315,7 @@ def _cast(em: Emitter, op: ir.Cast) -> Val:
 
 
 def _clamped(v: ir.Value, most: float) -> bool:
-    """Whether a tile is `jnp.clip` of another, or its like, with bounds of which none is beyond `most`."""
+    """Whether a tile is `jnp.clip` of another, or its like, with bounds from `-most` to `most`."""
     bounds, op = {}, v.op
     while isinstance(op, ir.Map) and op.fn in ("min", "max") and op.fn not in bounds:
         fixed = [k for k, a in enumerate(op.args) if isinstance(a.op, ir.Full)]
@@ -323,7 +323,7 @@ def _clamped(v: ir.Value, most: float) -> bool:
             break
         bounds[op.fn] = op.args[fixed[0]].op.value
         op = op.args[1 - fixed[0]].op
-    return bounds.get("min", math.inf) <= most and bounds.get("max", -math.inf) >= -most
+    return len(bounds) == 2 and all(-most <= bound <= most for bound in bounds.values())
 
 
 @emits(ir.Bitcast)

@@ -268,6 +268,16 @@ def test_casts_of_clipped_numbers(dst, most):
     assert "cmpf" not in compiled.texts["ttgir"]
 
 
+def test_casts_of_numbers_clipped_to_what_is_beyond():
+    x = np.float32([-500, -1, 0, 3, 500, np.nan])
+    bench = Bench(x)
+    bound = lambda v: bench.b.value(ir.Full(v, x.shape, "float32"))
+    high = bench.b.value(ir.Map("min", (bound(448.0), bench.xs[0])))
+    bench.add(ir.Cast(bench.b.value(ir.Map("max", (bound(1000.0), high))), "float8_e4m3fn"), np.maximum(x, 1000))
+    ((_, got, want),) = bench.run("sm_90")
+    assert same(got, want).all()
+
+
 @pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
 def test_every_half(arch, narrow):
