@@ -47,12 +47,24 @@ class WindowFrame(Frame):
         return super().spread(x, of)
 
     def at(self, value: Value, place: Place):
-        """The tile of a value at a place."""
-        key = value, place
-        if key not in self._at:
-            step = self._made.get(value)
-            self._at[key] = self._load(value, place) if step is None else self._made_of(step, place)
-        return self._at[key]
+        """The tile of a value at a place, behind those that it is made of: chains of steps are longer than Python's
+        stack."""
+        todo = [(value, place)]
+        while todo:
+            key = todo[-1]
+            if key not in self._at:
+                step = self._made.get(key[0])
+                needed = [] if step is None else self._reads(step, key[1])
+                missing = [k for r in reversed(needed) if _is_value(r) and (k := (r.operand, r.place)) not in self._at]
+                if missing:
+                    todo += missing
+                    continue
+                self._at[key] = self._load(*key) if step is None else self._made_of(step, key[1])
+            todo.pop()
+        return self._at[value, place]
+
+    def _reads(self, step: Step, place: Place) -> list[Read]:
+        return self._within.reads(step, place) if self._within else reads(step, place)
 
     def _shape(self, place: Place) -> tuple[int, ...]:
         own = {index.axis for index in place if isinstance(index, Along)}
@@ -72,7 +84,7 @@ class WindowFrame(Frame):
             return jnp.broadcast_to(number.astype(step.outs[0].dtype), shape)
         if step.name in ("pad", "concatenate"):
             return self._of_parts(step, place, shape)
-        needed = self._within.reads(step, place) if self._within else reads(step, place)
+        needed = self._reads(step, place)
         if self._within and (step, place) in self._within.chosen:
             return self._operand(self._within.chosen[step, place], shape)
         found = {read.operand: self.at(read.operand, read.place) for read in needed if _is_value(read)}

@@ -224,6 +224,20 @@ def test_functions_of_a_block_are_no_updates():
     close(jt.fuse(f)(x), f(x))
 
 
+@pytest.mark.usefixtures("by_numpy")
+def test_chains_that_are_longer_than_the_stack():
+    def f(x):
+        y = jnp.roll(x, 1, 0)
+        for _ in range(250):
+            y = y * 0.5 + x
+        return y
+
+    x = array(3, 20)
+    plan, tree, leaves = jt.fuse(f).planned((x,), {})
+    assert windowed(plan) == [True]
+    close(jax.tree.unflatten(tree, evaluate(plan, leaves, by_interpreter)), f(x))
+
+
 def test_bodies_of_loops_read_windows():
     f = lambda x: jax.lax.fori_loop(0, 3, lambda _, u: u.at[1:-1, 1:-1].set(five_points(u)), x)
     x = array(12, 40)
