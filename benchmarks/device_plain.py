@@ -14,41 +14,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.gpu.models import DENSE, SCALE
-
-
-def _norm(x, eps: float):
-    """The RMS norm; weights are 1, and left out."""
-    t = x.astype(jnp.float32)
-    return (t * lax.rsqrt((t * t).mean(-1, keepdims=True) + eps)).astype(x.dtype)
-
-
-def _rotated(x, angles):
-    """x [rows, heads, d] rotated by angles [rows, d / 2]."""
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+from benchmarks.gpu.plain import norm, rotated
 
 
 def _block(w, c: dict, x, cache, lengths):
     """One block for x [rows, hidden]; returns its output, and the keys and values with this token."""
     d = c["hidden_size"] // c["num_attention_heads"]
     frequencies = jnp.asarray(c["rope_theta"] ** (-np.arange(0, d, 2) / d), jnp.float32)
-    angles = lengths.astype(jnp.float32)[:, None] * frequencies[None]
-    y = _norm(x, c["rms_norm_eps"])
+    angles = lengths.astype(jnp.float32)[:, None, None] * frequencies
+    turn = jnp.cos(angles), jnp.sin(angles)
+    y = norm(x, None, c["rms_norm_eps"])
     q, k, v = (jnp.einsum("ri,hdi->rhd", y, w[name]) for name in "qkv")
     rows = jnp.arange(len(x))
     keys, values = (
-        a.at[rows, lengths].set(new) for a, new in zip(cache, (_rotated(k, angles), v), strict=True)
+        a.at[rows, lengths].set(new) for a, new in zip(cache, (rotated(k, *turn), v), strict=True)
     )  # fmt: skip
-    q = _rotated(q, angles)[:, None]
+    q = rotated(q, *turn)[:, None]
     mixed = jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=lengths + 1)
     x = x + jnp.einsum("rhd,ohd->ro", mixed[:, 0], w["o"])
-    y = _norm(x, c["rms_norm_eps"])
+    y = norm(x, None, c["rms_norm_eps"])
     hidden = jax.nn.silu(jnp.einsum("ri,fi->rf", y, w["gate"])) * jnp.einsum("ri,fi->rf", y, w["up"])
     return x + jnp.einsum("rf,of->ro", hidden, w["down"]), (keys, values)
 
@@ -59,7 +47,7 @@ def _step(w, tokens, caches, lengths, *, c: dict):
     for block, cache in zip(w["blocks"], caches, strict=True):
         x, cache = _block(block, c, x, cache, lengths)
         longer.append(cache)
-    logits = jnp.einsum("ri,vi->rv", _norm(x, c["rms_norm_eps"]), w["head"], preferred_element_type=jnp.float32)
+    logits = jnp.einsum("ri,vi->rv", norm(x, None, c["rms_norm_eps"]), w["head"], preferred_element_type=jnp.float32)
     return jnp.argmax(logits, -1).astype(jnp.int32), longer, lengths + 1
 
 

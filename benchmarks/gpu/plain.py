@@ -52,10 +52,11 @@ def sizes_of(lm: LanguageModel, attention: Attention) -> Sizes:
     return Sizes(c.heads, c.kv_heads, c.head_dim, lm.config.norm_eps, attention)
 
 
-def _norm(x, weight, eps: float):
+def norm(x, weight, eps: float):
+    """The RMS norm along the last axis; weight None: ones."""
     t = x.astype(jnp.float32)
     unit = t * lax.rsqrt((t * t).mean(-1, keepdims=True) + eps)
-    return (unit * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return (unit if weight is None else unit * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def _embedded(table, ids):
@@ -69,8 +70,8 @@ def _linear(x, weight):
     return jnp.einsum("...i,oi->...o", x, weight)
 
 
-def _rotated(x, cos, sin):
-    """x [rows, t, heads, d] rotated by angles, whose cos and sin are [1, t, 1, d / 2]."""
+def rotated(x, cos, sin):
+    """x [..., heads, d] rotated by angles, whose cos and sin are [..., 1, d / 2]."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
@@ -91,23 +92,23 @@ def _block(block, frequencies, s: Sizes, x, cache, first, lengths):
     angles = (first + jnp.arange(x.shape[1], dtype=jnp.int32)).astype(jnp.float32)[:, None] * frequencies[None]
     cos, sin = (f(angles)[None, :, None] for f in (jnp.cos, jnp.sin))
     attend = functools.partial(jax.nn.dot_product_attention, implementation=s.attention)
-    qkv = _linear(_norm(x, block["before"], s.eps), block["qkv"]).reshape(*x.shape[:2], -1, s.head_dim)
+    qkv = _linear(norm(x, block["before"], s.eps), block["qkv"]).reshape(*x.shape[:2], -1, s.head_dim)
     q, k, v = jnp.split(qkv, (s.heads, s.heads + s.kv_heads), axis=2)
-    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     place = (jnp.int32(0), first, jnp.int32(0), jnp.int32(0))
     keys, values = (lax.dynamic_update_slice(cache, new, place) for cache, new in ((keys, k), (values, v)))
     mixed = attend(q, k, v, is_causal=True) if lengths is None else (
         attend(q, keys, values, key_value_seq_lengths=lengths)
     )  # fmt: skip
     x = x + _linear(mixed.reshape(*x.shape[:2], -1), block["output"])
-    y = _norm(x, block["behind"], s.eps)
+    y = norm(x, block["behind"], s.eps)
     x = x + _linear(jax.nn.silu(_linear(y, block["gate"])) * _linear(y, block["up"]), block["down"])
     return x, (keys, values)
 
 
 def _logits(w, s: Sizes, x):
     """float32 logits of hidden states [..., hidden]."""
-    normed = _norm(x, w["norm"], s.eps)
+    normed = norm(x, w["norm"], s.eps)
     return jnp.einsum("...i,oi->...o", normed, w["head"], preferred_element_type=jnp.float32)
 
 
