@@ -1,6 +1,7 @@
 #include "exchange.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "error.h"
 
@@ -13,9 +14,10 @@ constexpr auto kSpin = std::chrono::microseconds(100);  // devices mostly come a
 // The stream for copies of each device, and events that are not in use. They stay: executables may outlive statics.
 class Kept {
  public:
-  void* stream(Driver& driver, int ordinal) {
+  // Stream `number` of a device, of which there are as many as copies are made at once.
+  void* stream(Driver& driver, int ordinal, size_t number = 0) {
     std::lock_guard lock(mutex_);
-    void*& found = streams_[ordinal];
+    void*& found = streams_[{ordinal, number}];
     if (found == nullptr) found = driver.make_stream(ordinal);
     return found;
   }
@@ -35,13 +37,22 @@ class Kept {
 
  private:
   std::mutex mutex_;
-  std::map<int, void*> streams_;
+  std::map<std::pair<int, size_t>, void*> streams_;
   std::map<int, std::vector<void*>> events_;
 };
 
 Kept& kept() {
   static auto* const found = new Kept;
   return *found;
+}
+
+// How many copies of a device are under way at once (an experiment: one, unless JTILE_COPIES_AT_ONCE says otherwise).
+size_t copies_at_once() {
+  static const size_t found = [] {
+    const char* text = std::getenv("JTILE_COPIES_AT_ONCE");
+    return text == nullptr ? size_t{1} : std::max<size_t>(1, std::strtoul(text, nullptr, 10));
+  }();
+  return found;
 }
 
 // What has begun and is not finished, by device and the array that is written.
@@ -202,8 +213,21 @@ void Exchange::send(Round& round, size_t me) const {
   std::string error;
   try {
     for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, part.side, other.ready);
-    for (size_t k = 1; k <= static_cast<size_t>(pieces_.receivers); ++k)  // the next first: not all send to one
-      copy(part.side, me, (me + k) % devices_, round);
+    const auto receivers = static_cast<size_t>(pieces_.receivers);
+    const size_t ways = std::min(copies_at_once(), receivers);
+    void* mark = ways > 1 ? kept().event(*part.driver, part.ordinal) : nullptr;
+    if (mark != nullptr) part.driver->record(part.ordinal, mark, part.side);
+    for (size_t way = 1; way < ways; ++way)
+      part.driver->await(part.ordinal, kept().stream(*part.driver, part.ordinal, way), mark);
+    for (size_t k = 1; k <= receivers; ++k) {  // the next first: not all send to one
+      const size_t way = (k - 1) % ways;
+      copy(way == 0 ? part.side : kept().stream(*part.driver, part.ordinal, way), me, (me + k) % devices_, round);
+    }
+    for (size_t way = 1; way < ways; ++way) {  // an event that is recorded anew keeps what has been awaited before
+      part.driver->record(part.ordinal, mark, kept().stream(*part.driver, part.ordinal, way));
+      part.driver->await(part.ordinal, part.side, mark);
+    }
+    kept().give_back(part.ordinal, mark);
     part.driver->record(part.ordinal, part.sent, part.side);
   } catch (const Error& found) {
     error = concat("GPU ", part.ordinal, ": ", found.what());
