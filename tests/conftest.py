@@ -232,6 +232,15 @@ def optimized():
 
 
 @pytest.fixture
+def on_the_cpu():
+    """The CPU is JAX's default device, also beside a GPU: for tests that are about what is chosen for CPUs."""
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])  # not a context: tests start threads
+    yield
+    jax.config.update("jax_default_device", before)
+
+
+@pytest.fixture
 def by_numpy():
     """NumPy runs what a test calls of JAX's own functions outside of jit; see `tests/support/eager_calls.py`."""
     with _by_numpy():

@@ -66,6 +66,8 @@ def test_configure_reaches_other_threads_and_config_does_not(process_options):
 @pytest.mark.parametrize("value", [True, False])
 def test_options_that_change_code_are_part_of_the_jit_cache_key(value):
     traces = []
+    with config(poison=not current().poison):  # the first change in a process makes every jitted function trace again
+        pass
 
     @jax.jit
     def f(x):
@@ -201,6 +203,8 @@ def test_a_checkout_that_is_not_installed_says_so(subprocess_env):
     """-S reads no .pth file, so that the installation which maps the folders is not there."""
     env = subprocess_env | {"PYTHONPATH": os.path.dirname(os.path.dirname(jax.__file__))}
     root = Path(__file__).parents[1]
+    if (root / "jtile" / "lowering").exists():
+        pytest.skip("this checkout is importable where it lies: .ci/on-gpu links its folders")
     run = [sys.executable, "-S", "-c", "import jtile"]
     done = subprocess.run(run, cwd=root, env=env, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith(

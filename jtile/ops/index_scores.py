@@ -31,18 +31,19 @@ def index_tiles(q, keys, weights, lengths, table, scales, y, *, bq: int, bk: int
     t, Y = q.shape[1], y.tiles(None, None, bk)
     length = jnp.clip(lengths[b], 0, y.shape[2])
     columns = j * bk + jt.arange(bk)
+    queries = bq if t % bq == 0 else jnp.minimum(bq, t - i * bq)
     if j * bk < length - t + jnp.minimum((i + 1) * bq, t):
         row, at = place(b, j, bk, keys, table)
         K = keys.tiles(None, bk, keys.shape[2])[row, at, 0].astype(q.dtype)
         unit = None if scales is None else scales.tiles(None, bk)[row, at]
-        for x in jt.range(bq):
+        for x in jt.range(queries):
             n = i * bq + x
             s = jt.dot(K, q[b, n, :, :].T)
             of_keys = (jnp.maximum(s, 0) * weights[b, n, :].astype(s.dtype)[None, :]).sum(1)
             of_keys = of_keys if unit is None else of_keys * unit
             Y[b, n, j] = jnp.where(columns <= length - t + n, of_keys, -jnp.inf)
     else:
-        for x in jt.range(bq):
+        for x in jt.range(queries):
             Y[b, i * bq + x, j] = jt.full((bk,), -jnp.inf, y.dtype)
 
 

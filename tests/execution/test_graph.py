@@ -15,6 +15,8 @@ from jtile.errors import KernelTypeError, KernelValueError, RaceError, Unsupport
 from jtile.execution.primitive import attributes_of
 from jtile.fusion import costs
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")  # which alone runs graphs
+
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, b, **_: jt.cdiv(x.shape[0], b))
 def doubled(x, o, *, b=4):

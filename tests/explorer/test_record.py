@@ -154,6 +154,7 @@ def test_errors(view, tmp_path):
         view.save(tmp_path / "file" / "page.html")
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_speed_on_this_machine(monkeypatch):
     """What `jt.explain` measures is shown where the target is the device at hand, and only there."""
     from jtile.explorer import speed

@@ -49,7 +49,7 @@ def fake(tmp_path_factory):
     source = Path(__file__).with_name("fake_acl.c")
     flags = ["-O1", "-shared", "-fPIC", "-Wl,-soname,libascendcl.so"]
     subprocess.run(["cc", *flags, str(source), "-o", str(path)], check=True)
-    a = np.ones(128, np.float32)
+    a = jax.device_put(np.ones(128, np.float32), jax.devices("cpu")[0])  # the default device may be a GPU here
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"kernel adds: the driver of platform ascend cannot be opened"
                        r".*libascendcl.*install CANN and source its set_env\.sh"):  # fmt: skip
         call(a, a)

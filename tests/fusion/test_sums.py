@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("by_numpy")
+@pytest.mark.usefixtures("on_the_cpu", "by_numpy")
 @pytest.mark.parametrize("name", CASES)
 def test_sums_of_programs(name):
     f, shapes = CASES[name]

@@ -57,6 +57,7 @@ def test_edges(arch):
     assert ops.argmax(np.zeros((0, 3), np.float32)).shape == (0,)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_what_computes_it():
     x = jax.ShapeDtypeStruct((64, 128256), jnp.float32)
     assert ops.choices(ops.argmax, x)[0].implementation == "two reductions of XLA"

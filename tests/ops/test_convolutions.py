@@ -42,6 +42,7 @@ def test_convolution(name, arch):
             gradients_agree(op, reference, x, w)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_what_computes_a_convolution():
     of = lambda shape, window, **o: (
         ops.choices(functools.partial(ops.convolution, **o), jnp.zeros(shape), jnp.zeros(window))[0].implementation

@@ -52,6 +52,7 @@ def test_gradients_in_parts(monkeypatch, held):
         assert relative_error(*(evaluated(jax.vmap(f, (0, None, None)))(*stacked()) for f in both())) < 1e-6
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("held", [0, 4, 8, 52])
 def test_gradients_with_logits_that_are_kept(monkeypatch, held):
     """Of none of 13 blocks of classes, 4 (one at a time), 8 (two at a time), and all of them."""

@@ -66,6 +66,7 @@ def test_gradients_and_batches():
     np.testing.assert_array_equal(several[1], 2 * route_reference(x, index, groups)[0])
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_what_computes_it():
     x, index = jax.ShapeDtypeStruct((32, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((32, 8), jnp.int32)
     of = lambda index: ops.choices(lambda *a: ops.route(*a, 128), x, index)[0].implementation

@@ -35,6 +35,7 @@ def test_segments(kind, arch):
             gradients_agree(ours, theirs, normal(0, *shape))
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_parts_of_rows(monkeypatch):
     """Few segments of many rows."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)

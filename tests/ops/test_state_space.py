@@ -36,6 +36,7 @@ def test_rwkv7():
     agree(RWKV, RWKV_REFERENCE, *rwkv(t=3))
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_rwkv7_by_positions(monkeypatch):
     """On a CPU where nobody asks for chunks; the gradient has them."""
     monkeypatch.setattr("jtile.ops.rwkv.CHUNK", 2)  # kernels of few levels

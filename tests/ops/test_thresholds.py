@@ -27,6 +27,7 @@ def test_rows(dtype):
         agree(ops.largest, largest_reference, x, tolerance=0, k=k, interpret=k == 17)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_gpus_take_the_sort_of_xla():
     x = levelled(2, 3, 110)
     for arch, implementation in ((None, "thresholds"), ("sm_90", "XLA's top_k")):
@@ -35,6 +36,7 @@ def test_gpus_take_the_sort_of_xla():
             assert ops.choices(ops.largest, x, k=9)[0].implementation == implementation
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_elements_of_64_bits_are_sorted():
     with jax.enable_x64(True):
         x = np.asarray(normal(0, 3, 30), np.float64)
