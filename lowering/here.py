@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from jtile._config import current
+from jtile._config import current, jit_key
 
 from . import platforms
 from .targets import Target
@@ -46,7 +50,26 @@ def target() -> Target:
     Returns:
       A `Target`; on a GPU with the numbers that the device tells.
     """
-    return platforms.named(platform()).here()
+    found = platforms.named(platform()).here()
+    missing = _without.get()
+    return (
+        dataclasses.replace(found, features=tuple(f for f in found.features if f not in missing)) if missing else found
+    )
+
+
+_without: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("jtile_without", default=frozenset())
+BLOCK_LEVEL = frozenset(["warpgroup products"])  # what kernels at the block level need
+
+
+@contextlib.contextmanager
+def tile_level() -> Iterator[None]:
+    """A block in which library functions choose implementations as for a target without a block level."""
+    token = _without.set(BLOCK_LEVEL)
+    try:
+        with jit_key("tile level"):
+            yield
+    finally:
+        _without.reset(token)
 
 
 @functools.lru_cache(maxsize=64)

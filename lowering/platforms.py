@@ -42,6 +42,9 @@ class Platform:
         print or assert, where it is another; `devices_call`: that of kernels which talk to other devices, whose last
         operand is the place of theirs (`jtile.primitive.devices.place`), where it is another; `graph_call`: that of
         several kernels as one execution graph (`jt.graph`), where the platform runs such.
+      compile_graph: makes one image of all kernels of an execution graph, which runs as one launch: (kernels behind the
+        passes, target, options of each, a `lowering.triton.emit_tasks.Shape`) -> Artifact; None where each task of a
+        graph is an image of its own. graph_refusal: why a kernel can be no task of a graph on a target, or None.
       compile: the back end: (kernel, target, options, with texts) -> Artifact.
       attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
       resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
@@ -89,6 +92,8 @@ class Platform:
     io_call: str | None = None
     devices_call: str | None = None
     graph_call: str | None = None
+    compile_graph: Callable[[Sequence[ir.Kernel], Target, Sequence[Options], Any], Artifact] | None = None
+    graph_refusal: Callable[[ir.Kernel, Target], str | None] = lambda kernel, target: None
     literals: bool = False
     fuses_slices: bool = False
     block_level: bool = False

@@ -12,8 +12,9 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jtile import _cache, ir
 from jtile._config import current
@@ -56,6 +57,43 @@ def compile(
     artifact = _compile(kernel, target, options, texts)
     kept = not artifact.launch.get("defect")  # a later process is to hear of it, too
     on_disk = kept and _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
+    _memory.put(key, artifact, on_disk=on_disk)
+    return artifact
+
+
+def compile_graph(
+    kernels: Sequence[ir.Kernel], target: Target, options: Sequence[Options], shape: Any, *, key: str
+) -> Artifact:
+    """Compile the kernels of an execution graph into one image, for a platform whose launches run such.
+
+    Args:
+      kernels: Tile IR at tile level, before the passes.
+      key: text that is equal for graphs that may share an artifact.
+      options, shape: see `Platform.compile_graph`.
+
+    Raises: see `compile`.
+    """
+    from jtile import passes
+
+    platform = platforms.named(target.platform)
+    assert platform.compile_graph is not None
+    options = [{k: v for k, v in o.items() if v is not None} for o in options]
+    key = _cache.key("graph", key, target, *(sorted(o.items()) for o in options), shape, *platform.tools())
+    artifact = _memory.get(key)
+    if artifact is None and (artifact := _stored(key, target)):
+        _memory.put(key, artifact, on_disk=True)
+    if artifact is not None:
+        return artifact
+    for kernel in kernels:
+        targets.check_capabilities(kernel, target)
+    plain = [passes.run_pipeline(starts.without_idle_aliases(k), passes.TILE) for k in kernels]
+    try:
+        artifact = platform.compile_graph(plain, target, options, shape)
+    except JtileError:
+        raise
+    except Exception as e:  # see `_compile`
+        raise _failure(dataclasses.replace(plain[0], name="graph"), target, e) from e
+    on_disk = _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
     _memory.put(key, artifact, on_disk=on_disk)
     return artifact
 

@@ -129,6 +129,7 @@ struct Launcher::OnDevice {
   int device;
   std::shared_ptr<const Module> module;
   std::unique_ptr<Counters> counters;  // null where the kernel has none
+  std::unique_ptr<Peers> alone;        // where the kernel's own blocks wait for each other, and for no other device
   // The maps of the last call: XLA keeps buffers in place from run to run. Whoever finds them in use makes its own.
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::vector<Map> maps = {};
@@ -198,20 +199,35 @@ std::unique_ptr<Launcher::OnDevice> Launcher::load(int device) {
   });
   std::unique_ptr<Counters> counters;
   if (record_.counters != 0) counters = std::make_unique<Counters>(driver, device, record_.counters);
-  return std::unique_ptr<OnDevice>(new OnDevice{&driver, device, std::move(module), std::move(counters)});
+  std::unique_ptr<Peers> alone;
+  if (timeout_alone_) alone = std::make_unique<Peers>(record_, std::vector<int>{device}, *timeout_alone_);
+  return std::unique_ptr<OnDevice>(
+      new OnDevice{&driver, device, std::move(module), std::move(counters), std::move(alone)});
 }
 
 void Launcher::talk(std::vector<int> ordinals, int64_t timeout_ms) {
-  named([&] { peers_ = std::make_unique<Peers>(record_, std::move(ordinals), timeout_ms); });
+  named([&] {
+    if (ordinals.empty())
+      timeout_alone_ = timeout_ms;
+    else
+      peers_ = std::make_unique<Peers>(record_, std::move(ordinals), timeout_ms);
+  });
 }
 
 void Launcher::initialize(int device) {
   named([&] {
     OnDevice& on = on_device(device);
     if (!record_.talking) return;
-    if (peers_ == nullptr) fail(Code::kInvalidArgument, "its call does not say which devices it talks to");
-    peers_->begin(*on.driver, device, on.module->loaded(), config(static_cast<uint32_t>(record_.grid.value(nullptr)), nullptr));
+    peers(on)->begin(*on.driver, device, on.module->loaded(),
+                     config(static_cast<uint32_t>(record_.grid.value(nullptr)), nullptr));
   });
+}
+
+Peers* Launcher::peers(OnDevice& on) const {
+  Peers* found = peers_ != nullptr ? peers_.get() : on.alone.get();
+  if (record_.talking && found == nullptr)
+    fail(Code::kInvalidArgument, "its call does not say which devices it talks to");
+  return found;
 }
 
 void Launcher::check_arrays(const Array* arrays, size_t count) const {
@@ -235,7 +251,7 @@ void Launcher::encode_maps(OnDevice& on, const Array* arrays, const int64_t* sym
   try {
     for (size_t k = 0; k < record_.maps.size(); ++k) {
       const TensorMap& map = record_.maps[k];
-      void* data = map.device == TensorMap::kArray ? arrays[map.buffer].data : peers_->of(on.device, map.device, map.offset);
+      void* data = map.device == TensorMap::kArray ? arrays[map.buffer].data : peers(on)->of(on.device, map.device, map.offset);
       MapShape shape{data, {}, {}};
       for (size_t d = 0; d < map.rank; ++d) {
         shape.dims[d] = static_cast<uint64_t>(map.dims[d].value(symbols));
@@ -281,7 +297,7 @@ void Launcher::with_params(OnDevice& on, void* stream, const Array* arrays, cons
         words[k].pointer = on.counters->of(stream);
         break;
       case Param::Kind::kDevices:
-        words[k].pointer = peers_->block(on.device);
+        words[k].pointer = peers(on)->block(on.device);
         break;
       case Param::Kind::kNull:
         words[k].pointer = nullptr;
@@ -308,10 +324,9 @@ void Launcher::prepared(int device, const Array* arrays, size_t count, const int
     if (blocks < 0 || blocks > kMaxBlocks / record_.cluster)
       fail(Code::kInvalidArgument, "its grid has ", blocks, " programs of ", record_.cluster,
            " blocks; a launch has at most ", kMaxBlocks, " blocks: take larger tiles");
-    if (peers_ != nullptr) peers_->check(device);
-    if (record_.talking && peers_ == nullptr)
-      fail(Code::kInvalidArgument, "its call does not say which devices it talks to");
-    body(on_device(device), static_cast<uint32_t>(blocks) * record_.cluster, symbols);
+    OnDevice& on = on_device(device);
+    if (Peers* of = peers(on)) of->check(device);
+    body(on, static_cast<uint32_t>(blocks) * record_.cluster, symbols);
   });
 }
 
@@ -348,10 +363,11 @@ void Launcher::record(int device, void* stream, const Array* arrays, size_t coun
 }
 
 void Launcher::finish(int device, void* stream, const Array* arrays, const int64_t* sizes) {
-  if (peers_ != nullptr) {
+  if (record_.talking) {
     named([&] {
-      on_device(device).driver->wait(device, stream);
-      peers_->check(device);
+      OnDevice& on = on_device(device);
+      on.driver->wait(device, stream);
+      peers(on)->check(device);
     });
   }
   if (!record_.sites) return;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -52,8 +53,8 @@ class Launcher {
 
   const Record& record() const { return record_; }
 
-  // Which devices a kernel talks to, by their numbers in this process, group by group, and how long it waits for them.
-  // Before `initialize`. Throws Error.
+  // Which devices a kernel talks to, by their numbers in this process, group by group, and how long it waits for them;
+  // none where it runs on any device, and only its own blocks wait for each other. Before `initialize`. Throws Error.
   void talk(std::vector<int> ordinals, int64_t timeout_ms);
 
   // Loads the image for a device, and makes its counters, unless that is done; a kernel that talks to other devices
@@ -81,6 +82,7 @@ class Launcher {
   OnDevice& on_device(int device);
   std::unique_ptr<OnDevice> load(int device);
   LaunchConfig config(uint32_t grid, void* stream) const;
+  Peers* peers(OnDevice& on) const;  // null where it does not talk
   void check_arrays(const Array* arrays, size_t count) const;
   void encode_maps(OnDevice& on, const Array* arrays, const int64_t* symbols, MapData* out);
   // Binds the sizes and calls `body(on, blocks, symbols)` unless there are no blocks.
@@ -96,7 +98,8 @@ class Launcher {
   std::string library_;
   std::shared_ptr<const std::string> image_;
   Record record_;
-  std::unique_ptr<Peers> peers_;  // null where it does not talk
+  std::unique_ptr<Peers> peers_;           // null where it does not talk, and where each device is alone
+  std::optional<int64_t> timeout_alone_;   // milliseconds, where each device is alone
   std::mutex mutex_;
   std::atomic<OnDevice*> devices_[kMaxDevices] = {};
 };

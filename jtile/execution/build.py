@@ -46,7 +46,8 @@ class Wired:
     """A graph, and how it is wired to what is outside.
 
     Attributes:
-      operands: the graph's operands: values of the region, numbers of its text, arrays that outputs start from.
+      operands: the graph's operands: values of the region, numbers of its text, arrays that outputs start from, tables
+        of literals.
       results: for each output of the region the number of the result that holds it.
     """
 
@@ -107,8 +108,7 @@ class _Builder:
         """Adds a task; gives the memories of its outputs."""
         whole = _complete(piece.program, piece.number, self.target, self.poison)
         kernel = whole.kernel
-        assert not whole.tables
-        starts = [self._operand(s, s.shape, ir.dtype_info(s.dtype).name) for s in whole.starts]
+        starts = [self._operand(s, s.shape, ir.dtype_info(s.dtype).name) for s in (*whole.starts, *whole.tables)]
         inputs = [*inputs, *starts]
         source = {o: inputs[i] for i, o in kernel.aliases}
         outs = [source[k] if k in source else self._memory(v.shape, v.dtype) for k, v in enumerate(kernel.outputs)]
@@ -162,4 +162,6 @@ def array_of(operand: Any, values: dict[Value, np.ndarray]) -> np.ndarray:
         return np.asarray(values[operand])
     if isinstance(operand, Constant):
         return np.asarray(operand.value, operand.dtype)
+    if isinstance(operand, np.ndarray):
+        return operand
     return np.full(operand.shape, operand.value, operand.dtype)

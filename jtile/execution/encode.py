@@ -22,10 +22,10 @@ AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in
 def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
     """(byte where each inner memory lies, bytes of all). A memory lies where an earlier one did if every band that
     touches the earlier one is over before any band that touches the later one starts."""
-    users: dict[int, int] = {}
+    users: dict[int, list[int]] = {}
     for k, band in enumerate(graph.bands):
-        for m in graph.tasks[band.task].memories:
-            users[m] = users.get(m, 0) | 1 << k
+        for m in set(graph.tasks[band.task].memories):
+            users.setdefault(m, []).append(k)
     slots: list[list[int]] = []  # [bytes, bands that touched what lay there last]
     slot: dict[int, int] = {}
     for m, memory in enumerate(graph.memories):  # memories stand in the order of the tasks that make them
@@ -35,22 +35,28 @@ def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
         fits = [k for k, (_, last) in enumerate(slots) if last & ~over == 0]
         if fits:
             k = min(fits, key=lambda k: (abs(slots[k][0] - memory.bytes), k))
-            slots[k] = [max(slots[k][0], memory.bytes), users[m]]
+            slots[k] = [max(slots[k][0], memory.bytes), _bits(users[m])]
         else:
             k = len(slots)
-            slots.append([memory.bytes, users[m]])
+            slots.append([memory.bytes, _bits(users[m])])
         slot[m] = k
     ends = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size, _ in slots)])
     return {m: int(ends[k]) for m, k in slot.items()}, int(ends[-1])
 
 
-def _over_before(graph: TaskGraph, users: int) -> int:
-    """The bands that are over before any of `users` starts."""
+def _over_before(graph: TaskGraph, users: Sequence[int]) -> int:
+    """The bands that are over before any of `users` starts, as bits."""
     over = -1
-    for k in range(len(graph.bands)):
-        if users >> k & 1:
-            over &= graph.above[k]
+    for above in {id(graph.above[k]): graph.above[k] for k in users}.values():
+        over &= above
     return over
+
+
+def _bits(bands: Sequence[int]) -> int:
+    out = bytearray(max(bands) // 8 + 1)
+    for k in bands:
+        out[k // 8] |= 1 << k % 8
+    return int.from_bytes(out, "little")
 
 
 def encode(schedule: Schedule, kernels: Sequence[int], static: bool) -> tuple[np.ndarray, int]:

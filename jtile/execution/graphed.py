@@ -16,7 +16,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.fusion.fused import evaluate as fused
 from jtile.fusion.groups import plan_of
 from jtile.fusion.steps import Constant, Step, program_of
-from jtile.lowering.here import target
+from jtile.lowering.here import target, tile_level
 
 from . import primitive
 from .interpret import interpret_region
@@ -97,10 +97,11 @@ class Graphed:
         """
         primitive.check_target(target())
         closed, tree, leaves = self._traced(args, kwargs)
-        cores = self._options.cores or primitive.cores_here()
+        cores, options = primitive.cores_of(target(), self._options), primitive.bands_for(target())
 
         def run(region: Region, values: Sequence[Any]) -> Sequence[Any]:
-            return interpret_region(region, [np.asarray(x) for x in values], target(), cores, seed, change)
+            arrays = [np.asarray(x) for x in values]
+            return interpret_region(region, arrays, target(), cores, seed, change, **options)
 
         return jax.tree.unflatten(tree, evaluate(_cut(closed), leaves, run))
 
@@ -114,7 +115,8 @@ class Graphed:
             whole = [given.get(i, x) for i, x in enumerate(args)]
             return self._fun(*whole, **{**kwargs, **named})
 
-        closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(given, named)
+        with tile_level():
+            closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(given, named)
         return closed, jax.tree.structure(shapes), jax.tree.leaves((given, named))
 
 
@@ -169,10 +171,11 @@ def graph(
 
 def _cut(closed: Any) -> Cut:
     """The regions of a program after `jt.fuse`."""
-    plan = plan_of(program_of(closed))
-    if plan.has_kernels:
-        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in plan.program.inputs]
-        closed = jax.make_jaxpr(lambda *xs: fused(plan, xs))(*types)
+    with tile_level():
+        plan = plan_of(program_of(closed))
+        if plan.has_kernels:
+            types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in plan.program.inputs]
+            closed = jax.make_jaxpr(lambda *xs: fused(plan, xs))(*types)
     return cut(closed, target())
 
 

@@ -194,9 +194,11 @@ def interpret_region(
     cores: int,
     seed: int = 0,
     change: Callable[[TaskGraph], TaskGraph] | None = None,
+    **options: Any,
 ) -> list[np.ndarray]:
-    """The outputs of a region for its inputs, by the interpreter; `change` makes another graph of its graph."""
-    wired = wire(region, target, cores, poison=False)
+    """The outputs of a region for its inputs, by the interpreter; `change` makes another graph of its graph;
+    `options` are those of `wire`."""
+    wired = wire(region, target, cores, poison=False, **options)
     graph = change(wired.graph) if change else wired.graph
     have = dict(zip(region.inputs, values, strict=True))
     found = run_graph(graph, [array_of(x, have) for x in wired.operands], seed)

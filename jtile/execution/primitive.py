@@ -22,13 +22,16 @@ from jtile._errors import UnsupportedError
 from jtile.fusion.steps import Constant, Value
 from jtile.ir.types import DTYPES
 from jtile.lowering import platforms
+from jtile.lowering.here import target as here
 from jtile.lowering.platforms import Platform
 from jtile.lowering.targets import Target
 from jtile.primitive.jtile_call import joint_varying, typed
-from jtile.primitive.lowering import filled
+from jtile.primitive.lowering import behind_barrier, filled
 
 from .build import Piece, Wired, compiled, wire
 from .encode import encode
+from .persistent import attributes as persistent_attributes
+from .persistent import image, launch_of, predicted, spread
 from .regions import Region, refusal
 from .schedule import Schedule, simulate
 from .timeline import Entry, GraphTimeline
@@ -56,12 +59,28 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def persistent(target: Target) -> bool:
+    """Whether a target runs a graph as one launch of one image, whose blocks have bands of their own."""
+    return platforms.named(target.platform).compile_graph is not None
+
+
+def cores_of(target: Target, options: Options) -> int:
+    """How many cores a graph is made for: of a CPU those of this process, of a GPU its multiprocessors."""
+    return options.cores or (target.units("device") if persistent(target) else None) or cores_here()
+
+
+def bands_for(target: Target) -> dict[str, Any]:
+    """The arguments of `wire` that say how programs are cut into bands, and what they cost."""
+    return {"split": spread, "cost": predicted} if persistent(target) else {}
+
+
 def check_target(target: Target) -> None:
     """Raise UnsupportedError if a target runs no execution graphs."""
     if platforms.named(target.platform).graph_call is None:
         raise UnsupportedError(
-            f"jt.graph: target {target.name!r} runs no execution graphs yet, only CPUs do: call the function itself, "
-            "whose kernels run one after another, or run it on a CPU: jax.default_device(jax.devices('cpu')[0])"
+            f"jt.graph: target {target.name!r} runs no execution graphs, only CPUs and NVIDIA's GPUs do: call the "
+            "function itself, whose kernels run one after another, or run it on a CPU: "
+            "jax.default_device(jax.devices('cpu')[0])"
         )
 
 
@@ -93,7 +112,7 @@ def one_after_another(region: Region, operands: Sequence[Any]) -> list[Any]:
 def _(*avals: Any, region: Region, options: Options) -> list[ShapedArray]:
     outs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.outputs]
     if options.traced:
-        wired = _wired(region, options)
+        wired = _wired(region, options, here())
         outs.append(jax.ShapeDtypeStruct((len(wired.graph.bands), _TRACED), np.int32))
     return typed(avals, outs, [PartitionSpec(*(None,) * len(o.shape)) for o in outs])
 
@@ -116,16 +135,13 @@ batching.primitive_batchers[jtile_graph_p] = _batch
 # -- its lowering -----------------------------------------------------------------------------------------------------
 
 
-def _able() -> Platform:
-    """The platform that runs execution graphs."""
-    return next(p for p in platforms.every() if p.graph_call is not None)
-
-
-def _wired(region: Region, options: Options, target: Target | None = None) -> Wired:
-    """The graph of a region with the costs of compiled kernels."""
-    target = target or _able().here()
+def _wired(region: Region, options: Options, target: Target) -> Wired:
+    """The graph of a region; with the costs of compiled kernels where these are images of their own."""
+    cores = cores_of(target, options)
+    if persistent(target):
+        return wire(region, target, cores, **bands_for(target))
     _compile_together(region, target)
-    return wire(region, target, options.cores or cores_here(), compiled)
+    return wire(region, target, cores, compiled)
 
 
 def _compile_together(region: Region, target: Target) -> None:
@@ -147,7 +163,7 @@ def _compile_together(region: Region, target: Target) -> None:
 
 
 def scheduled(region: Region, options: Options, target: Target | None = None) -> tuple[Wired, Schedule]:
-    wired = _wired(region, options, target)
+    wired = _wired(region, options, target or here())
     return wired, simulate(wired.graph)
 
 
@@ -162,16 +178,28 @@ def _lower_on(
     wired, schedule = scheduled(region, options, target)
     given, avals = _operands(ctx, wired, operands, region)
     memories = sorted((m for m in wired.graph.memories if m.result is not None), key=lambda m: m.result or 0)
-    attributes, size = attributes_of(schedule, options.static)
+    aliases = {m.operand: m.result for m in memories if m.operand is not None}
+    name = platform.graph_call
+    if platform.compile_graph is not None:
+        launch = launch_of(schedule, len(given), options.traced)
+        attributes, size = persistent_attributes(platform, image(wired.graph, launch, target)), launch.inner
+        given, avals = [*given, mlir.ir_constant(launch.plan)], [*avals, ShapedArray(launch.plan.shape, np.int32)]
+        name = (platform.io_call if current().debug else None) or name
+    else:
+        attributes, size = attributes_of(schedule, options.static)
+        numbers = {"operands": len(given), "results": len(memories), "traced": int(options.traced)}
+        attributes |= {name: np.int64(n) for name, n in numbers.items()}
     outs = [ShapedArray(m.shape, DTYPES[m.dtype].numpy) for m in memories]
     outs.append(ShapedArray((max(size, 1),), np.dtype(np.uint8)))
     if options.traced:
         outs.append(ShapedArray((len(wired.graph.bands), _TRACED), np.dtype(np.int32)))
-    aliases = {m.operand: m.result for m in memories if m.operand is not None}
-    numbers = {"operands": len(given), "results": len(memories), "traced": int(options.traced)}
-    attributes |= {name: np.int64(n) for name, n in numbers.items()}
-    rule = jax.ffi.ffi_lowering(platform.graph_call, operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
+    hidden = platform.fuses_slices and aliases
+    if hidden:
+        given = [behind_barrier(ctx, a, x) for a, x in zip(avals, given, strict=True)]
     found = rule(ctx.replace(avals_in=tuple(avals), avals_out=tuple(outs)), *given, **attributes)
+    if hidden:
+        found = [behind_barrier(ctx, a, x) for a, x in zip(outs, found, strict=True)]
     results = [_shaped(ctx, found[r], outs[r], v) for r, v in zip(wired.results, region.outputs, strict=True)]
     return [*results, *([found[-1]] if options.traced else [])]
 
@@ -194,6 +222,8 @@ def _operands(
             value, aval = have[x]
         elif isinstance(x, Constant):
             value, aval = mlir.ir_constant(np.asarray(x.value, x.dtype)), ShapedArray(x.shape, x.dtype)
+        elif isinstance(x, np.ndarray):
+            value, aval = mlir.ir_constant(x), ShapedArray(x.shape, x.dtype)
         else:
             aval = ShapedArray(x.shape, x.dtype)
             made = mlir.lower_fun(lambda x=x: filled([x]), multiple_results=True)
@@ -226,7 +256,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, option
         if platform.graph_call is not None:
             return _lower_on(platform, ctx, *operands, region=region, options=options)
     raise UnsupportedError(
-        f"jt.graph: platform {', '.join(names)!r} runs no execution graphs yet, only CPUs do: call the function itself"
+        f"jt.graph: platform {', '.join(names)!r} runs no execution graphs, only CPUs and NVIDIA's GPUs do: call the "
+        "function itself"
     )
 
 
@@ -235,8 +266,10 @@ mlir.register_lowering(jtile_graph_p, _lower)
 
 def timeline_of(schedule: Schedule, rows: np.ndarray) -> GraphTimeline:
     """The timeline that a traced call wrote."""
+    numbers = rows.view(np.int64)  # a GPU's clock began long before the graph
+    numbers = numbers - np.asarray([[numbers[:, 0].min()] * 2 + [0]])
     entries = [
         Entry(b, int(worker), float(start), float(end))
-        for b, (start, end, worker) in zip(schedule.order, rows.view(np.int64).tolist(), strict=True)
+        for b, (start, end, worker) in zip(schedule.order, numbers.tolist(), strict=True)
     ]
     return GraphTimeline(schedule.graph, tuple(entries), measured=True)

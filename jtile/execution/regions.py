@@ -17,6 +17,7 @@ import numpy as np
 
 from jtile.fusion.steps import OPENED, WITH_RULES, Constant, Operand, Step, Value
 from jtile.language._equations import opened
+from jtile.lowering import platforms
 from jtile.lowering.targets import Target
 from jtile.primitive.jtile_call import jtile_call_p
 from jtile.primitive.lowering import interpreted, pieces_of
@@ -78,6 +79,9 @@ def is_view(step: Step) -> bool:
         return True
     if step.name == "reshape":
         return step.params.get("dimensions") is None
+    if step.name == "transpose":  # axes of one element change places with others
+        moved = [k for k in step.params["permutation"] if x.shape[k] != 1]
+        return moved == sorted(moved)
     dims = step.params.get("broadcast_dimensions", ())
     return step.name == "broadcast_in_dim" and math.prod(x.shape) == math.prod(y.shape) and list(dims) == sorted(dims)
 
@@ -164,6 +168,10 @@ def refusal(step: Step, target: Target) -> str | None:
     if interpreted(program):
         return "it runs in the interpreter"
     pieces = pieces_of(program, target)
+    platform = platforms.named(target.platform)
+    for kernel in pieces.kernels:
+        if why := platform.graph_refusal(kernel, target):
+            return why
     if any(not math.prod(k.grid) or any(0 in v.shape for v in k.params) for k in pieces.kernels):
         return "it has no elements"
     outs = [pieces.kernels[r.piece].outputs[r.output] for r in pieces.results]

@@ -31,15 +31,24 @@ def simulate(graph: TaskGraph) -> Schedule:
     that can start by then."""
     n = len(graph.bands)
     cost = [b.cost + BAND_NS for b in graph.bands]
-    after: list[list[int]] = [[] for _ in range(n)]
+    number = {needs: e for e, needs in enumerate(graph.events)}
+    signals: list[list[int]] = [[] for _ in range(n)]  # for each band the events that it is part of
+    behind: list[list[int]] = [[] for _ in graph.events]  # for each event the bands that wait for it
+    for needs, e in number.items():
+        for early in needs:
+            signals[early].append(e)
     for k, band in enumerate(graph.bands):
-        for early in band.needs:
-            after[early].append(k)
+        if band.needs:
+            behind[number[band.needs]].append(k)
     rank = [0.0] * n  # nanoseconds from the start of a band to the end of all, with as many cores as needed
+    of_event = [0.0] * len(graph.events)
     for k in reversed(range(n)):
-        rank[k] = cost[k] + max((rank[late] for late in after[k]), default=0.0)
-    missing = [len(b.needs) for b in graph.bands]
-    ready = [(-rank[k], k) for k in range(n) if not missing[k]]
+        rank[k] = cost[k] + max((of_event[e] for e in signals[k]), default=0.0)
+        if graph.bands[k].needs:
+            e = number[graph.bands[k].needs]
+            of_event[e] = max(of_event[e], rank[k])
+    missing = [len(needs) for needs in graph.events]
+    ready = [(-rank[k], k) for k, b in enumerate(graph.bands) if not b.needs]
     heapq.heapify(ready)
     free = [(0.0, c) for c in range(graph.cores)]
     running: list[tuple[float, int]] = []  # (end, band)
@@ -54,10 +63,11 @@ def simulate(graph: TaskGraph) -> Schedule:
             heapq.heappush(free, (now + cost[k], c))
             begun += 1
         now, done = heapq.heappop(running)
-        for late in after[done]:
-            missing[late] -= 1
-            if not missing[late]:
-                heapq.heappush(ready, (-rank[late], late))
+        for e in signals[done]:
+            missing[e] -= 1
+            if not missing[e]:
+                for late in behind[e]:
+                    heapq.heappush(ready, (-rank[late], late))
     order = tuple(sorted(range(n), key=lambda k: (start[k], k)))
     entries = [Entry(k, core[k], start[k], start[k] + cost[k]) for k in order]
     return Schedule(graph, order, tuple(core), GraphTimeline(graph, tuple(entries), measured=False))

@@ -148,10 +148,13 @@ def _described(m: Memory) -> str:
     return f"{m.dtype}[{','.join(map(str, m.shape))}] {', '.join(ends) or 'inner'}"
 
 
-def _above(needs: Sequence[Sequence[int]]) -> list[int]:
+def _above(needs: Sequence[tuple[int, ...]]) -> list[int]:
     out: list[int] = []
+    known: dict[tuple[int, ...], int] = {}  # many bands wait for the same ones: they share a number of many bits
     for own in needs:
-        out.append(functools.reduce(lambda bits, n: bits | out[n] | 1 << n, own, 0))
+        if own not in known:
+            known[own] = functools.reduce(lambda bits, n: bits | out[n] | 1 << n, own, 0)
+        out.append(known[own])
     return out
 
 
@@ -202,25 +205,43 @@ def make_graph(
     written = {m for task in tasks for m in task.memories[len(task.kernel.inputs) :]}
     touched: dict[int, list[_Touch]] = {m: [] for m in written}
     bands: list[Band] = []
-    above: list[int] = []
+    lasts = _Lasts()
     for t, task in enumerate(tasks):
+        new: list[tuple[int, _Touch]] = []
+        known: dict[tuple[int, Region, Region], frozenset[int]] = {}  # bands that touch the same wait for the same
         for begin, end in split(task.programs, task.cost, cores):
             found = footprint_of(task.kernel, begin, end)
-            needs: set[int] = set()
-            new = []
+            needs: frozenset[int] = frozenset()
             for m, reads, writes in zip(task.memories, found.reads, found.writes, strict=True):
                 if m not in written:
                     continue
                 touch = _Touch(len(bands), t, reads, writes)
                 new.append((m, touch))
-                needs.update(old.band for old in touched[m] if old.band not in needs and old.orders(touch))
-            for m, touch in new:
-                touched[m].append(touch)
-            kept, known = [], 0
-            for n in sorted(needs, reverse=True):
-                if not known >> n & 1:
-                    kept.append(n)
-                    known |= above[n]
-            above.append(functools.reduce(lambda bits, n: bits | above[n] | 1 << n, kept, 0))
-            bands.append(Band(t, begin, end, (end - begin) * task.cost, tuple(sorted(kept))))
+                if (m, reads, writes) not in known:
+                    known[m, reads, writes] = frozenset(old.band for old in touched[m] if old.orders(touch))
+                needs |= known[m, reads, writes]
+            bands.append(Band(t, begin, end, (end - begin) * task.cost, lasts.add(needs)))
+        for m, touch in new:
+            touched[m].append(touch)
     return TaskGraph(tuple(tasks), tuple(memories), tuple(bands), cores)
+
+
+class _Lasts:
+    """Leaves out of what bands wait for, band by band, those that another of them waits for."""
+
+    def __init__(self) -> None:
+        self.above: list[int] = []
+        self.known: dict[frozenset[int], tuple[tuple[int, ...], int]] = {}
+
+    def add(self, needs: frozenset[int]) -> tuple[int, ...]:
+        if needs not in self.known:
+            kept: list[int] = []
+            bits = 0
+            for n in sorted(needs, reverse=True):
+                if not bits >> n & 1:
+                    kept.append(n)
+                    bits |= self.above[n]
+            self.known[needs] = tuple(sorted(kept)), functools.reduce(lambda bits, n: bits | 1 << n, kept, bits)
+        kept_, bits = self.known[needs]
+        self.above.append(bits)
+        return kept_

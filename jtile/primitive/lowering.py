@@ -259,10 +259,10 @@ def _custom_call(
         given = [*given, *mlir.lower_fun(lambda: [place(program)], multiple_results=True)(inner)]
         called = called.replace(avals_in=(*called.avals_in, here))
     if platform.fuses_slices and aliases:
-        given = map(functools.partial(_behind_barrier, ctx), called.avals_in, given)
+        given = map(functools.partial(behind_barrier, ctx), called.avals_in, given)
     results = rule(called, *given, **attributes)[: len(ctx.avals_out)]
     if platform.fuses_slices and aliases:
-        results = [_behind_barrier(ctx, a, x) for a, x in zip(called.avals_out, results)]
+        results = [behind_barrier(ctx, a, x) for a, x in zip(called.avals_out, results)]
     return complexes.apart(ctx, results, complex_outs)
 
 
@@ -276,7 +276,7 @@ def _complexes(program: Program, piece: int, aliases: Mapping[int, int]) -> tupl
     return ins | shared.keys(), outs | set(shared.values())
 
 
-def _behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any:
+def behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any:
     """A value that XLA does not look through.
 
     Its GPU compiler fuses slices before a custom call, and updates of slices behind it, with the call

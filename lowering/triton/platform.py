@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,13 +42,18 @@ class Gpus:
     target: Callable[[str], Target]
     device_target: Callable[[str, Any], Target]
 
-    def platform(self, *, block_level: bool = False, peers: bool = False, status: str = "") -> Platform:
+    def platform(
+        self, *, block_level: bool = False, peers: bool = False, graphs: bool = False, status: str = ""
+    ) -> Platform:
         """The record of the platform; see `jtile.lowering.platforms.Platform` for the arguments."""
         return Platform(
             name=self.name,
             hosts=(self.name,),
             call=f"jtile_{self.name}",
             io_call=f"jtile_{self.name}_io",
+            graph_call=f"jtile_{self.name}" if graphs else None,
+            compile_graph=_compile_graph if graphs else None,
+            graph_refusal=_graph_refusal,
             compile=_compile,
             attributes=_attributes,
             resolve=self._resolve,
@@ -151,6 +156,18 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
     from .compile import compile_kernel
 
     return compile_kernel(kernel, target, options, texts=texts)
+
+
+def _compile_graph(kernels: Sequence[ir.Kernel], target: Target, options: Sequence[Options], shape: Any) -> Artifact:
+    from .tasks import compile_tasks
+
+    return compile_tasks(kernels, target, options, shape)
+
+
+def _graph_refusal(kernel: ir.Kernel, target: Target) -> str | None:
+    from .tasks import refusal
+
+    return refusal(kernel, target)
 
 
 def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""A graph as one persistent launch of a GPU: the plan that its blocks go by, and its image.
+
+`lowering/triton/emit_tasks.py` says what the words of a plan mean. Each block has the bands that the predicted timeline
+gives to a core: no block takes those of another, so that all blocks must run at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jtile import ir
+from jtile.lowering import registry
+from jtile.lowering.platforms import Platform, milliseconds
+from jtile.lowering.targets import Target
+from jtile.lowering.triton.emit_tasks import ROW, STARTS, UNIT, Shape
+from jtile.primitive.lowering import compiler_options
+from jtile.tune.prune import predicted_us
+
+from .build import Piece
+from .encode import arena
+from .schedule import Schedule
+from .tasks import TaskGraph
+
+PLACED = 256  # bytes of which the beginning of the inner memories is a multiple
+LEAST_NS = 300.0  # nanoseconds of a program, at least
+
+
+def spread(programs: int, cost: float, cores: int) -> list[tuple[int, int]]:
+    """The bands of a grid: as many as there are cores, where it has so many programs. A band costs its block no more
+    than the program itself, and a block reads memory at its own rate only."""
+    del cost
+    n = min(programs, cores)
+    return [(programs * k // n, programs * (k + 1) // n) for k in range(n)]
+
+
+def predicted(piece: Piece, kernel: ir.Kernel) -> float:
+    """Predicted nanoseconds of one program of a kernel, when all multiprocessors run some."""
+    whole, programs = predicted_us(kernel, piece.target) * 1e3, max(math.prod(kernel.grid), 1)
+    return max(whole * min(piece.target.units("device") or 1, programs) / programs, LEAST_NS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What the call of a graph needs.
+
+    Attributes:
+      plan: int32, the last operand of the call.
+      inner: bytes of the memory between tasks, the result behind those of the graph.
+      shape: what the code depends on.
+    """
+
+    plan: np.ndarray
+    inner: int
+    shape: Shape
+
+
+def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
+    """The plan of a schedule.
+
+    Args:
+      operands: how many the graph has.
+    """
+    graph = schedule.graph
+    results = sum(m.result is not None for m in graph.memories)
+    offsets, size = arena(graph)
+    places = sorted(set(offsets.values()))
+    arrays = operands + results
+    first = -(-8 * (arrays + len(places)) // PLACED) * PLACED
+    entry = [_entry(m, operands, arrays, places, offsets.get(k)) for k, m in enumerate(graph.memories)]
+    arrivals = np.cumsum([0, *(_counters(task.kernel) for task in graph.tasks)])
+    rows, more = _rows(schedule, entry, arrivals)
+    starts = np.cumsum([0, *(len(own) for own in rows)])
+    flat = [row for own in rows for row in own]
+    width = len(flat[0])
+    head = STARTS + len(starts) + (len(flat) + 1) * width
+    words = np.zeros(head + len(more) + len(places), np.int32)
+    words[:2] = head + len(more), len(places)
+    words[STARTS : STARTS + len(starts)] = starts
+    table = words[STARTS + len(starts) : head].reshape(-1, width)
+    table[: len(flat)] = flat
+    table[: len(flat), ROW.index("signals")] += head
+    words[head : head + len(more)] = more
+    words[head + len(more) :] = [(first + at) // UNIT for at in places]
+    counts = {"events": len(graph.events), "arrivals": int(arrivals[-1])}
+    shape = Shape((operands, results), graph.cores, traced, **counts, name="jtile_graph")
+    return Launch(words, first + max(size, 1), shape)
+
+
+def _entry(memory: Any, operands: int, arrays: int, places: Sequence[int], offset: int | None) -> int:
+    """The number of a memory in the table of arrays."""
+    if memory.result is not None:
+        return operands + memory.result
+    if memory.operand is not None:
+        return memory.operand
+    return arrays + places.index(offset) if offset is not None else 0
+
+
+def _counters(kernel: ir.Kernel) -> int:
+    return sum(size for _, size in ir.counters_of(kernel).values())
+
+
+def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tuple[list[list[list[int]]], list[int]]:
+    """For each block the rows of its bands, and the events that bands count in besides their first one."""
+    graph = schedule.graph
+    event = {needs: k for k, needs in enumerate(graph.events)}
+    signals: list[list[int]] = [[] for _ in graph.bands]
+    for needs, e in event.items():
+        for b in needs:
+            signals[b].append(e)
+    number = numbers(graph)
+    arrays = max(len(task.memories) for task in graph.tasks)
+    rows: list[list[list[int]]] = [[] for _ in range(graph.cores)]
+    more: list[int] = []
+    for place, b in enumerate(schedule.order):
+        band = graph.bands[b]
+        task, own = graph.tasks[band.task], signals[b]
+        words = {
+            "kernel": number[task.source], "begin": band.begin, "end": band.end,
+            "event": event[band.needs] if band.needs else -1, "count": len(band.needs),
+            "signal": own[0] if own else -1, "more": len(own[1:]), "signals": len(more),
+            "arrivals": int(arrivals[band.task]), "band": place,
+        }  # fmt: skip
+        more += own[1:]
+        memories = [entry[m] for m in task.memories]
+        rows[schedule.core[b]].append([words.get(w, 0) for w in ROW] + memories + [0] * (arrays - len(memories)))
+    return rows, more
+
+
+def numbers(graph: TaskGraph) -> dict[Any, int]:
+    """The kernels of a graph, each once, and their numbers."""
+    out: dict[Any, int] = {}
+    for task in graph.tasks:
+        out.setdefault(task.source, len(out))
+    return out
+
+
+def image(graph: TaskGraph, launch: Launch, target: Target) -> Any:
+    """The compiled launch, an `Artifact`."""
+    kernels = {task.source: task.kernel for task in graph.tasks}
+    pieces = sorted(kernels, key=numbers(graph).__getitem__)
+    options = [compiler_options(p.program, p.number, target) for p in pieces]
+    text = "\n".join(ir.print_kernel(kernels[p], locations=False) for p in pieces)
+    return registry.compile_graph([kernels[p] for p in pieces], target, options, launch.shape, key=text)
+
+
+def attributes(platform: Platform, artifact: Any) -> dict[str, Any]:
+    """The attributes of the custom call."""
+    given = platform.attributes(artifact, None, {})  # type: ignore[arg-type]
+    return given | {"groups": np.zeros(0, np.int64), "timeout": milliseconds()}

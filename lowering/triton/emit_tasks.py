@@ -1,0 +1,341 @@
+"""The execution graph on NVIDIA's GPUs: one persistent launch, whose blocks run the bands of a graph in lists.
+
+Kernels that are tasks become branches of one function. Each block has a list of bands in an array of the call, the
+*plan*, and goes through it: it waits until the bands that a band needs are over, runs the band's programs, and counts
+the band as over. Where arrays lie is a table that each block writes before it begins, since parameters of a launch
+cannot be numbered when the kernel runs.
+
+The plan is int32 words (`ROW` names those of a band; `jtile/execution/persistent.py` writes them):
+
+    0   where the places of inner memories begin, and how many there are
+    16  for each block where its bands begin among the rows; one number more for the end of the last
+    ..  rows: a band each, in the order of the blocks and of their lists; one row more, which nobody runs
+    ..  numbers of further events that a band counts in; places of inner memories, in units of 16 bytes
+
+The call's memory on the device is a block as `emit_devices.py` describes it, of one device; of its counters
+
+    i32 epochs    for each block the launches in which it has ended: the number of the launch at hand
+    i32 events    for each set of bands that a band waits for, how many of them are over, in all launches together
+    i32 arrivals  counters of `jt.arrive`, for each task its own
+
+Event counters are never cleared: a launch waits until a counter has come to its number times the size of the set. So a
+launch needs nothing of the host, and a command buffer can hold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jtile import ir
+
+from .emit_basics import start_program
+from .emit_devices import CLAIMED, EXIT, FAULT, FENCE, PLACE, REPORT, TIMEOUT, WAIT
+from .emitter import Buffer, Emitter, memory_elem
+from .features import Features
+from .record import Record
+from .ttir import Code, Val
+
+UNIT = 16  # bytes of which the place of an array is a multiple
+STARTS = 16  # words in front of the numbers where the bands of the blocks begin
+ROW = ("kernel", "begin", "end", "event", "count", "signal", "more", "signals", "arrivals", "band", "_", "_")
+TABLE = PLACE + 8  # in the block of the device: the table of devices, which nobody reads here
+EPOCHS = TABLE + 8
+ENTRIES = 512  # arrays in the table, at most
+AHEAD = 32  # parts of arrays that a block fetches for its next band, at most
+
+# One thread says that a band is over: what all threads have stored comes before.
+_SIGNAL = (
+    "{{ .reg .pred %jp; .reg .b32 %jx; mov.u32 %jx, %tid.x; setp.eq.u32 %jp, %jx, 0; "
+    "{fence}@%jp red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }}"
+)
+SIGNAL, AGAIN = _SIGNAL.format(fence="@%jp fence.acq_rel.gpu; "), _SIGNAL.format(fence="")
+POLL = WAIT.replace("ld.acquire.sys", "ld.acquire.gpu")
+CLOCK = "mov.u64 $0, %globaltimer;"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the code of a graph depends on, besides its kernels.
+
+    Attributes:
+      arrays: (operands, results) of the call, without the plan (the last operand), the inner memory and the trace (the
+        last results).
+      blocks: of the launch.
+      traced: there is a trace, three int64 for each band: start, end (nanoseconds) and block.
+      events, arrivals: counters of each kind.
+      inner: whether there are inner memories besides the table.
+      name: of the function.
+    """
+
+    arrays: tuple[int, int]
+    blocks: int
+    traced: bool
+    events: int
+    arrivals: int
+    name: str
+
+    @property
+    def columns(self) -> int:
+        return len(ROW)
+
+
+class Tasks:
+    """Emits the function of a graph."""
+
+    def __init__(
+        self, kernels: Sequence[ir.Kernel], shape: Shape, f: Features, stages: Sequence[int | None], *,
+        isolate: bool = False,
+    ):  # fmt: skip
+        self.kernels, self.shape, self.stages = kernels, shape, stages
+        self.features = dataclasses.replace(f, tma=False, dependents=False)
+        self.record = Record(grid=shape.blocks)
+        self.width = len(ROW) + max(len(k.inputs) + len(k.outputs) for k in kernels)
+        self.em = self._emitter(kernels[0], None, Code(isolate=isolate))
+        self.code = self.em.code
+
+    def _emitter(self, kernel: ir.Kernel, stages: int | None, code: Code) -> Emitter:
+        em = Emitter(kernel, self.features, self.record, num_stages=stages)
+        em.code = code
+        return em
+
+    def emit(self) -> tuple[str, Record]:
+        em, code = self.em, self.code
+        operands, results = self.shape.arrays
+        aligned = lambda k, elem: em.pointer_param(k, elem)
+        arrays = [*range(operands), *range(operands + 1, operands + 1 + results)]
+        found = [aligned(k, "i8") for k in arrays]
+        self.plan = aligned(operands, "i32")
+        self.base = aligned(operands + 1 + results, "i8")
+        self.trace = aligned(operands + 2 + results, "i64") if self.shape.traced else None
+        self.own = em.param({"kind": "devices"}, "!tt.ptr<i8>", " {tt.divisibility = 16 : i32}")
+        self.block = code.let("tt.get_program_id x : i32", (), "i32")
+        self._begin(found)
+        self._bands()
+        self._end()
+        code.do("tt.return")
+        params = ", ".join(f"{p.name}: {p.elem}{more}" for p, more in em.params)
+        name = self.shape.name
+        text = f"module {{\n  tt.func public @{name}({params}) {{\n{code.text()}\n  }}\n}}\n"
+        self.record.devices = self._facts()
+        return text, self.record
+
+    # -- the beginning and the end ------------------------------------------------------------------------------------
+
+    def _begin(self, found: Sequence[Val]) -> None:
+        code = self.code
+        fault = self.word(self.at(FAULT))
+        self.epoch_at = self.moved(self.at(EPOCHS), self.block)
+        self.epoch = self.word(self.epoch_at)
+        self.timeout = code.let(f"tt.load {self.at(TIMEOUT, 'i64').name} : !tt.ptr<i64>", (), "i64")
+        with self.branch(code.cmp("ne", fault, code.i32(0))):
+            self.instruction(EXIT)
+        table = code.bitcast(self.base, "!tt.ptr<i64>")
+        start = self.address(self.base)
+        for k, pointer in enumerate(found):
+            far = code.op("arith.divsi", code.sub(self.address(pointer), start), code.const(UNIT, "i64"))
+            where = self.moved(table, code.i32(k))
+            code.do(f"tt.store {where.name}, {far.name} : {where.elem}")
+        self._inner_places(table, len(found))
+        self.em.barrier()
+        self.table = table
+
+    def _inner_places(self, table: Val, first: int) -> None:
+        """Write the places of inner memories behind those of the arrays of the call."""
+        code = self.code
+        at, count = (self.word(self.moved(self.plan, code.i32(k))) for k in range(2))
+        lanes = code.arange(ENTRIES)
+        inside = code.cmp("slt", lanes, code.splat(count, (ENTRIES,)))
+        where = self._vector(self.moved(self.plan, at), lanes)
+        zero = code.const(0, "i32", (ENTRIES,))
+        found = code.let(f"tt.load {where.name}, {inside.name}, {zero.name} : {where.type}", (ENTRIES,), "i32")
+        to = self._vector(self.moved(table, code.i32(first)), lanes)
+        code.do(f"tt.store {to.name}, {code.to_int(found, 'i64').name}, {inside.name} : {to.type}")
+
+    def _vector(self, pointer: Val, lanes: Val) -> Val:
+        many = self.code.splat(pointer, lanes.shape)
+        right = f"tt.addptr {many.name}, {lanes.name} : {many.type}, {lanes.type}"
+        return self.code.let(right, lanes.shape, pointer.elem)
+
+    def _end(self) -> None:
+        self.em.barrier()
+        epoch = self.code.shift(self.epoch, 1)
+        self.code.do(f"tt.store {self.epoch_at.name}, {epoch.name} : !tt.ptr<i32>")
+
+    # -- bands --------------------------------------------------------------------------------------------------------
+
+    def _bands(self) -> None:
+        code = self.code
+        starts = self.moved(self.plan, code.i32(STARTS))
+        first, last = (self.word(self.moved(starts, code.shift(self.block, k))) for k in range(2))
+        words = self._row(first)
+        number = Val(code.name(), (), "i32")
+        params = [Val(code.name(), (), "i32") for _ in words]
+        carry = ", ".join(f"{p.name} = {w.name}" for p, w in zip(params, words, strict=True))
+        kinds = ", ".join(["i32"] * len(words))
+        head = f"scf.for {number.name} = {first.name} to {last.name} step {code.i32(1).name} iter_args({carry})"
+        code.let_many(f"{head} -> ({kinds}) : i32 {{", [((), "i32")] * len(words))
+        with code.region():
+            later = self._row(code.shift(number, 1))
+            self._band(params)
+            code.do(f"scf.yield {', '.join(w.name for w in later)} : {kinds}")
+        code.do("} {tt.num_stages = 1 : i32}")
+
+    def _row(self, number: Val) -> list[Val]:
+        """The words of a band."""
+        code = self.code
+        rows = STARTS + self.shape.blocks + 1
+        at = self.moved(self.plan, code.shift(code.scale(number, self.width), rows))
+        return [self.word(self.moved(at, code.i32(k))) for k in range(self.width)]
+
+    def _band(self, words: Sequence[Val]) -> None:
+        code = self.code
+        row = dict(zip(ROW, words))
+        arrays = [self._place(number) for number in words[len(ROW) :]]
+        self._wait(row["event"], row["count"])
+        begun = self.instruction(CLOCK, "=l", elem="i64") if self.trace else None
+        self._switch(range(len(self.kernels)), row, arrays)
+        self.em.barrier()
+        self._signal(row["signal"], SIGNAL)
+        k = Val(code.name(), (), "i32")
+        code.do(f"scf.for {k.name} = {code.i32(0).name} to {row['more'].name} step {code.i32(1).name} : i32 {{")
+        with code.region():
+            self._signal(self.word(self.moved(self.plan, code.add(row["signals"], k))), AGAIN)
+        code.do("} {tt.num_stages = 1 : i32}")
+        if self.trace and begun:
+            self._note(row["band"], begun)
+
+    def _place(self, number: Val) -> Val:
+        """How far an array is from the inner memory, in bytes: a multiple of `UNIT`, as can be seen."""
+        code = self.code
+        entry = self.moved(self.table, number)
+        return code.scale(code.let(f"tt.load {entry.name} : {entry.elem}", (), "i64"), UNIT)
+
+    def _switch(self, numbers: Sequence[int], row: dict[str, Val], arrays: Sequence[Val]) -> None:
+        """Run the band by its kernel, which is one of some: half of them are asked for at a time."""
+        code = self.code
+        if len(numbers) == 1:
+            self._programs(numbers[0], row, arrays)
+            return
+        half = len(numbers) // 2
+        code.do(f"scf.if {code.cmp('slt', row['kernel'], code.i32(numbers[half])).name} {{")
+        with code.region():
+            self._switch(numbers[:half], row, arrays)
+        code.do("} else {")
+        with code.region():
+            self._switch(numbers[half:], row, arrays)
+        code.do("}")
+
+    def _programs(self, number: int, row: dict[str, Val], arrays: Sequence[Val]) -> None:
+        """Run the programs of a band one after another."""
+        code, kernel = self.code, self.kernels[number]
+        em = self._emitter(kernel, self.stages[number], code)
+        for k, (r, far) in enumerate(zip([*kernel.inputs, *kernel.outputs], arrays, strict=False)):
+            pointer = self.moved(self.base, far)
+            pointer = code.bitcast(pointer, f"!tt.ptr<{memory_elem(r.dtype)}>")
+            strides = tuple(math.prod(r.shape[j + 1 :]) for j in range(len(r.shape)))
+            em.refs[r] = Buffer(pointer, tuple(r.shape), strides, r.dtype, k)
+        if ir.counters_of(kernel):
+            em.counters = self.moved(self.at(EPOCHS + 4 * (self.shape.blocks + self.shape.events)), row["arrivals"])
+        p = Val(code.name(), (), "i32")
+        code.do(f"scf.for {p.name} = {row['begin'].name} to {row['end'].name} step {code.i32(1).name} : i32 {{")
+        with code.region():
+            start_program(em, p)
+            em.block(kernel.body)
+        code.do("} {tt.num_stages = 1 : i32}")
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _event(self, number: Val) -> Val:
+        return self.moved(self.at(EPOCHS + 4 * self.shape.blocks), number)
+
+    def _signal(self, event: Val, text: str) -> None:
+        with self.branch(self.code.cmp("sge", event, self.code.i32(0))):
+            self.instruction(text, "=r,l,~{memory}", (self.address(self._event(event)),))
+
+    def _wait(self, event: Val, count: Val) -> None:
+        """Wait until all bands of a set are over in this launch."""
+        code = self.code
+        with self.branch(code.cmp("sge", event, code.i32(0))):
+            counter = self._event(event)
+            before = code.mul(self.epoch, count)
+            args = (self.address(counter), code.add(before, count), self.address(self.at(FAULT)), self.timeout)
+            status = self.instruction(POLL, "=r,l,r,l,l,~{memory}", args)
+            with self.branch(code.cmp("ne", status, code.i32(0))):
+                with self.branch(code.cmp("eq", status, code.i32(1))):
+                    stands = code.sub(self.atomic("add", counter, code.i32(0)), before)
+                    self._report(event, count, stands)
+                self.instruction(EXIT)
+
+    def _report(self, event: Val, count: Val, stands: Val) -> None:
+        """Report that an event did not come, unless another block has done so, and let all blocks end."""
+        code = self.code
+        self.em.barrier()
+        claimed = self.atomic("exch", self.at(CLAIMED), code.i32(1))
+        with self.branch(code.cmp("eq", claimed, code.i32(0))):
+            report = code.let(f"tt.load {self.at(REPORT, 'i64').name} : !tt.ptr<i64>", (), "i64")
+            for k, word in enumerate([code.i32(0), self.block, event, count, stands], 1):
+                self._tell(report, k, word)
+            self.instruction(FENCE)
+            self._tell(report, 0, code.i32(1))
+        self.atomic("or", self.at(FAULT), code.i32(1))
+
+    def _tell(self, report: Val, k: int, word: Val) -> None:
+        where = self.code.cast("tt.int_to_ptr", self.code.shift(report, 4 * k), "!tt.ptr<i32>")
+        self.code.do(f"tt.store {where.name}, {word.name} : !tt.ptr<i32>")
+
+    def _note(self, band: Val, begun: Val) -> None:
+        """Write a row of the trace."""
+        assert self.trace is not None
+        ended = self.instruction(CLOCK, "=l", elem="i64")
+        row = self.moved(self.trace, self.code.scale(band, 3))
+        for k, word in enumerate([begun, ended, self.code.to_int(self.block, "i64")]):
+            where = self.moved(row, self.code.i32(k))
+            self.code.do(f"tt.store {where.name}, {word.name} : {where.elem}")
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def at(self, offset: int, elem: str = "i32") -> Val:
+        """A pointer into the block of the device."""
+        return self.code.bitcast(self.moved(self.own, self.code.const(offset, "i64")), f"!tt.ptr<{elem}>")
+
+    def moved(self, pointer: Val, by: Val) -> Val:
+        """A pointer some elements further."""
+        right = f"tt.addptr {pointer.name}, {by.name} : {pointer.elem}, {by.elem}"
+        return self.code.let(right, (), pointer.elem)
+
+    def word(self, pointer: Val) -> Val:
+        return self.code.let(f"tt.load {pointer.name} : {pointer.elem}", (), "i32")
+
+    def address(self, pointer: Val) -> Val:
+        return self.code.cast("tt.ptr_to_int", pointer, "i64")
+
+    def atomic(self, fn: str, pointer: Val, value: Val) -> Val:
+        names = ", ".join(v.name for v in (pointer, value, self.code.const(True, "i1")))
+        kinds = f"({pointer.elem}, i32, i1) -> i32"
+        return self.code.let(f"tt.atomic_rmw {fn}, relaxed, gpu, {names} : {kinds}", (), "i32")
+
+    def instruction(self, text: str, constraints: str = "=r", args: Sequence[Val] = (), elem: str = "i32") -> Val:
+        attributes = f'constraints = "{constraints}", packed_element = 1 : i32, pure = false'
+        kinds = f" {', '.join(a.name for a in args)} : {', '.join(a.elem for a in args)}" if args else ""
+        return self.code.let(f'tt.elementwise_inline_asm "{text}" {{{attributes}}}{kinds} -> {elem}', (), elem)
+
+    @contextlib.contextmanager
+    def branch(self, cond: Val) -> Iterator[None]:
+        self.code.do(f"scf.if {cond.name} {{")
+        with self.code.region():
+            yield
+        self.code.do("}")
+
+    def _facts(self) -> dict[str, Any]:
+        """The entry `devices` of the launch record."""
+        shape = self.shape
+        end = -(-(EPOCHS + 4 * (shape.blocks + shape.events + shape.arrivals)) // 256) * 256
+        site = {"kind": "assert", "message": "graph", "where": "a band of the graph", "args": [], "axes": 3, "lanes": 0}
+        return {
+            "axes": [["graph", 1]], "signals": [["event", [max(shape.events, 1)]]], "table": TABLE, "counters": EPOCHS,
+            "memory": end, "bytes": end, "waits": True, "grid": [shape.blocks, 1, 1], "list": [site],
+        }  # fmt: skip
