@@ -68,8 +68,8 @@ ffi::Error execute_exchanged(ffi::RunId run, int32_t device, void* stream, ffi::
   ffi::Error bad = arrays_of(args, rets, arrays);
   if (bad.failure()) return bad;
   return guarded<ffi::Error>([&] {
-    finish_exchanges(device, run.run_id, stream, arrays.data(), count,
-                     attribute<int64_t>(attrs, "timeout", "jtile_cuda_exchanged"));
+    auto number = [&](const char* name) { return attribute<int64_t>(attrs, name, "jtile_cuda_exchanged"); };
+    finish_exchanges(device, run.run_id, stream, arrays.data(), count, number("step"), number("timeout"));
     return ffi::Error::Success();
   });
 }

@@ -74,6 +74,11 @@ class Begun {
     auto node = found_.extract({ordinal, into});
     return node.empty() ? std::vector<Pending>() : std::move(node.mapped());
   }
+  std::vector<Pending> look(int ordinal, const void* into) {
+    std::lock_guard lock(mutex_);
+    auto found = found_.find({ordinal, into});
+    return found == found_.end() ? std::vector<Pending>() : found->second;
+  }
 
  private:
   std::mutex mutex_;
@@ -92,7 +97,7 @@ Begun& begun() {
 Round::~Round() {
   for (Part& part : parts_) {
     kept().give_back(part.ordinal, part.ready);
-    kept().give_back(part.ordinal, part.sent);
+    for (void* event : part.copied) kept().give_back(part.ordinal, event);
   }
 }
 
@@ -213,22 +218,15 @@ void Exchange::send(Round& round, size_t me) const {
   std::string error;
   try {
     for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, part.side, other.ready);
-    const auto receivers = static_cast<size_t>(pieces_.receivers);
-    const size_t ways = std::min(copies_at_once(), receivers);
-    void* mark = ways > 1 ? kept().event(*part.driver, part.ordinal) : nullptr;
-    if (mark != nullptr) part.driver->record(part.ordinal, mark, part.side);
+    const size_t receivers = part.copied.size(), ways = std::min(copies_at_once(), receivers);
+    auto stream = [&](size_t way) { return way == 0 ? part.side : kept().stream(*part.driver, part.ordinal, way); };
     for (size_t way = 1; way < ways; ++way)
-      part.driver->await(part.ordinal, kept().stream(*part.driver, part.ordinal, way), mark);
+      for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, stream(way), other.ready);
     for (size_t k = 1; k <= receivers; ++k) {  // the next first: not all send to one
-      const size_t way = (k - 1) % ways;
-      copy(way == 0 ? part.side : kept().stream(*part.driver, part.ordinal, way), me, (me + k) % devices_, round);
+      void* const way = stream((k - 1) % ways);
+      copy(way, me, (me + k) % devices_, round);
+      part.driver->record(part.ordinal, part.copied[k - 1], way);
     }
-    for (size_t way = 1; way < ways; ++way) {  // an event that is recorded anew keeps what has been awaited before
-      part.driver->record(part.ordinal, mark, kept().stream(*part.driver, part.ordinal, way));
-      part.driver->await(part.ordinal, part.side, mark);
-    }
-    kept().give_back(part.ordinal, mark);
-    part.driver->record(part.ordinal, part.sent, part.side);
   } catch (const Error& found) {
     error = concat("GPU ", part.ordinal, ": ", found.what());
   }
@@ -240,13 +238,15 @@ void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, 
   Driver& driver = source_(nullptr);
   const size_t place = find(ordinal), me = place % devices_;
   std::shared_ptr<Round> round = come(run, place);
+  std::vector<void*> copied(static_cast<size_t>(pieces_.receivers));
+  for (void*& event : copied) event = kept().event(driver, ordinal);
   const Round::Part part{ordinal,
                          &driver,
                          static_cast<const char*>(from.data),
                          static_cast<char*>(into.data),
                          kept().stream(driver, ordinal),
                          kept().event(driver, ordinal),
-                         kept().event(driver, ordinal)};
+                         std::move(copied)};
   driver.record(ordinal, part.ready, stream);
   const bool last = round->meet(me, part);
   begun().add(ordinal, into.data, {round, this, me, from.data, run});
@@ -255,17 +255,24 @@ void Exchange::begin(int ordinal, int64_t run, void* stream, const Array& from, 
   if (pieces_.own) copy(stream, me, me, *round);  // of all parts it reads its own, which no other thread writes
 }
 
-void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t timeout_ms) {
+void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t step,
+                      int64_t timeout_ms) {
   const auto is_here = [&](const Pending& p) {
     return std::any_of(arrays, arrays + count, [&](const Array& a) { return a.data == p.from; });
   };
   bool right = true, any = false;
-  for (const Pending& pending : begun().take(ordinal, arrays[0].data)) {
+  for (const Pending& pending : step > 0 ? begun().look(ordinal, arrays[0].data) : begun().take(ordinal, arrays[0].data)) {
     if (pending.run != run) continue;  // of an execution that failed in between
     any = true, right = right && is_here(pending);
     if (pending.round->all_here()) pending.exchange->send(*pending.round, pending.device);
     pending.round->wait(std::chrono::milliseconds(timeout_ms));
-    for (const Round::Part& part : pending.round->parts()) part.driver->await(ordinal, stream, part.sent);
+    const std::vector<Round::Part>& parts = pending.round->parts();
+    const Round::Part& own = parts[pending.device];
+    for (size_t k = 1; k <= own.copied.size(); ++k) {
+      const Round::Part& sender = parts[(pending.device + parts.size() - k) % parts.size()];
+      if (step == 0 || static_cast<size_t>(step) == k) own.driver->await(ordinal, stream, sender.copied[k - 1]);
+      if (step == 0) own.driver->await(ordinal, stream, own.copied[k - 1]);
+    }
   }
   if (!any || !right)
     fail(Code::kInternal,

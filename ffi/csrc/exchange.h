@@ -4,7 +4,7 @@
 // and the last one to come puts the copies of all on streams of their own, behind what the compute streams of sender and
 // receiver have done so far: no device waits for another there, and those that are at the second call by then help. The
 // second (`finish_exchanges`) lets the compute stream go on when all copies into an array have come, and those out of the
-// arrays that were sent have left. In between kernels may do anything but touch what is being copied.
+// arrays that were sent have left; or when those of one device have come. In between kernels may do anything but touch what is being copied.
 //
 // Order is the business of events; no kernel waits for another device, so that nothing can hang on a GPU. A device that
 // does not come is an error of those that wait for it.
@@ -50,7 +50,7 @@ class Round {
     char* into = nullptr;
     void* side = nullptr;   // stream for copies
     void* ready = nullptr;  // event: what stands before the call is done
-    void* sent = nullptr;   // event: the copies out of this device are done
+    std::vector<void*> copied;  // events: the copy for the first, second ... device behind this one is done
   };
 
   explicit Round(size_t devices) : parts_(devices) {}
@@ -115,7 +115,9 @@ class Exchange {
 };
 
 // The second call: the stream waits for all exchanges that were begun into `arrays[0]` on this device; the others are
-// those that were sent, which XLA keeps until then. `run`: as of `begin`. Throws Error.
-void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t timeout_ms);
+// those that were sent, which XLA keeps until then. `run`: as of `begin`. `step`: 0, or wait only for what the device so
+// many places before this one sends; a call with 0 follows. Throws Error.
+void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* arrays, size_t count, int64_t step,
+                      int64_t timeout_ms);
 
 }  // namespace jtile

@@ -66,17 +66,19 @@ _product_into = jt.kernel(
 )(_body)
 
 
-def _product(x, w, out, got=None, *, axis: str, rows: int, start: int = 0, begin: int = 0, **which: Any):
+def _product(x, w, out, got=None, *, axis: str, rows: int, start: int = 0, begin: int = 0, step: int = 0, **which: Any):
     """A product of `rows` rows of x from `start` on. It is written to the rows from `begin` on of `out`, or of a new
-    array, whose sizes (parts, rows) `out` then is."""
+    array, whose sizes (parts, rows) `out` then is. step: a device's "own" part is that of the one so many places before
+    it."""
     (k, columns), count = w.shape, which.get("count", 1)
     tiles = gpu_tiles.product(rows, columns, k, x.dtype.itemsize, batch=count)
     if rows < x.shape[1]:
         tiles["bm"] = math.gcd(tiles["bm"], rows)  # pieces begin with a tile
     options = gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize)
-    me, bm = jax.lax.axis_index(axis), tiles["bm"]
+    n, bm = jt.axis_size(axis), tiles["bm"]
+    me = (jax.lax.axis_index(axis) + (n - step)) % n if step else jax.lax.axis_index(axis)
     at = jnp.stack([me.astype(jnp.int32), *(jnp.full_like(me, rows // bm, dtype=jnp.int32) for rows in (start, begin))])
-    which = dict(count=1, n=jt.axis_size(axis), rows=rows) | which | tiles
+    which = dict(count=1, n=n, rows=rows) | which | tiles
     if isinstance(out, tuple):
         return tuned(_product_of_shards, **options)(x, w, at, got, None, parts=out[0], size=out[1], **which)
     return tuned(_product_into, **options)(x, w, at, got, out, **which)
@@ -90,6 +92,20 @@ def gathered(x, w, *, axis: str):
     y = _product(x[None], w, (n, m), axis=axis, rows=m, of="first", to="own")
     others, y = jt.exchanged(jt.Travelling(into, came.sent, axis), after=y)
     return _product(others, w, y, axis=axis, rows=m, count=n - 1, of="others", to="others")
+
+
+def gathered_in_turn(x, w, *, axis: str):
+    """As `gathered`, and the shard of one device is multiplied while that of the next one comes."""
+    n, m = jt.axis_size(axis), x.shape[0]
+    came = jt.exchange(x, axis, own=False)
+    x, into = jax.lax.optimization_barrier((x, came.into))  # the exchange begins in front of the product
+    came = jt.Travelling(into, came.sent, axis)
+    y = _product(x[None], w, (n, m), axis=axis, rows=m, of="first", to="own")
+    for step in range(1, n - 1):
+        came, y = jt.exchanged(came, after=y, step=step)
+        y = _product(came.into, w, y, axis=axis, rows=m, of="own", to="own", step=step)
+    others, y = jt.exchanged(came, after=y)
+    return _product(others, w, y, axis=axis, rows=m, of="own", to="own", step=n - 1)
 
 
 def scattered(x, w, *, axis: str, pieces: int | None = None):

@@ -97,24 +97,34 @@ def exchange(
     return Travelling(_begin(*operands, **begin), (*sent, operands[0]), axis)
 
 
-def exchanged(travelling: Any, after: Any = ()) -> Any:
-    """Wait for all parts that travel into an array.
+def exchanged(travelling: Any, after: Any = (), *, step: int = 0) -> Any:
+    """Wait for all parts that travel into an array, or for one of them.
 
     Args:
       travelling: what the last `jt.exchange` into it gave; or a sequence of such, for several arrays.
       after: arrays, or a pytree of them, that are computed before this device waits.
+      step: 0: wait for all; else only for the part of the device so many places before this one: parts come in this
+        order, and each may be computed with while the next one travels.
     Returns:
       The array, or a list of them; with `after` a pair of it and `after`, which is to be used instead of what was
-      passed. Whoever uses any of these waits for all.
+      passed. Whoever uses any of these waits for all. With a `step` a `Travelling` in place of each array: of its
+      `into` that part may be read, and another wait has to follow.
+    Raises:
+      KernelValueError: a step that no other device has.
     """
     several = [travelling] if isinstance(travelling, Travelling) else list(travelling)
+    for t in several:
+        n = axis_size_of(t.axis, "jt.exchanged")
+        _check(0 <= step < max(n, 1), f"a step is below the number of devices, {n}, got {step}", "exchanged")
     leaves, tree = jax.tree.flatten(after)
     arrays, leaves = jax.lax.optimization_barrier(([t.into for t in several], leaves))
     pairs = zip(several, arrays, strict=True)
-    wait = (lambda into, *_: into) if is_eager_shard_map() else exchanged_p.bind
-    out = [wait(*joint_varying([into, *t.sent], _Along(t.axis))) for t, into in pairs]
+    wait = (lambda into, *_, step: into) if is_eager_shard_map() else exchanged_p.bind
+    out = [wait(*joint_varying([into, *t.sent], _Along(t.axis)), step=step) for t, into in pairs]
     # One barrier for all: a wait of which only the array is not used, or only one of several, must not be left out.
     out, leaves = jax.lax.optimization_barrier((out, leaves))
+    if step:
+        out = [Travelling(into, t.sent, t.axis) for t, into in zip(several, out, strict=True)]
     got = out[0] if isinstance(travelling, Travelling) else out
     return (got, jax.tree.unflatten(tree, leaves)) if leaves else got
 
@@ -141,9 +151,9 @@ class _Along:
         return ((self.axis, 0),)
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: bool, what: str, where: str = "exchange") -> None:
     if not holds:
-        raise KernelValueError(f"jt.exchange: {what}")
+        raise KernelValueError(f"jt.{where}: {what}")
 
 
 MODES = ("all", "each", "next")
@@ -166,8 +176,8 @@ def _begun_type(x: Any, into: Any = None, *, n: int, mode: str, lanes: int, **_:
     return x.update(shape=(*x.shape[:lanes], n, *part), weak_type=False)
 
 
-exchanged_p.def_abstract_eval(lambda into, *_: into)
-exchanged_p.def_impl(lambda into, *_: into)
+exchanged_p.def_abstract_eval(lambda into, *_, step: into)
+exchanged_p.def_impl(lambda into, *_, step: into)
 
 
 def _by_collectives(
@@ -211,7 +221,7 @@ batching.primitive_batchers[exchanged_p] = _batched(exchanged_p.bind)
 exchange_p.def_impl(_by_collectives)
 _elsewhere = mlir.lower_fun(_by_collectives, multiple_results=False)
 mlir.register_lowering(exchange_p, _elsewhere)
-mlir.register_lowering(exchanged_p, lambda ctx, into, *_: [into])
+mlir.register_lowering(exchanged_p, lambda ctx, into, *_, step: [into])
 
 
 # -- engines for copies ---------------------------------------------------------------------------------------------
@@ -257,13 +267,13 @@ def _lower_by_copies(ctx: mlir.LoweringRuleContext, *operands: Any, axis: str, *
     return rule(ctx, *operands, groups=groups, devices=np.int64(options["n"]), timeout=milliseconds(), pieces=where)
 
 
-def _lower_wait(ctx: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
+def _lower_wait(ctx: mlir.LoweringRuleContext, *operands: Any, step: int) -> Sequence[Any]:
     from jtile.lowering.platforms import milliseconds
 
     if _groups(ctx, []) is None:
         return operands[:1]
     rule = jax.ffi.ffi_lowering("jtile_cuda_exchanged", operand_output_aliases={0: 0}, has_side_effect=True)
-    return rule(ctx, *operands, timeout=milliseconds())
+    return rule(ctx, *operands, step=np.int64(step), timeout=milliseconds())
 
 
 mlir.register_lowering(exchange_p, _lower_by_copies, platform="cuda")

@@ -119,8 +119,9 @@ def check_products_of_shards():
     try:
         for n in SIZES:
             x, w = floats(n * 24, 40), floats(n * 40, 36)
-            got = on(n, lambda x, w: exchanged_products.gathered(x, w, axis="x").reshape(-1, 36), x, w)
-            agree(got, on(n, lambda x, w: ops.all_gather_matmul_reference(x, w, "x"), x, w))
+            want = on(n, lambda x, w: ops.all_gather_matmul_reference(x, w, "x"), x, w)
+            for f in (exchanged_products.gathered, exchanged_products.gathered_in_turn):
+                agree(on(n, lambda x, w, f=f: f(x, w, axis="x").reshape(-1, 36), x, w), want)
             x = floats(n * n * 64, 40)
             want = [
                 on(n, lambda x, w, f=f: f(x, w, "x"), x, w)
@@ -295,6 +296,7 @@ def check_what_is_refused():
         (KernelValueError, "no rows in front", lambda x: jt.exchange(x, "x", start=1)),
         (KernelValueError, "rows 1 to 3", lambda x: jt.exchange(None, "x", into=jnp.zeros((4, 2, 3)), start=1, rows=2)),
         (KernelValueError, "needs `into` and `rows`", lambda x: jt.exchange(None, "x")),
+        (KernelValueError, "jt.exchanged: a step", lambda x: jt.exchanged(jt.exchange(x, "x"), step=4)),
         (KernelTypeError, "have one dtype", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 2, 3), jnp.int32))),
         (KernelTypeError, "elements of whole bytes", lambda x: jt.exchange(x.astype(jnp.int4), "x")),
     ]
