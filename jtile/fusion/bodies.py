@@ -11,11 +11,12 @@ import jax
 import jtile as jt
 
 from .gathers import table_shape
-from .groups import Group, Unit
 from .loops import Loop
+from .products import ProductKernel
 from .steps import MOVES, Step, Value
 from .sums import Sums
 from .tilings import Tiling, group_tiling, loop_tiling, window_tiling
+from .units import Group, Product, Unit
 from .windowed import ends_within, window_body
 from .windows import long_shape
 
@@ -162,4 +163,6 @@ def kernel_of(unit: Unit) -> Any:
     """The function that runs a unit: it takes the unit's inputs and gives its outputs."""
     if isinstance(unit, Group):
         return GroupKernel(unit)
+    if isinstance(unit, Product):
+        return ProductKernel(unit)
     return LoopKernel(unit) if isinstance(unit, Loop) else unit

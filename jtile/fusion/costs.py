@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 import jtile as jt
 
 from .layout import COLUMNS, Layout
@@ -27,6 +29,11 @@ CHAINS_ON_GPUS = (
 )
 # Whether GPUs take products with vectors as sums though an array as large as the matrix is in memory: XLA's is quicker.
 LARGE_PRODUCTS_ON_GPUS = False
+# Whether GPUs run products with the elementwise functions behind them as kernels, and from which sizes on (sides, and
+# elements of the result); whether everything does, for tests.
+PRODUCTS_ON_GPUS, PRODUCTS_ANYWHERE = False, False
+LEAST_SIDE, LEAST_RESULT = 256, 1 << 21
+ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
@@ -145,6 +152,23 @@ def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layo
     if not layout.whole and sum(map(size_of, parts)) * 2 > sum(map(size_of, inputs)):
         return "it reads parts of arrays, which XLA does without copies"
     return None
+
+
+def product_worth(m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step]) -> bool:
+    """Whether a product of m rows and n columns of k terms is worth a kernel with the elementwise `steps` behind it.
+    Elsewhere XLA's products are as quick, and what is behind them takes little time."""
+    work = sum(step.name in ELEMENTWISE - CHOICES for step in steps)
+    if PRODUCTS_ANYWHERE:
+        return work > 0
+    target = jt.target()
+    if "warps" not in target.features:
+        return (
+            work > 0 and m * n >= LEAST and any(kind == dtype.name == "bfloat16" for *_, kind in target.matrix_shapes)
+        )
+    if not PRODUCTS_ON_GPUS or "warpgroup products" not in target.features:
+        return False
+    copied = all(side * dtype.itemsize % ROW_BYTES == 0 for side in (n, k))
+    return copied and dtype.itemsize == 2 and work > 1 and min(m, n, k) >= LEAST_SIDE and m * n >= LEAST_RESULT
 
 
 def picks_well(step: Step) -> bool:

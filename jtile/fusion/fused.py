@@ -18,9 +18,10 @@ from .bodies import kernel_of
 from .chains import Chain
 from .costs import picks_well
 from .gathers import is_gather
-from .groups import Group, Plan, Unit, plan_of
+from .groups import plan_of
 from .loops import Loop
 from .steps import Constant, Node, Step, Value, program_of
+from .units import Group, Plan, Product, Unit
 
 
 class Fused:
@@ -76,10 +77,11 @@ def fuse(
 
     Chains of elementwise functions, broadcasts, and reductions along axes that a program can take whole (softmaxes,
     norms) become one kernel each, which reads its inputs once and writes its outputs once; what an index picks along
-    one axis of an array, and slices, pads and shifts of one, are loaded in the kernel that needs them. A product, a
-    softmax of what it gives, and a product with that become `jt.ops.attention`, which keeps no scores; a query whose
-    scores are all -1e30 or less gives zeros there. Everything else stays what it is in XLA: other products, other
-    scatters, sorts, loops, and what is not worth a kernel (`Fused.explain` says which, and why).
+    one axis of an array, and slices, pads and shifts of one, are loaded in the kernel that needs them. A product of
+    16-bit floats is one kernel with the elementwise functions behind it. A product, a softmax of what it gives, and a
+    product with that become `jt.ops.attention`, which keeps no scores; a query whose scores are all -1e30 or less gives
+    zeros there. Everything else stays what it is in XLA: other products, other scatters, sorts, loops, and what is not
+    worth a kernel (`Fused.explain` says which, and why).
     The result is compiled as `jax.jit` does it, and composes with jit, vmap, grad and shard_map. The gradient of a
     whole function is quickest as `jt.fuse(jax.grad(f))`.
 
@@ -227,7 +229,7 @@ def _attention_of(chain: Chain) -> str:
     return f"jt.ops.attention: {between}{', causal' * chain.causal}; the scores are in no memory"
 
 
-def _head_of(unit: Group | Loop) -> str:
+def _head_of(unit: Group | Loop | Product) -> str:
     kernel = kernel_of(unit)
     tile = " x ".join(map(str, kernel.tiling.sides)) or "one element"
     whole = f", {unit.layout.row} of them along axes that a program takes whole" if unit.layout.whole else ""

@@ -19,83 +19,14 @@ from .costs import (
 from .gathers import is_gather, tiles_of
 from .inner import functions_of
 from .layout import Layout, layout_of
-from .loops import Loop, loop_of
+from .loops import loop_of
+from .products import product_of
 from .steps import ELEMENTWISE, MOVES, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
+from .units import Group, Plan, Product, Unit
 from .vector_products import with_sums
 from .windows import has_windows, traffic, window_layout, with_windows
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Group:
-    """Nodes of a program that one kernel computes.
-
-    Attributes:
-      nodes: the nodes, in order; those that make constants for them first.
-      inputs, outputs: what the kernel reads and writes; behind all other inputs the table of each gather.
-      layout: which axes the values have.
-      last: sums along axes that no program takes whole.
-    """
-
-    nodes: list[Node]
-    inputs: list[Value]
-    outputs: list[Value]
-    layout: Layout
-    last: list[Step]
-
-    @property
-    def steps(self) -> list[Step]:
-        return [step for node in self.nodes for step in node.steps]
-
-    @functools.cached_property
-    def windowed(self) -> bool:
-        """Whether the group reads windows of arrays: slices of them, say."""
-        return has_windows(self.steps)
-
-    @functools.cached_property
-    def gathers(self) -> list[Step]:
-        """The steps of the group that pick from tables."""
-        return [step for step in self.steps if step.name == "gather"]
-
-    @property
-    def loaded(self) -> list[Value]:
-        """The inputs of the group without the tables of gathers."""
-        return self.inputs[: len(self.inputs) - len(self.gathers)]
-
-    @property
-    def by_equations(self) -> bool:
-        """Whether the derivative is that of the equations: some have rules of their own, or a kernel's would keep all
-        partial sums, or add to elements of a table, or of windows, one by one."""
-        return bool(self.last or self.gathers or self.windowed) or any(node.ruled for node in self.nodes)
-
-
 LARGE = 65536  # elements from which on an array is worth reading only once for several results
-
-Unit = Group | Chain | Loop  # the parts of a program that run as kernels
-
-
-@dataclasses.dataclass
-class Plan:
-    """How a program runs.
-
-    Attributes:
-      order: what runs one after another: a unit, or the number of a node that stays XLA's.
-      left: for each group that is not worth a kernel (the number of the first node, those of all nodes, why).
-      inside: by a node's number, and the name of a parameter, the plans of the functions in it, if one has a kernel.
-    """
-
-    program: Program
-    order: list[Unit | int]
-    left: list[tuple[int, list[int], str]]
-    inside: dict[int, dict[str, tuple[Plan, ...]]]
-
-    @property
-    def units(self) -> list[Unit]:
-        """The kernels of the plan, without those of functions inside."""
-        return [unit for unit in self.order if not isinstance(unit, int)]
-
-    @property
-    def has_kernels(self) -> bool:
-        return bool(self.units or self.inside)
 
 
 def plan_of(program: Program, *, everything: bool = False) -> Plan:
@@ -190,6 +121,7 @@ class _Cutter:
             if found is not None:
                 units[u], more = found
                 taken[u] = sorted([*taken[u], *more])
+        self._take_products(units, taken, left)
         for k, node in enumerate(self.nodes):
             used = {v for v in node.outs if v in self.results or v in self.users}
             loop = loop_of(node, used, everything=self.everything)
@@ -201,6 +133,53 @@ class _Cutter:
         run = [units[u] if u >= 0 else -1 - u for u in order]
         inside = {k: plans for k in run if isinstance(k, int) and (plans := _inside(self.nodes[k]))}
         return Plan(self.program, run, left, inside)
+
+    def _take_products(self, units: list[Unit], taken: list[list[int]], left: list[tuple[int, list[int], str]]) -> None:
+        """Makes one kernel of each group of elementwise nodes, worth a kernel or not, and of the products that it
+        reads."""
+        if self.everything:
+            return
+        places = [*range(len(units)), *(None for _ in left)]
+        alone = [self._group(members) for _, members, _ in left]
+        gone = []
+        for place, unit, members in zip(places, [*units, *alone], [*taken, *(m for _, m, _ in left)], strict=True):
+            free = {k for k in range(len(self.nodes)) if not any(k in those for those in taken)}
+            found = self._product(unit, members, free) if isinstance(unit, Group) else None
+            if found is None:
+                continue
+            product, together = found
+            rest = [those for u, those in enumerate(taken) if u != place]
+            if self._sorted([together, *rest]) is None:
+                continue
+            if place is None:
+                units.append(product)
+                taken.append(together)
+                gone.append(members)
+            else:
+                units[place], taken[place] = product, together
+        left[:] = [entry for entry in left if not any(entry[1] is members for members in gone)]
+
+    def _product(self, group: Group, members: list[int], free: set[int]) -> tuple[Product, list[int]] | None:
+        """(the products that a group of elementwise nodes reads, together with it; the numbers of all its nodes)."""
+        if group.windowed or group.gathers or group.layout.whole or group.layout.late:
+            return None
+        makers = [self.maker[v] for v in group.inputs if self.maker.get(v) in free]
+        makers = sorted({k for k in makers if self.nodes[k].name == "dot_general"})
+        lefts = {self.maker.get(self.nodes[k].ins[0]) for k in makers}
+        if not makers or any(m is not None and self.nodes[m].name == "transpose" for m in lefts):
+            return None  # XLA's products read a transposed array where it lies
+        turned = dict.fromkeys(m for k in makers if (m := self.maker.get(self.nodes[k].ins[1])) in free)
+        turned = [m for m in turned if self.nodes[m].name == "transpose"]
+        alone = [m for m in turned if {*makers} >= {*self.users[self.nodes[m].outs[0]]}]
+        together = sorted([*alone, *makers, *members])
+        own = set(together)
+        if not self._is_convex(together):
+            return None
+        used = lambda v: v in self.results or not own.issuperset(self.users.get(v, ()))
+        written = [*(v for k in makers for v in self.nodes[k].outs if used(v)), *group.outputs]
+        of = lambda numbers: [self.nodes[k] for k in numbers]
+        product = product_of(of(makers), group, written, of(turned))
+        return product and (product, together)
 
     def _chain(self, group: Group, members: Sequence[int]) -> tuple[Chain, list[int]] | None:
         """The attention that a group is the middle of, and the numbers of its two products."""

@@ -13,9 +13,9 @@ import numpy as np
 import jtile as jt
 
 from .frames import Frame
-from .groups import Group
 from .steps import Step, Value
 from .tilings import Tiling
+from .units import Group
 from .windowed import WindowFrame
 
 TOGETHER = {

@@ -18,8 +18,8 @@ from .steps import ELEMENTWISE, Constant, Operand, Step, Value
 from .windows import Along, Needs, Place, Read, home, longest, reads, roots_of
 
 if TYPE_CHECKING:
-    from .groups import Group
     from .tilings import Tiling
+    from .units import Group
 
 
 class WindowFrame(Frame):

@@ -13,6 +13,7 @@ def any_size(monkeypatch):
     monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
     monkeypatch.setattr(costs, "LARGE_PRODUCTS_ON_GPUS", True)
     monkeypatch.setattr(costs, "SHORT", 0)
+    monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jtile.fusion.groups import Group
 from jtile.fusion.layout import Layout
 from jtile.fusion.loops import Loop
 from jtile.fusion.steps import Constant, Step, Value
 from jtile.fusion.sums import dtype_of_sums, neutral
 from jtile.fusion.tilings import Tiling
+from jtile.fusion.units import Group
 
 from .expressions import Body, Names, Text, constant, dtype_text, number
 from .frames import TileText

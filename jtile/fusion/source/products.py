@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jtile.fusion.groups import Group, Plan
 from jtile.fusion.layout import Layout
 from jtile.fusion.steps import Node, Value
 from jtile.fusion.tilings import Tiling
+from jtile.fusion.units import Group, Plan
 
 from .expressions import Text, dtype_text
 from .frames import Shape

@@ -20,10 +20,10 @@ from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.fusion.bodies import GroupKernel, LoopKernel, name_of
 from jtile.fusion.chains import Chain
 from jtile.fusion.fused import Fused, fuse
-from jtile.fusion.groups import Group, Plan, Unit
 from jtile.fusion.loops import Loop
 from jtile.fusion.steps import Constant, Node, Step, Value
 from jtile.fusion.sums import dtype_of_sums
+from jtile.fusion.units import Group, Plan, Unit
 
 from . import glue
 from .attention import attention_text
