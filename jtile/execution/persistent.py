@@ -87,7 +87,7 @@ def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
     words[head : head + len(more)] = more
     words[head + len(more) :] = [(first + at) // UNIT for at in places]
     counts = {"events": len(graph.events), "arrivals": int(arrivals[-1])}
-    shape = Shape((operands, results), graph.cores, traced, **counts, name="jtile_graph")
+    shape = Shape((operands, results), graph.cores, traced, **counts, name="jtile_graph", fixed=_fixed(graph))
     return Launch(words, first + max(size, 1), shape)
 
 
@@ -98,6 +98,18 @@ def _entry(memory: Any, operands: int, arrays: int, places: Sequence[int], offse
     if memory.operand is not None:
         return memory.operand
     return arrays + places.index(offset) if offset is not None else 0
+
+
+def _fixed(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
+    """For each kernel the inputs that, in all of its tasks, neither the task nor an earlier one writes, such as
+    weights. Later ones that write them wait for its bands."""
+    written: set[int] = set()
+    number = numbers(graph)
+    found: list[set[int]] = [set(range(len(k.inputs))) for k in {t.source: t.kernel for t in graph.tasks}.values()]
+    for task in graph.tasks:
+        written.update(task.memories[len(task.kernel.inputs) :])
+        found[number[task.source]] -= {k for k, m in enumerate(task.memories) if m in written}
+    return tuple(tuple(sorted(own)) for own in found)
 
 
 def _counters(kernel: ir.Kernel) -> int:

@@ -15,6 +15,7 @@ from jtile._errors import KernelValueError
 from .tasks import TaskGraph
 
 _WIDTH, _LANE, _LEFT = 1200, 36, 70  # pixels: width of a picture, height of a lane, room for labels at the left
+_NAMED = 16  # cores whose shares a text names one by one, at most
 _COLOURS = (
     "#4c956c",
     "#457b9d",
@@ -65,7 +66,11 @@ class GraphTimeline:
 
     def __str__(self) -> str:
         kind = "measured" if self.measured else "predicted"
-        shares = ", ".join(f"core {c} {share:.0%}" for c, share in self.busy().items())
+        busy = self.busy()
+        if len(busy) > _NAMED:
+            shares = f"{len(busy)} cores, {sum(busy.values()) / len(busy):.0%} on average"
+        else:
+            shares = ", ".join(f"core {c} {share:.0%}" for c, share in busy.items())
         return f"{kind}: {self.length / 1e3:.1f} us, busy: {shares}"
 
     def trace_events(self) -> list[dict[str, Any]]:

@@ -67,8 +67,9 @@ class Shape:
       blocks: of the launch.
       traced: there is a trace, three int64 for each band: start, end (nanoseconds) and block.
       events, arrivals: counters of each kind.
-      inner: whether there are inner memories besides the table.
       name: of the function.
+      fixed: for each kernel, by number, the inputs that no band in front of its bands writes: these load them before
+        they wait.
     """
 
     arrays: tuple[int, int]
@@ -77,10 +78,7 @@ class Shape:
     events: int
     arrivals: int
     name: str
-
-    @property
-    def columns(self) -> int:
-        return len(ROW)
+    fixed: tuple[tuple[int, ...], ...] = ()
 
 
 class Tasks:
@@ -195,8 +193,6 @@ class Tasks:
         code = self.code
         row = dict(zip(ROW, words))
         arrays = [self._place(number) for number in words[len(ROW) :]]
-        self._wait(row["event"], row["count"])
-        begun = self.instruction(CLOCK, "=l", elem="i64") if self.trace else None
         self._switch(range(len(self.kernels)), row, arrays)
         self.em.barrier()
         self._signal(row["signal"], SIGNAL)
@@ -205,8 +201,10 @@ class Tasks:
         with code.region():
             self._signal(self.word(self.moved(self.plan, code.add(row["signals"], k))), AGAIN)
         code.do("} {tt.num_stages = 1 : i32}")
-        if self.trace and begun:
-            self._note(row["band"], begun)
+        if self.trace:
+            self._tell_time(row["band"], 1)
+            place = self.moved(self.moved(self.trace, code.scale(row["band"], 3)), code.i32(2))
+            code.do(f"tt.store {place.name}, {code.to_int(self.block, 'i64').name} : {place.elem}")
 
     def _place(self, number: Val) -> Val:
         """How far an array is from the inner memory, in bytes: a multiple of `UNIT`, as can be seen."""
@@ -230,7 +228,7 @@ class Tasks:
         code.do("}")
 
     def _programs(self, number: int, row: dict[str, Val], arrays: Sequence[Val]) -> None:
-        """Run the programs of a band one after another."""
+        """Run the programs of a band one after another. The first of them waits, behind the loads that need not."""
         code, kernel = self.code, self.kernels[number]
         em = self._emitter(kernel, self.stages[number], code)
         for k, (r, far) in enumerate(zip([*kernel.inputs, *kernel.outputs], arrays, strict=False)):
@@ -244,7 +242,14 @@ class Tasks:
         code.do(f"scf.for {p.name} = {row['begin'].name} to {row['end'].name} step {code.i32(1).name} : i32 {{")
         with code.region():
             start_program(em, p)
-            em.block(kernel.body)
+            early = _early(kernel, self.shape.fixed[number] if self.shape.fixed else ())
+            for op in early:
+                em.op(op)
+            with self.branch(code.cmp("eq", p, row["begin"])):
+                self._wait(row, number)
+            for op in kernel.body.ops:
+                if op not in early:
+                    em.op(op)
         code.do("} {tt.num_stages = 1 : i32}")
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -256,9 +261,9 @@ class Tasks:
         with self.branch(self.code.cmp("sge", event, self.code.i32(0))):
             self.instruction(text, "=r,l,~{memory}", (self.address(self._event(event)),))
 
-    def _wait(self, event: Val, count: Val) -> None:
+    def _wait(self, row: dict[str, Val], number: int) -> None:
         """Wait until all bands of a set are over in this launch."""
-        code = self.code
+        code, event, count = self.code, row["event"], row["count"]
         with self.branch(code.cmp("sge", event, code.i32(0))):
             counter = self._event(event)
             before = code.mul(self.epoch, count)
@@ -267,17 +272,19 @@ class Tasks:
             with self.branch(code.cmp("ne", status, code.i32(0))):
                 with self.branch(code.cmp("eq", status, code.i32(1))):
                     stands = code.sub(self.atomic("add", counter, code.i32(0)), before)
-                    self._report(event, count, stands)
+                    self._report(event, count, stands, number)
                 self.instruction(EXIT)
+        if self.trace:
+            self._tell_time(row["band"], 0)
 
-    def _report(self, event: Val, count: Val, stands: Val) -> None:
+    def _report(self, event: Val, count: Val, stands: Val, number: int) -> None:
         """Report that an event did not come, unless another block has done so, and let all blocks end."""
         code = self.code
         self.em.barrier()
         claimed = self.atomic("exch", self.at(CLAIMED), code.i32(1))
         with self.branch(code.cmp("eq", claimed, code.i32(0))):
             report = code.let(f"tt.load {self.at(REPORT, 'i64').name} : !tt.ptr<i64>", (), "i64")
-            for k, word in enumerate([code.i32(0), self.block, event, count, stands], 1):
+            for k, word in enumerate([code.i32(number), self.block, event, count, stands], 1):
                 self._tell(report, k, word)
             self.instruction(FENCE)
             self._tell(report, 0, code.i32(1))
@@ -287,14 +294,12 @@ class Tasks:
         where = self.code.cast("tt.int_to_ptr", self.code.shift(report, 4 * k), "!tt.ptr<i32>")
         self.code.do(f"tt.store {where.name}, {word.name} : !tt.ptr<i32>")
 
-    def _note(self, band: Val, begun: Val) -> None:
-        """Write a row of the trace."""
+    def _tell_time(self, band: Val, word: int) -> None:
+        """Write the time into a row of the trace: 0 its start, 1 its end."""
         assert self.trace is not None
-        ended = self.instruction(CLOCK, "=l", elem="i64")
-        row = self.moved(self.trace, self.code.scale(band, 3))
-        for k, word in enumerate([begun, ended, self.code.to_int(self.block, "i64")]):
-            where = self.moved(row, self.code.i32(k))
-            self.code.do(f"tt.store {where.name}, {word.name} : {where.elem}")
+        now = self.instruction(CLOCK, "=l", elem="i64")
+        where = self.moved(self.moved(self.trace, self.code.scale(band, 3)), self.code.i32(word))
+        self.code.do(f"tt.store {where.name}, {now.name} : {where.elem}")
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -334,8 +339,29 @@ class Tasks:
         """The entry `devices` of the launch record."""
         shape = self.shape
         end = -(-(EPOCHS + 4 * (shape.blocks + shape.events + shape.arrivals)) // 256) * 256
-        site = {"kind": "assert", "message": "graph", "where": "a band of the graph", "args": [], "axes": 3, "lanes": 0}
+        site = {"kind": "assert", "message": "graph", "args": [], "axes": 3, "lanes": 0}
+        sites = [site | {"where": f"task {k.name} ({k.loc})" if k.loc.file else f"task {k.name}"} for k in self.kernels]
         return {
             "axes": [["graph", 1]], "signals": [["event", [max(shape.events, 1)]]], "table": TABLE, "counters": EPOCHS,
-            "memory": end, "bytes": end, "waits": True, "grid": [shape.blocks, 1, 1], "list": [site],
+            "memory": end, "bytes": end, "waits": True, "grid": [shape.blocks, 1, 1], "list": sites,
         }  # fmt: skip
+
+
+def _early(kernel: ir.Kernel, fixed: Sequence[int]) -> list[ir.Op]:
+    """The loads of a kernel from inputs that nobody writes, and what computes their places, in their order: those that
+    stand beside each other in its body, outside of loops."""
+    refs = {kernel.inputs[k] for k in fixed}
+    body = kernel.body.ops
+    known: dict[ir.Value, set[ir.Op]] = {}  # values that need no waiting, and the ops that make them
+    kept: set[ir.Op] = set()
+    for op in body:
+        load = isinstance(op, ir.Load) and op.ref in refs
+        if any(True for _ in op.blocks()) or not (load or (op.effect == "none" and not isinstance(op, ir.Load))):
+            continue
+        needs = [v for v in op.operands() if not isinstance(v.type, ir.RefType)]
+        if any(v not in known for v in needs) or (not load and len(needs) < len(list(op.operands()))):
+            continue
+        made = set().union({op}, *(known[v] for v in needs))
+        known.update((r, made) for r in op.results)
+        kept |= made if load else set()
+    return [op for op in body if op in kept]

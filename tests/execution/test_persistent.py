@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import jtile as jt
 from jtile.execution import persistent, primitive
 from jtile.lowering import platforms
 from jtile.lowering.here import target
-from jtile.lowering.triton.emit_tasks import ROW, STARTS
+from jtile.lowering.triton.emit_tasks import ROW, STARTS, Tasks
+from jtile.lowering.triton.features import features
 
 rng = np.random.default_rng(0)
 X, W, V = (rng.standard_normal(s).astype(np.float32) for s in [(8, 64), (64, 96), (96, 64)])
@@ -148,3 +150,14 @@ def _region():
 
     f = lambda x, w, v: columns(columns(x, w), v)
     return _cut(jax.make_jaxpr(f)(X, W, V)).regions[0]
+
+
+def test_weights_are_loaded_before_a_band_waits(on_hopper):
+    """The loads of what nobody writes stand in front of the wait, those of the result in front behind it."""
+    (schedule,) = jt.graph(lambda x, w, v: columns(columns(x, w), v), cores=4).explain(X, W, V).schedules
+    launch = persistent.launch_of(schedule, 3, traced=False)
+    assert launch.shape.fixed == ((0, 1), (1,))
+    text, _ = Tasks([t.kernel for t in schedule.graph.tasks], launch.shape, features("sm_90"), [None, None]).emit()
+    first, second = re.split(r"mov.b32 %js, 0; mov.b32 %jk", text)[1:]
+    loads = lambda part: re.findall(r"tt.load .*tensor<(\w+)x!tt.ptr<f32>>", part)
+    assert loads(first) == ["128x16"] and loads(second) == ["8x128"]
