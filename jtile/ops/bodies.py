@@ -17,21 +17,24 @@ from jtile.ops._shapes import check_float, check_shape, fit, machine, sums_in, w
     out_type=lambda x, *_, **__: jt.like(x, dtype=sums_in(x)),
     grid=lambda x, *_, bi, **__: (x.shape[0], jt.cdiv(x.shape[2], bi)),
 )
-def n_body_tiles(x, masses, a, *, bi: int, bj: int, softening: float):
-    """x, a [batch, d, n], masses [batch, n]."""
+def n_body_tiles(x, masses, a, *, bi: int, bj: int, softening: float, spread: bool):
+    """x, a [batch, d, n], masses [batch, n]. `spread`: each pair of a tile has sums of its own, which are added up at
+    the end."""
     # a_i = sum_j m_j (x_j - x_i) / (|x_j - x_i|^2 + softening^2)^(3/2)
     b, i, d = jt.program_id(0), jt.program_id(1), x.shape[1]
     at, near, M = x.tiles(None, None, bi), x.tiles(None, None, bj), masses.tiles(None, bj)
     own = [wide(at[b, c, i])[:, None] for c in range(d)]
-    sums = tuple(jt.zeros((bi,), a.dtype) for _ in range(d))
+    sums = tuple(jt.zeros((bi, bj) if spread else (bi,), a.dtype) for _ in range(d))
+    never_zero = a.dtype.type(softening) ** 2 >= jnp.finfo(a.dtype).tiny
     for j in jt.range(M.shape[1]):
         apart = [wide(near[b, c, j])[None, :] - own[c] for c in range(d)]
-        square = functools.reduce(jnp.add, [r * r for r in apart]) + softening**2
-        inverse = jax.lax.rsqrt(jnp.where(square > 0, square, 1.0))
-        pull = jnp.where(square > 0, wide(M[b, j])[None, :] * inverse * inverse * inverse, 0.0)
-        sums = tuple(s + (pull * r).sum(1) for s, r in zip(sums, apart, strict=True))
+        square = functools.reduce(lambda total, r: total + r * r, apart, jnp.asarray(softening**2, a.dtype))
+        inverse = jax.lax.rsqrt(square if never_zero else jnp.where(square > 0, square, 1.0))
+        pull = wide(M[b, j])[None, :] * inverse * (inverse * inverse)
+        pull = pull if never_zero else jnp.where(square > 0, pull, 0.0)
+        sums = tuple(s + (pull * r if spread else (pull * r).sum(1)) for s, r in zip(sums, apart, strict=True))
     for c in range(d):
-        a.tiles(None, None, bi)[b, c, i] = sums[c]
+        a.tiles(None, None, bi)[b, c, i] = sums[c].sum(1) if spread else sums[c]
 
 
 @functools.partial(jax.jit, static_argnames=("softening",), inline=True)
@@ -66,7 +69,7 @@ def n_body(positions: jax.Array, masses: jax.Array, *, softening: float = 0.0) -
     n, d = positions.shape[-2:]
     x, m = positions.reshape(-1, n, d).swapaxes(1, 2), masses.reshape(-1, n)
     bi, bj = (fit(n, 16), fit(n, 256)) if machine().whole else (fit(n, 64), fit(n, 64))
-    found = n_body_tiles(x, m, bi=bi, bj=bj, softening=float(softening))
+    found = n_body_tiles(x, m, bi=bi, bj=bj, softening=float(softening), spread=False)
     return found.swapaxes(1, 2).reshape(positions.shape).astype(positions.dtype)
 
 
