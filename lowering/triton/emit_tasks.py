@@ -170,15 +170,19 @@ class Tasks:
         starts = self.moved(self.plan, code.i32(STARTS))
         first, last = (self.word(self.moved(starts, code.shift(self.block, k))) for k in range(2))
         words = self._row(first)
+        carried = [*words[: len(ROW)], *map(self._place, words[len(ROW) :])]
         number = Val(code.name(), (), "i32")
-        params = [Val(code.name(), (), "i32") for _ in words]
-        carry = ", ".join(f"{p.name} = {w.name}" for p, w in zip(params, words, strict=True))
-        kinds = ", ".join(["i32"] * len(words))
+        params = [Val(code.name(), (), w.elem) for w in carried]
+        carry = ", ".join(f"{p.name} = {w.name}" for p, w in zip(params, carried, strict=True))
+        kinds = ", ".join(w.elem for w in carried)
         head = f"scf.for {number.name} = {first.name} to {last.name} step {code.i32(1).name} iter_args({carry})"
-        code.let_many(f"{head} -> ({kinds}) : i32 {{", [((), "i32")] * len(words))
+        code.let_many(f"{head} -> ({kinds}) : i32 {{", [((), w.elem) for w in carried])
         with code.region():
-            later = self._row(code.shift(number, 1))
-            self._band(params)
+            row, arrays = dict(zip(ROW, params)), params[len(ROW) :]
+            later = self._row(code.shift(number, 1))  # it comes while the band waits and runs
+            self._switch(range(len(self.kernels)), row, [code.scale(a, UNIT) for a in arrays])
+            later = [*later[: len(ROW)], *map(self._place, later[len(ROW) :])]
+            self._over(row)
             code.do(f"scf.yield {', '.join(w.name for w in later)} : {kinds}")
         code.do("} {tt.num_stages = 1 : i32}")
 
@@ -189,11 +193,9 @@ class Tasks:
         at = self.moved(self.plan, code.shift(code.scale(number, self.width), rows))
         return [self.word(self.moved(at, code.i32(k))) for k in range(self.width)]
 
-    def _band(self, words: Sequence[Val]) -> None:
+    def _over(self, row: dict[str, Val]) -> None:
+        """Count a band as over."""
         code = self.code
-        row = dict(zip(ROW, words))
-        arrays = [self._place(number) for number in words[len(ROW) :]]
-        self._switch(range(len(self.kernels)), row, arrays)
         self.em.barrier()
         self._signal(row["signal"], SIGNAL)
         k = Val(code.name(), (), "i32")
@@ -207,10 +209,9 @@ class Tasks:
             code.do(f"tt.store {place.name}, {code.to_int(self.block, 'i64').name} : {place.elem}")
 
     def _place(self, number: Val) -> Val:
-        """How far an array is from the inner memory, in bytes: a multiple of `UNIT`, as can be seen."""
-        code = self.code
+        """How far an array is from the inner memory, in units of `UNIT` bytes."""
         entry = self.moved(self.table, number)
-        return code.scale(code.let(f"tt.load {entry.name} : {entry.elem}", (), "i64"), UNIT)
+        return self.code.let(f"tt.load {entry.name} : {entry.elem}", (), "i64")
 
     def _switch(self, numbers: Sequence[int], row: dict[str, Val], arrays: Sequence[Val]) -> None:
         """Run the band by its kernel, which is one of some: half of them are asked for at a time."""
