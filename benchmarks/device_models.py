@@ -239,8 +239,16 @@ def record(work: Work, rows: int, found: dict[str, float], rate: float, count: i
     return out | {"ratio": round(found[ONE] / ours, 2)} if ONE in found else out
 
 
-def measure(count: int, tiny: bool, match: Sequence[str] = ("",)) -> list[dict[str, Any]]:
-    """A record for each line of the table whose model has room; match: only models with one of these in their names."""
+def say(record: dict[str, Any]) -> None:
+    """Prints a record."""
+    print(json.dumps(record), file=sys.stderr, flush=True)
+
+
+def measure(
+    count: int, tiny: bool, match: Sequence[str] = ("",), keep: Callable[[dict[str, Any]], object] = say
+) -> list[dict[str, Any]]:
+    """A record for each line of the table whose model has room; match: only models with one of these in their names;
+    keep: is called with each record as it comes."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
     works, shapes, steps = (TINY_WORKS, TINY, CHUNK) if tiny else (WORKS, SHAPES | LARGE, STEPS)
     rate = machine.measure(tiny).copy_rate
@@ -254,5 +262,5 @@ def measure(count: int, tiny: bool, match: Sequence[str] = ("",)) -> list[dict[s
             found[rows][side] = us
         for rows, of in found.items():
             records.append(record(work, rows, of, rate, count, tiny))
-            print(json.dumps(records[-1]), file=sys.stderr, flush=True)
+            keep(records[-1])
     return records

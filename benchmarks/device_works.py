@@ -3,6 +3,7 @@ jtile or of its peer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ EXPERTS, CHOSEN = 256, 8  # of DeepSeek-V3: all of them, and those of a token
 SAME = {"all_reduce_rms_norm": (1, 2), "mla_decode": (0,), "decode_attention": (0,)}  # operands that devices share
 JTILE, XLA = "", "_reference"  # what stands behind the name of a function of `collectives`
 MOSAIC = "mosaic"  # with the number of tiles behind it, Pallas's kernel
+ONE = "one"  # one device with the work of all
+RATE, LINK = 400e6, 200e3  # operations and bytes a microsecond, to guess how long a call takes
+SLOW = 50.0  # microseconds a token of XLA's exchange with experts, which waits for the host
 
 
 class Work(NamedTuple):
@@ -91,6 +95,22 @@ WORKS = (
     _ring(131072),
     _ring(131072, backward=True),
 )
+
+
+def guess(work: Work, side: str, n: int) -> float:
+    """Microseconds of a call, about: by what it computes, and by the bytes of its arrays."""
+    shapes = work.shapes(n)
+    if work.name == "experts" and side == XLA:
+        return SLOW * shapes[0][0]
+    us = 5.0 + sum(2 * math.prod(s) for s in shapes) / LINK
+    if work.name == "ring_attention":
+        _, tokens, heads, d = shapes[0]
+        us = 2 * tokens * n * tokens * heads * d * (4 if work.backward else 1) / RATE
+        us *= n if side == ONE else 1
+    elif "matmul" in work.name:
+        (m, k), (_, columns) = shapes
+        us += 2 * m * (n if work.name == "all_gather_matmul" else 1) * k * columns / RATE
+    return us
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:

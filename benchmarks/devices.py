@@ -5,12 +5,15 @@ models cut over them beside one device; with `--paper`, what 8, 72 and 1024 card
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +25,20 @@ from jax.sharding import PartitionSpec as P
 
 import jtile as jt
 from benchmarks import device_models, device_peers
-from benchmarks.device_works import JTILE, MOSAIC, WORKS, XLA, Work, call, drawn, on_one_device
+from benchmarks.device_works import JTILE, MOSAIC, ONE, WORKS, XLA, Work, call, drawn, guess, on_one_device
 
 CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in a kernel of its own
-LONG, HOST = 0.1, 1e-3  # seconds: the least of the rounds of one program; the start of one
-MOST = 2000  # the most rounds
+LONG = 3e4  # microseconds of a sample, about
+MOST = 400  # the most rounds
 LARGE = 32 << 20  # bytes of an array of a device of which a round has one call
+THREADS = 12  # that compile at once
 # what a record calls the time of a peer -> the peer
 PEERS = {"one_us": "one device, its time divided", "one_step_us": "one device", "plain_us": "plain `jnp`, cut by XLA",
          "xla_us": "XLA"}  # fmt: skip
 HOSTS = 50e9  # bytes a second of one card to other hosts: each card has a network adapter of 400 Gb/s
 COUNTS = (8, 72, 1024)
 MODELS = "models"  # the name of device_models.py for `--only`
+SIDES = {"jtile": JTILE, "xla": XLA}  # what a record calls a side -> what `call` does
 
 
 def repeated(
@@ -54,122 +59,169 @@ def repeated(
     return jax.lax.fori_loop(0, rounds, step, arrays)
 
 
-Program = Callable[[], Any]
-Maker = Callable[[int, int], Program]  # of rounds and calls in each: a program of so many, compiled and run once
+# Programs ----------------------------------------------------------------------------------------------------------
 
 
-def prepared(make: Maker, several: bool, tiny: bool) -> tuple[Program, int]:
-    """A program that runs long enough to be timed, and its calls, of which a round has one or several."""
-    calls = CALLS if several else 1
-    first = make(1, calls)
-    began = time.perf_counter()
-    first()
-    each = max(time.perf_counter() - began - HOST, 3e-6) / calls
-    calls = 1 if each > LONG / CALLS else calls  # long calls need no rounds of several
-    rounds = 2 if tiny else max(1, min(MOST, int(LONG / each / calls)))
-    return make(rounds, calls), rounds * calls
+class Side(NamedTuple):
+    """A compiled loop over calls of one side, and how many these are."""
+
+    program: Callable[..., Any]
+    calls: int
 
 
-def alternating(programs: dict[str, tuple[Program, int]], repeats: int) -> dict[str, float]:
-    """The median of the microseconds of a call of each program; they run in turn."""
-    found: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(repeats):
-        for name, (program, calls) in programs.items():
-            start = time.perf_counter()
-            program()
-            found[name].append(1e6 * (time.perf_counter() - start) / calls)
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def _over(mesh: Mesh, run: Callable, **specs: Any) -> Callable:
+def _over(mesh: Mesh, run: Callable, **specs: Any) -> Any:
     return jax.jit(jax.shard_map(run, mesh=mesh, out_specs=P("x"), check_vma=False, **specs))
 
 
-def parts(work: Work, mesh: Mesh, tiny: bool, scale: float | None = None) -> list[jax.Array]:
-    """The arrays of all devices, one behind the other."""
-
-    def own():
-        return [x[None] for x in drawn(work, mesh.size, tiny, scale, jax.lax.axis_index("x"))]
-
-    return _over(mesh, own, in_specs=())()
+def making(work: Work, mesh: Mesh, tiny: bool) -> Callable[[], list[jax.Array]]:
+    """A compiled program that makes the arrays of all devices, one behind the other."""
+    own = lambda: [x[None] for x in drawn(work, mesh.size, tiny, None, jax.lax.axis_index("x"))]
+    return _over(mesh, own, in_specs=()).lower().compile()
 
 
-def on_mesh(work: Work, side: str, mesh: Mesh, arrays: list[jax.Array]) -> Maker:
-    """Programs of a collective on all devices."""
+def comparing(work: Work, mesh: Mesh, tiny: bool) -> Callable[[], jax.Array]:
+    """A compiled program that says how far jtile's result is from XLA's: the largest difference over the largest
+    number. It makes arrays of its own, since sums are measured with zeros."""
 
-    def make(rounds: int, calls: int) -> Program:
+    def run():
+        arrays = drawn(work, mesh.size, tiny, 0.1, jax.lax.axis_index("x"))
+        got = jax.tree.leaves(call(work, JTILE, arrays))[0]
+        arrays, got = jax.lax.optimization_barrier((arrays, got))  # one behind the other
+        want = jax.tree.leaves(call(work, XLA, arrays))[0].astype(jnp.float32)
+        most = lambda x: jax.lax.pmax(jnp.abs(x).max(), "x")
+        return (most(got.astype(jnp.float32) - want) / most(want))[None]
+
+    return _over(mesh, run, in_specs=()).lower().compile()
+
+
+def loop(work: Work, side: str, mesh: Mesh, tiny: bool) -> Side:
+    """The program of a side, of about as many calls as are long enough to be timed."""
+    n, one = mesh.size, side == ONE
+    of = jax.eval_shape(lambda: drawn(work, n, tiny))
+    large = max(x.size * x.dtype.itemsize for x in of) >= LARGE
+    us = guess(work, side, n)
+    few = tiny or large or side.startswith(MOSAIC)  # each call of Pallas's kernel is compiled, for long
+    calls = 1 if few or us > LONG / CALLS else CALLS
+    rounds = 1 if tiny else max(1, min(MOST, int(LONG / us / calls)))
+    if one:
+        shapes = [jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * n, *x.shape[2:]), x.dtype) for x in of]
+        program = jax.jit(lambda a: repeated(lambda a: on_one_device(work, a), a, rounds, calls))
+    else:
+
         def run(parts):
             return [y[None] for y in repeated(lambda a: call(work, side, a), [x[0] for x in parts], rounds, calls)]
 
-        return _ready(_over(mesh, run, in_specs=P("x")), arrays)
-
-    return make
-
-
-def on_one(work: Work, n: int, tiny: bool) -> Maker:
-    """Programs of attention to the tokens of all devices on one device."""
-    arrays = [jnp.concatenate([x] * n, 1) for x in drawn(work, n, tiny)]
-    run = lambda a: on_one_device(work, a)
-    return lambda rounds, calls: _ready(jax.jit(lambda a: repeated(run, a, rounds, calls)), arrays)
+        where = jax.NamedSharding(mesh, P("x"))
+        shapes = [jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=where) for x in of]
+        program = _over(mesh, run, in_specs=P("x"))
+    return Side(program.lower(shapes).compile(), rounds * calls)
 
 
-def _ready(program: Callable, arrays: list[jax.Array]) -> Program:
-    go = lambda: jax.block_until_ready(program(arrays))
-    go()
-    return go
+def sides_of(work: Work, mosaic: bool) -> dict[str, str]:
+    """The sides of a line by their names in records. The peer of attention is one device with all of the tokens, its
+    time divided by the number of devices: XLA's own keeps all scores."""
+    sides = {"jtile": JTILE, ONE: ONE} if work.name == "ring_attention" else dict(SIDES)
+    tried = range(len(device_peers.MOSAIC)) if mosaic and work.name == "all_gather_matmul" else ()
+    return sides | {f"{MOSAIC}{k}": f"{MOSAIC}{k}" for k in tried}
 
 
-def error(work: Work, mesh: Mesh, tiny: bool) -> float:
-    """How far jtile's result is from the peer's: the largest difference over the largest number."""
-    arrays = parts(work, mesh, tiny, scale=0.1)
-    first = lambda side: _over(
-        mesh, lambda given: jax.tree.leaves(call(work, side, [x[0] for x in given]))[0][None], in_specs=P("x")
-    )(arrays)
-    got, want = (np.asarray(first(side)).astype(np.float32) for side in (JTILE, XLA))
-    return float(np.abs(got - want).max() / np.abs(want).max())
+def compiling(pool: ThreadPoolExecutor, work: Work, mesh: Mesh, tiny: bool, mosaic: bool) -> dict[str, Future]:
+    """All programs of a line, of which several are compiled at once: `arrays`, `error` and those of the sides."""
+    sides = sides_of(work, mosaic)
+    programs: dict[str, Future[Any]] = {"arrays": pool.submit(making, work, mesh, tiny)}
+    programs |= {name: pool.submit(loop, work, side, mesh, tiny) for name, side in sides.items()}
+    if "xla" in sides:  # tests compare attention, with fewer tokens
+        programs["error"] = pool.submit(comparing, work, mesh, tiny)
+    return programs
 
 
-def measured(work: Work, mesh: Mesh, tiny: bool, repeats: int, mosaic: bool) -> dict[str, Any]:
-    """The record of one line, with the reason in place of a time where a side did not run. The peer of attention is
-    one device with all of the tokens, its time divided by the number of devices: XLA's own keeps all scores."""
+# Measuring ---------------------------------------------------------------------------------------------------------
+
+
+def sampled(sides: dict[str, tuple[Side, list[jax.Array]]], repeats: int) -> dict[str, float]:
+    """The median of the microseconds of a call of each side; they run in turn, long ones less often."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    turns: dict[str, int] = {}  # of a program in a sample: what was guessed may be wrong
+
+    def run(name: str) -> float:
+        side, arrays = sides[name]
+        start = time.perf_counter()
+        for _ in range(turns.get(name, 1)):
+            out = side.program(arrays)
+        jax.block_until_ready(out)
+        return 1e6 * (time.perf_counter() - start) / turns.get(name, 1)
+
+    for name in sides:
+        run(name)  # the first execution makes memory that devices share
+        turns[name] = max(1, round(LONG / run(name)))
+    for _ in range(repeats):
+        for name, (side, _) in sides.items():
+            if sum(found[name]) * side.calls < 20 * LONG or len(found[name]) < 3:
+                found[name].append(run(name) / side.calls)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def measured(work: Work, programs: dict[str, Future], mesh: Mesh, tiny: bool, repeats: int) -> dict[str, Any]:
+    """The record of one line, with the reason in place of a time where a side did not run."""
     record: dict[str, Any] = {"work": work.key, "size": work.label, "devices": mesh.size, "tiny": tiny}
-    arrays = parts(work, mesh, tiny)
-    ring = work.name == "ring_attention"
-    makers = {"jtile": on_mesh(work, JTILE, mesh, arrays)}
-    makers |= {"one": on_one(work, mesh.size, tiny)} if ring else {"xla": on_mesh(work, XLA, mesh, arrays)}
-    if mosaic and work.name == "all_gather_matmul":
-        tried = [f"{MOSAIC}{k}" for k in range(len(device_peers.MOSAIC))]
-        makers |= {side: on_mesh(work, side, mesh, arrays) for side in tried}
-    programs = {}
-    # each call of a program has memory of its own on all devices, and large ones are long enough alone
-    several = not tiny and max(x.nbytes // mesh.size for x in arrays) < LARGE
-    for name, make in makers.items():
+    arrays = programs["arrays"].result()()
+    one = lambda: [jnp.concatenate([x] * mesh.size, 1) for x in drawn(work, mesh.size, tiny)]
+    ready: dict[str, tuple[Side, list[jax.Array]]] = {}
+    for name in programs.keys() - {"arrays", "error"}:
         try:
-            programs[name] = prepared(make, several, tiny)
+            given = one() if name == ONE else arrays
+            ready[name] = programs[name].result(), given
+            jax.block_until_ready(ready[name][0].program(given))
         except Exception as failure:  # a peer may fail in its own way
             if name == "jtile" and not isinstance(failure, (jt.errors.JtileError, jax.errors.JaxRuntimeError)):
                 raise
+            ready.pop(name, None)
             record[f"{name}_error"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
     times: dict[str, float] = {}
-    for name, us in alternating(programs, repeats).items():
+    for name, us in sampled(ready, repeats).items():
         side = MOSAIC if name.startswith(MOSAIC) else name
-        times[side] = min(times.get(side, math.inf), us / mesh.size if name == "one" else us)
-    record |= {f"{side}_us": round(us, 1) for side, us in times.items()}
+        times[side] = min(times.get(side, math.inf), us / mesh.size if name == ONE else us)
+    record |= {f"{side}_us": round(us, 1) for side, us in sorted(times.items())}
     peers = [us for side, us in times.items() if side != "jtile"]
     if "jtile" in times and peers:
         record["ratio"] = round(min(peers) / times["jtile"], 2)
-        if "xla" in times:  # tests compare attention, with fewer tokens
-            record["error"] = float(f"{error(work, mesh, tiny):.2g}")
+        if "error" in programs and "xla" in times:
+            far = programs["error"].result()()
+            record["error"] = float(f"{float(np.asarray(far).max()):.2g}")
     return record
 
 
-def measure(works: tuple[Work, ...], mesh: Mesh, tiny: bool, repeats: int, mosaic: bool) -> list[dict[str, Any]]:
-    """The records of all lines."""
-    records = []
-    for work in works:
-        records.append(measured(work, mesh, tiny, repeats, mosaic))
-        print(json.dumps(records[-1]), file=sys.stderr, flush=True)
-    return records
+class Records:
+    """Records that are printed and written as they come, so that a run that is cut short keeps those that it has."""
+
+    def __init__(self, path: str | None):
+        self.found: list[dict[str, Any]] = []
+        self.path = Path(path) if path else None
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keeps one more."""
+        self.found.append(record)
+        device_models.say(record)
+        if self.path is not None:
+            whole = self.path.with_name(self.path.name + ".new")
+            whole.write_text(json.dumps(self.found, indent=1) + "\n")
+            os.replace(whole, self.path)
+
+
+def different(works: Iterable[Work], n: int) -> list[Work]:
+    """Lines whose arrays on n devices no line before has."""
+    return list({(w.key, *map(tuple, w.shapes(n))): w for w in reversed(list(works))}.values())[::-1]
+
+
+def measure(works: Iterable[Work], mesh: Mesh, tiny: bool, repeats: int, mosaic: bool, records: Records) -> None:
+    """Adds the records of all lines. Everything is compiled first, since that would disturb what is timed."""
+    lines, start = different(works, mesh.size), time.perf_counter()
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        programs = [compiling(pool, work, mesh, tiny, mosaic) for work in lines]
+    print(f"compiled {len(lines)} lines in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    for work in lines:
+        records.add(measured(work, programs.pop(0), mesh, tiny, repeats))
+        gc.collect()  # programs keep memory that devices share
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -252,12 +304,12 @@ def main(options: argparse.Namespace) -> None:
     if not 2 <= count <= len(found):
         sys.exit(f"the benchmarks of devices take 2 or more of one host, and there are {len(found)} for {count}")
     works = tuple(w for w in WORKS if options.only is None or w.name in options.only)
-    records = measure(works, Mesh(np.array(found[:count]), ("x",)), options.tiny, options.repeats, options.mosaic)
+    records = Records(options.json)
+    mesh = Mesh(np.array(found[:count]), ("x",))
+    measure(works, mesh, options.tiny, options.repeats, options.mosaic, records)
     if options.only is None or MODELS in options.only:
-        records += device_models.measure(count, options.tiny)
-    print(table(records))
-    if options.json:
-        Path(options.json).write_text(json.dumps(records, indent=1) + "\n")
+        device_models.measure(count, options.tiny, keep=records.add)
+    print(table(records.found))
 
 
 NAMES = (*dict.fromkeys(work.name for work in WORKS), MODELS)
