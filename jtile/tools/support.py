@@ -35,6 +35,10 @@ limited, the sides of a tile count as the next power of two.
 
 {targets}
 {gaps}
+## Execution graphs
+
+{graphs}
+
 ## Ops of Tile IR
 
 [Tile IR](ir.md) is the compiler's own form of a kernel. At tile level every target has code for all of these ops,
@@ -59,6 +63,7 @@ def page() -> str:
         refused="".join(_item(f"{_names(names)}: {why}") for why, names in refused().items()),
         targets="".join(f"| {' | '.join(row)} |\n" for row in _table()),
         gaps="".join(map(_item, gaps())),
+        graphs=textwrap.fill(_graphs(), 118, break_on_hyphens=False),
         ops=textwrap.fill(_names(grammar["tile"]), 118, break_on_hyphens=False),
         block_ops=textwrap.fill(_names(set(grammar["block"]) - set(grammar["tile"])), 118, break_on_hyphens=False),
     )
@@ -128,6 +133,20 @@ def gaps() -> list[str]:
         f"`{op}`{'' if missing == ['*'] else f' on {_among(missing)}'} does not run on {some}: {instead}"
         for (op, instead, *missing), some in short.items()
     ]
+
+
+def _graphs() -> str:
+    """Where `jt.graph` runs, and which kernels keep launches of their own."""
+    from jtile.lowering import platforms
+
+    able = [p for p in platforms.every() if p.graph_call is not None]
+    pools = [f"{p.name}:*" for p in able if p.compile_graph is None]
+    launches = [f"{p.name}:*" for p in able if p.compile_graph is not None]
+    return (
+        f"[Execution graphs](graph.md) run on {_among([*pools, *launches])}. Kernels that print, assert, talk to other "
+        f"devices or have sizes that are not known before they run keep calls of their own; on {_among(launches)} so "
+        "do those at the block level and those with private memory."
+    )
 
 
 def _short(names: list[str]) -> list[str]:
