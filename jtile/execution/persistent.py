@@ -17,17 +17,20 @@ from jtile import ir
 from jtile.lowering import registry
 from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
-from jtile.lowering.triton.emit_tasks import ROW, STARTS, UNIT, Shape
+from jtile.ir.types import DTYPES
+from jtile.lowering.triton.emit_tasks import AHEAD, ROW, STARTS, UNIT, Shape
 from jtile.primitive.lowering import compiler_options
 from jtile.tune.prune import predicted_us
 
+from .boxes import parts
 from .build import Piece
 from .encode import arena
 from .schedule import Schedule
-from .tasks import TaskGraph
+from .tasks import TaskGraph, footprint_of
 
 PLACED = 256  # bytes of which the beginning of the inner memories is a multiple
 LEAST_NS = 300.0  # nanoseconds of a program, at least
+FETCHED = 128 << 10  # bytes of an array that a block fetches for its next band, at most: all blocks fill half the cache
 
 
 def spread(programs: int, cost: float, cores: int) -> list[tuple[int, int]]:
@@ -128,6 +131,7 @@ def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tup
     arrays = max(len(task.memories) for task in graph.tasks)
     rows: list[list[list[int]]] = [[] for _ in range(graph.cores)]
     more: list[int] = []
+    row_of: dict[int, list[int]] = {}  # the row of the last band of each block
     for place, b in enumerate(schedule.order):
         band = graph.bands[b]
         task, own = graph.tasks[band.task], signals[b]
@@ -139,8 +143,32 @@ def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tup
         }  # fmt: skip
         more += own[1:]
         memories = [entry[m] for m in task.memories]
-        rows[schedule.core[b]].append([words.get(w, 0) for w in ROW] + memories + [0] * (arrays - len(memories)))
+        row = [words.get(w, 0) for w in ROW] + memories + [0] * (arrays - len(memories))
+        core = schedule.core[b]
+        if core in row_of:  # the band in front fetches for this one
+            for words_of, part in zip(AHEAD, _ahead(graph, b, entry), strict=False):
+                for word, number_ in zip(words_of, part, strict=True):
+                    row_of[core][ROW.index(word)] = number_
+        rows[core].append(row)
+        row_of[core] = row
     return rows, more
+
+
+def _ahead(graph: TaskGraph, band: int, entry: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(array, place in units of `UNIT` bytes, bytes) of what a band reads in one piece and no task writes: weights, the
+    largest parts first."""
+    b = graph.bands[band]
+    task = graph.tasks[b.task]
+    found = []
+    for m, region in zip(task.memories, footprint_of(task.kernel, b.begin, b.end).reads, strict=True):
+        memory = graph.memories[m]
+        if memory.operand is None or memory.result is not None or not region.boxes:
+            continue
+        for offset, size in parts(region, DTYPES[memory.dtype].bits // 8, 1):
+            first, last = offset // UNIT, min(offset + size, offset + FETCHED) // UNIT
+            if last > first:
+                found.append((entry[m], first, (last - first) * UNIT))
+    return sorted(found, key=lambda part: -part[2])[: len(AHEAD)]
 
 
 def numbers(graph: TaskGraph) -> dict[Any, int]:

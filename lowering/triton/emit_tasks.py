@@ -41,11 +41,14 @@ from .ttir import Code, Val
 
 UNIT = 16  # bytes of which the place of an array is a multiple
 STARTS = 16  # words in front of the numbers where the bands of the blocks begin
-ROW = ("kernel", "begin", "end", "event", "count", "signal", "more", "signals", "arrivals", "band", "_", "_")
+ROW = (
+    "kernel", "begin", "end", "event", "count", "signal", "more", "signals", "arrivals", "band",
+    "array", "from", "bytes", "array 1", "from 1", "bytes 1",
+)  # fmt: skip
 TABLE = PLACE + 8  # in the block of the device: the table of devices, which nobody reads here
 EPOCHS = TABLE + 8
 ENTRIES = 512  # arrays in the table, at most
-AHEAD = 32  # parts of arrays that a block fetches for its next band, at most
+AHEAD = (("array", "from", "bytes"), ("array 1", "from 1", "bytes 1"))  # parts of arrays that the next band reads
 
 # One thread says that a band is over: what all threads have stored comes before.
 _SIGNAL = (
@@ -55,6 +58,11 @@ _SIGNAL = (
 SIGNAL, AGAIN = _SIGNAL.format(fence="@%jp fence.acq_rel.gpu; "), _SIGNAL.format(fence="")
 POLL = WAIT.replace("ld.acquire.sys", "ld.acquire.gpu")
 CLOCK = "mov.u64 $0, %globaltimer;"
+# One thread asks for bytes to be brought into the second-level cache.
+FETCH = (
+    "{ .reg .pred %jp; .reg .b32 %jx; mov.u32 %jx, %tid.x; setp.eq.u32 %jp, %jx, 0; "
+    "@%jp cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +98,7 @@ class Tasks:
     ):  # fmt: skip
         self.kernels, self.shape, self.stages = kernels, shape, stages
         self.features = dataclasses.replace(f, tma=False, dependents=False)
+        self.fetches = f.tma
         self.record = Record(grid=shape.blocks)
         self.width = len(ROW) + max(len(k.inputs) + len(k.outputs) for k in kernels)
         self.em = self._emitter(kernels[0], None, Code(isolate=isolate))
@@ -247,11 +256,21 @@ class Tasks:
             for op in early:
                 em.op(op)
             with self.branch(code.cmp("eq", p, row["begin"])):
+                for part in AHEAD if self.fetches else ():
+                    self._fetch(*(row[word] for word in part))
                 self._wait(row, number)
             for op in kernel.body.ops:
                 if op not in early:
                     em.op(op)
         code.do("} {tt.num_stages = 1 : i32}")
+
+    def _fetch(self, array: Val, first: Val, size: Val) -> None:
+        """Bring a part of an array that the next band reads into the second-level cache. `first` is in units of `UNIT`
+        bytes; of no bytes there is nothing to do."""
+        code = self.code
+        with self.branch(code.cmp("sgt", size, code.i32(0))):
+            far = code.scale(code.add(self._place(array), code.to_int(first, "i64")), UNIT)
+            self.instruction(FETCH, "=r,l,r,~{memory}", (self.address(self.moved(self.base, far)), size))
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
