@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from jtile import ir
+from jtile.ir.types import DTYPES
 from jtile.lowering import registry
 from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
-from jtile.ir.types import DTYPES
 from jtile.lowering.triton.emit_tasks import AHEAD, ROW, STARTS, UNIT, Shape
 from jtile.primitive.lowering import compiler_options
 from jtile.tune.prune import predicted_us
