@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .isa import Isa
-from .llvm import Code, Val, intrinsic_suffix, like, vec
+from .llvm import Code, Val, intrinsic_suffix, like, scalar_of, vec
 from .math_expr import X
 
 
@@ -138,17 +138,22 @@ def round_to_dtype(x: X, dtype: str) -> X:
 
 # -- float to integer and float to float ------------------------------------------------------------------------------
 def _float_to_int(x: X, dst: str) -> X:
-    signed = is_signed(dst)
-    ty = like(x.ty, f"i{max(8, INT_BITS[dst])}")
-    suffix = f"{intrinsic_suffix(ty)}.{intrinsic_suffix(x.ty)}"
-    y = x.new(x.code.intrinsic("fptosi.sat" if signed else "fptoui.sat", ty, x.v, suffix=suffix))
-    if not is_narrow(dst):
-        return y
-    high = (1 << (INT_BITS[dst] - signed)) - 1
-    if signed:
-        y = (y > high).where(high, y)
-        return (y < -high - 1).where(-high - 1, y)
-    return (y.cmp("ugt", high)).where(high, y)
+    signed, bits = is_signed(dst), INT_BITS[dst]
+    ty = like(x.ty, f"i{max(8, bits)}")
+    if x.isa.arch == "aarch64" and not is_narrow(dst):  # an instruction of its own
+        suffix = f"{intrinsic_suffix(ty)}.{intrinsic_suffix(x.ty)}"
+        return x.new(x.code.intrinsic("fptosi.sat" if signed else "fptoui.sat", ty, x.v, suffix=suffix))
+    # x86 has no conversion that saturates, and LLVM takes vectors of `llvm.fptosi.sat` apart into elements.
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    spare = bits - signed - (24 if x.scalar == "float" else 53)  # bits of the integer behind those of the float
+    top = high + 1 - (1 << spare) if spare > 0 else high  # the largest float that is in range
+    inside = (x > low).where(x, low)  # a NaN, too
+    inside = (inside < top).where(inside, top)
+    whole = inside.cast("fptosi" if signed or bits < 32 else "fptoui", f"i{max(32, bits)}")
+    if top != high:
+        whole = (x > top).where(high if signed else -1, whole)
+    whole = x.is_nan().where(0, whole)
+    return whole.cast("trunc", scalar_of(ty)) if bits < 32 else whole
 
 
 def _float_to_float(x: X, dst: str) -> X:
