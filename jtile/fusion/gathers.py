@@ -5,12 +5,15 @@ The array that is picked from, the table, is no tile: a program reads the elemen
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .steps import Operand, Step, Value, is_tile
+from .steps import Node, Operand, Step, Value, is_tile, nodes_of
 
 
 def is_gather(step: Step) -> bool:
@@ -27,6 +30,55 @@ def is_gather(step: Step) -> bool:
     if tuple(numbers.collapsed_slice_dims) != (along,) or step.params["mode"].name not in modes:
         return False
     return tuple(step.params["slice_sizes"]) == sizes
+
+
+def with_flat_indices(nodes: Sequence[Node], outputs: Collection[Operand]) -> list[Node]:
+    """The nodes of a program in which one index picks where several did, along axes side by side (`x[i, j]`): along one
+    axis that is made of those. outputs: of the program."""
+    made = {node.outs[0]: node for node in nodes if node.name == "concatenate"}
+    found, flat = [], set()
+    for node in nodes:
+        index = made.get(node.ins[1]) if node.name == "gather" else None  # type: ignore[arg-type]
+        if index is not None and _is_flat(node.eqn, index):
+            found += _flattened(node.eqn, index.ins)
+            flat.add(index)
+        else:
+            found.append(node)
+    used = {x for node in found for x in node.ins} | {*outputs}
+    return [node for node in found if node not in flat or not used.isdisjoint(node.outs)]
+
+
+def _is_flat(step: Step, index: Node) -> bool:
+    """Whether the indices that were put together for a gather can be one, which lies in 32 bits."""
+    (table, _), numbers = step.ins, step.params["dimension_numbers"]
+    picked = numbers.start_index_map
+    if not picked or picked != tuple(range(picked[0], picked[0] + len(picked))) or numbers.operand_batching_dims:
+        return False
+    sizes = tuple(1 if d in picked else n for d, n in enumerate(table.shape))
+    apart = len(index.ins) == len(picked) and all(isinstance(x, Value) and x.shape[-1] == 1 for x in index.ins)
+    whole = numbers.collapsed_slice_dims == picked and tuple(step.params["slice_sizes"]) == sizes
+    return apart and whole and 0 < math.prod(table.shape[d] for d in picked) < 2**31
+
+
+def _flattened(step: Step, indices: Sequence[Operand]) -> list[Node]:
+    """The nodes that stand for a gather by several indices [..., 1]."""
+    numbers, (table, _) = step.params["dimension_numbers"], step.ins
+    first, behind = numbers.start_index_map[0], numbers.start_index_map[-1] + 1
+    one = jax.lax.GatherDimensionNumbers(numbers.offset_dims, (first,), (first,))
+    kept = {name: step.params[name] for name in ("mode", "fill_value", "unique_indices")}
+
+    def pick(table, *indices):
+        number, all_inside = jnp.zeros(indices[0].shape, jnp.int32), jnp.ones(indices[0].shape, bool)
+        for row, size in zip(indices, table.shape[first:behind], strict=True):
+            row, inside = clipped(row, size)
+            number, all_inside = number * size + row, all_inside & inside
+        if kept["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+            number = jnp.where(all_inside, number, jnp.full_like(number, -1))
+        flat = table.reshape(*table.shape[:first], -1, *table.shape[behind:])
+        sizes = [1 if d == first else n for d, n in enumerate(flat.shape)]
+        return jax.lax.gather(flat, number, one, sizes, **kept)
+
+    return nodes_of(pick, step, (table, *indices))
 
 
 def tiles_of(step: Step) -> tuple[Operand, ...]:

@@ -16,7 +16,7 @@ from .costs import (
     takes_large_products,
     windows_not_worth,
 )
-from .gathers import is_gather, tiles_of
+from .gathers import is_gather, tiles_of, with_flat_indices
 from .inner import functions_of
 from .layout import Layout, layout_of
 from .loops import loop_of
@@ -34,7 +34,8 @@ def plan_of(program: Program, *, everything: bool = False) -> Plan:
     `everything`: groups that compute something are kernels, worth it or not."""
     if everything:
         return _Cutter(program, everything).plan()
-    program = dataclasses.replace(program, nodes=with_sums(program.nodes, takes_large_products()))
+    nodes = with_sums(with_flat_indices(program.nodes, program.outputs), takes_large_products())
+    program = dataclasses.replace(program, nodes=nodes)
     plan = _Cutter(program).plan()
     nodes = with_windows(program.nodes, program.outputs)
     if not any(has_windows(node.steps) for node in nodes):
@@ -241,7 +242,7 @@ class _Cutter:
 
     def _takes_in(self, members: list[int], gathers: list[int]) -> list[int] | None:
         """The nodes of a group with these gathers in it, which it now is; None if they cannot be."""
-        for index in (self._index_of(gathers), []):
+        for index in (self._index_of(gathers), self._makers_of_index(gathers), []):
             more = {*gathers, *index}
             gone = {self.group_of[k] for k in index if k in self.group_of}
             if any(not more.issuperset(self.members[other]) for other in gone):
@@ -315,6 +316,12 @@ class _Cutter:
     def _index_of(self, gathers: Sequence[int]) -> list[int]:
         """The elementwise nodes and moves that make nothing but indices of these gathers."""
         return self._needed_for(gathers, 1)[len(gathers) :]
+
+    def _makers_of_index(self, gathers: Sequence[int]) -> list[int]:
+        """The nodes of the groups that make indices of these gathers, with what else they make."""
+        index = [self.maker.get(self.nodes[k].ins[1]) for k in gathers]  # type: ignore[arg-type]
+        firsts = {self.group_of[k] for k in index if k in self.group_of}
+        return sorted(k for first in firsts for k in self.members[first])
 
     def _needed_for(self, nodes: Sequence[int], operand: int = 0) -> list[int]:
         """These nodes, and the elementwise nodes and moves that make nothing but operands of them, from number

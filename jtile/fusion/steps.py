@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jtile.language._equations import place
@@ -253,6 +254,19 @@ def steps_of(inner: Any, step: Step, more: Callable[[Step], bool] = lambda step:
         for node in nodes
         for s in node.steps
     )
+
+
+def nodes_of(fun: Callable[..., Any], step: Step, args: Sequence[Operand]) -> list[Node]:
+    """The nodes of a function of values that stands for an equation; errors name the line of the equation."""
+    with place(step.eqn):
+        closed = jax.make_jaxpr(fun)(*(x.aval for x in args))
+    names: dict[Any, Operand] = dict(zip(closed.jaxpr.invars, args, strict=True))
+    opener = _Opener()
+    opener.open(closed, names)
+    (result,) = (_operand(names, v) for v in closed.jaxpr.outvars)
+    *others, last = opener.needed([result])
+    assert last.outs == (result,)
+    return [*others, dataclasses.replace(last, eqn=dataclasses.replace(last.eqn, outs=step.outs))]
 
 
 def is_fusable(step: Step) -> bool:

@@ -33,6 +33,14 @@ def cross_entropy(x, labels):
     return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, labels[:, None], 1)[:, 0]
 
 
+def between(x, i):
+    """Linear between four elements, at places that are no whole numbers."""
+    y, z = jnp.abs(jnp.sin(i)) * 28, jnp.abs(jnp.cos(i)) * 5
+    j, k = jnp.floor(y).astype(int), jnp.floor(z).astype(int)
+    a, b = y - j, z - k
+    return (1 - a) * ((1 - b) * x[j, k] + b * x[j, k + 1]) + a * ((1 - b) * x[j + 1, k] + b * x[j + 1, k + 1])
+
+
 # {name: (function, its array, its indices)}
 CASES = {
     "rows": (lambda x, i: jax.nn.softmax(x[i] * 2), array(30, 17), index(30, 9)),
@@ -64,6 +72,20 @@ CASES = {
         index(100, 45, dtype="int8", beyond=20),
     ),
     "words": (lambda x, i: jnp.exp(x.at[i].get(mode="fill")) * 2, array(30), index(30, 45, dtype="uint32", beyond=9)),
+    "by two": (lambda x, i: jnp.exp(x[i, i[::-1] % 7]) * 2, array(30, 7), index(30, 50)),
+    "by two, a grid": (lambda x, i: jnp.exp(x[i[:, None], i % 7]) * 2, array(30, 7), index(30, 9)),
+    "by two, rows": (lambda x, i: jax.nn.softmax(x[:, i, i % 3]) * 2, array(2, 30, 3), index(30, 50)),
+    "by three, filled": (
+        lambda x, i: jnp.exp(x.at[i, i[::-1], 1 - i].get(mode="fill", fill_value=0.5)) * 2,
+        array(5, 6, 7),
+        index(5, 50, beyond=4),
+    ),
+    "by two, clipped": (
+        lambda x, i: jnp.exp(x.at[i, i[::-1]].get(mode="clip")) * 2,
+        array(5, 6),
+        index(5, 50, dtype="int8", beyond=4),
+    ),
+    "between neighbours": (between, array(30, 7), index(29, 4, 9) + 29),
     "in rows": (lambda x, i: jnp.exp(jax.vmap(lambda x, i: x[i])(x, i)) * 2, array(4, 30, 3), index(30, 4, 45)),
 }
 
@@ -107,7 +129,7 @@ def derivatives(name, f):
 
 
 @pytest.mark.parametrize(
-    "names", [("rows", "elements of rows", "long sums"), ("columns", "filled", "in rows")], ids=str
+    "names", [("rows", "elements of rows", "long sums"), ("columns", "filled", "in rows", "by two, rows")], ids=str
 )
 def test_on_this_machine_and_under_every_transformation(names):
     ours, plain = (
