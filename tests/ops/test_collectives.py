@@ -57,7 +57,7 @@ def test_parts_in_the_interpreter(name):
 
 def test_a_sum_and_its_norm_in_the_interpreter():
     x, r, w = whole(N, 3, 4), np.broadcast_to(whole(3, 4), (N, 3, 4)), np.ones((N, 4), np.float32)
-    y, s = norms.normed_sum.interpret(x, r, w, axis="x", eps=0.5, programs=2, mesh={"x": N}, seed=2)
+    y, s = norms.normed_sum.interpret(x, r, w, (), axis="x", eps=0.5, programs=2, mesh={"x": N}, seed=2)
     total = r[0] + x.sum(0)
     np.testing.assert_array_equal(s, np.broadcast_to(total, s.shape))
     want = total / np.sqrt((total * total).mean(1, keepdims=True) + 0.5)

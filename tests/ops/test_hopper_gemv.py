@@ -43,10 +43,10 @@ def test_products(case, monkeypatch):
     kind, m, out, inner, options = CASES[case]
     x = np.asarray(normal(2, m, inner, dtype="float16" if kind == "float16" else "bfloat16"))
     weight, matrix = weights(kind, out, inner)
-    operands, n = ((weight,), NO_EPILOGUE), 128 // hopper_gemv.bits_of(kind)
+    operands, n = ((weight,), NO_EPILOGUE, ()), 128 // hopper_gemv.bits_of(kind)
     meta = dict(kind=kind, activation=None, out_dtype="float32")
     meta |= hopper_gemv.choices(m, inner, kind)[0] | options
-    kernel = hopper_gemv.kernel(*operands)
+    kernel = hopper_gemv.kernel(*operands[:2])
     y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = np.asarray(x, np.float32) @ np.asarray(matrix).T
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
