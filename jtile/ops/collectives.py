@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
@@ -109,6 +110,7 @@ def all_gather(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
     Returns:
       An array like `x`, whose dimension `dim` is as many times as long as there are devices; the same on all of them.
     Raises:
+      KernelTypeError: a dimension that is no whole number.
       KernelValueError: no such axis or dimension, or outside of `shard_map`.
     """
     x, dim = _along("all_gather", x, dim)
@@ -192,6 +194,8 @@ def all_to_all_reference(x, axis, *, split=0, concat=0):
 
 def _along(name: str, x, dim: int) -> tuple[jax.Array, int]:
     x = jnp.asarray(x)
+    if not isinstance(dim, int | np.integer):
+        raise KernelTypeError(f"{name}: a dimension is a whole number, got {dim!r}")
     if not -x.ndim <= dim < x.ndim:
         raise KernelValueError(f"{name}: there is no dimension {dim} of an array of shape {tuple(x.shape)}")
     return x, dim % x.ndim

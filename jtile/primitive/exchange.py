@@ -110,12 +110,17 @@ def exchanged(travelling: Any, after: Any = (), *, step: int = 0) -> Any:
       passed. Whoever uses any of these waits for all. With a `step` a `Travelling` in place of each array: of its
       `into` that part may be read, and another wait has to follow.
     Raises:
-      KernelValueError: a step that no other device has.
+      KernelTypeError: not what `jt.exchange` gave. KernelValueError: a step that no other device has.
     """
-    several = [travelling] if isinstance(travelling, Travelling) else list(travelling)
+    several = list(travelling) if isinstance(travelling, (list, tuple)) else [travelling]
     for t in several:
+        if not isinstance(t, Travelling):
+            raise KernelTypeError(
+                f"jt.exchanged waits for what jt.exchange gave, a jt.Travelling, got {type(t).__name__}"
+            )
         n = axis_size_of(t.axis, "jt.exchanged")
-        _check(0 <= step < max(n, 1), f"a step is below the number of devices, {n}, got {step}", "exchanged")
+        counts = isinstance(step, int) and 0 <= step < max(n, 1)
+        _check(counts, f"a step is a whole number below that of the devices, {n}, got {step!r}", "exchanged")
     leaves, tree = jax.tree.flatten(after)
     arrays, leaves = jax.lax.optimization_barrier(([t.into for t in several], leaves))
     pairs = zip(several, arrays, strict=True)

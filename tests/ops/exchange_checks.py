@@ -297,6 +297,8 @@ def check_what_is_refused():
         (KernelValueError, "rows 1 to 3", lambda x: jt.exchange(None, "x", into=jnp.zeros((4, 2, 3)), start=1, rows=2)),
         (KernelValueError, "needs `into` and `rows`", lambda x: jt.exchange(None, "x")),
         (KernelValueError, "jt.exchanged: a step", lambda x: jt.exchanged(jt.exchange(x, "x"), step=4)),
+        (KernelTypeError, "waits for what jt.exchange gave", lambda x: jt.exchanged([x])),
+        (KernelTypeError, "a dimension is a whole number", lambda x: ops.all_gather(x, "x", dim=1.5)),
         (KernelTypeError, "have one dtype", lambda x: jt.exchange(x, "x", into=jnp.zeros((4, 2, 3), jnp.int32))),
         (KernelTypeError, "elements of whole bytes", lambda x: jt.exchange(x.astype(jnp.int4), "x")),
     ]
