@@ -46,6 +46,7 @@ import forked  # before JAX
 import hypothesis
 import jax
 import pytest
+from hypothesis.internal.conjecture import providers
 from jax.experimental.compilation_cache import compilation_cache
 
 gc.disable()  # a quarter of the time to import the tests; from `pytest_collection_finish` on it says why
@@ -68,6 +69,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # The numbers in local sources, which hypothesis draws now and then, depend on what a process has imported: examples
+    # would differ between workers. To read them took each worker 4 s.
+    providers.is_local_module_file = lambda path: False
     if "cuda" not in os.environ["JAX_PLATFORMS"]:
         import native_calls
 
@@ -136,12 +140,14 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Collect after all, where that takes too much memory: half of the machine's in all processes together. And let XLA
-    keep no more programs on disk, where a test, or a command that it called, has asked for that."""
+    """Collect after all, where that takes too much memory: half of the machine's in all processes together; but only
+    what comes from then on, since to walk through all that there is takes 20 s. And let XLA keep no more programs on
+    disk, where a test, or a command that it called, has asked for that."""
     if jax.config.jax_compilation_cache_dir != KEPT:
         jax.config.update("jax_compilation_cache_dir", KEPT)
         compilation_cache.reset_cache()
     if not gc.isenabled() and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MEMORY:
+        gc.freeze()
         gc.enable()
 
 

@@ -93,7 +93,7 @@ def batch(case: Case, sizes: list[bool], place: int) -> tuple[list[Any], list[in
 
 
 @pytest.mark.long
-@draws(70)
+@draws(70, quick=24)
 @given(gradient_kernels(), st.sampled_from([(True, False), (True,)]))
 def test_vjp(case: Case, interpret: tuple[bool, ...]):
     """In the interpreter, and of native code too in every other case."""
