@@ -45,6 +45,8 @@ class Platform:
       compile_graph: makes one image of all kernels of an execution graph, which runs as one launch: (kernels behind the
         passes, target, options of each, a `lowering.triton.emit_tasks.Shape`) -> Artifact; None where each task of a
         graph is an image of its own. graph_refusal: why a kernel can be no task of a graph on a target, or None.
+      exchange_calls: those of `jt.exchange` where engines for copies move parts of arrays, and not XLA's collectives:
+        the one that begins, and the one that waits.
       compile: the back end: (kernel, target, options, with texts) -> Artifact.
       attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
       resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
@@ -92,6 +94,7 @@ class Platform:
     io_call: str | None = None
     devices_call: str | None = None
     graph_call: str | None = None
+    exchange_calls: tuple[str, str] | None = None
     compile_graph: Callable[[Sequence[ir.Kernel], Target, Sequence[Options], Any], Artifact] | None = None
     graph_refusal: Callable[[ir.Kernel, Target], str | None] = lambda kernel, target: None
     literals: bool = False

@@ -80,7 +80,7 @@ class Target:
         memory of a core holds the tiles of a program, with such sides too. `"warpgroup products"`: the ops of the block
         level: roles, tensor maps and asynchronous products. `"measured warps"`: the numbers of warps and stages that
         the library and the model of time give kernels were measured on GPUs like it; elsewhere the compiler chooses.
-        `"peers"`: kernels talk to other devices.
+        `"peers"`: kernels talk to other devices. `"host"`: kernels run on the processors of the host, in its memory.
     """
 
     name: str

@@ -10,6 +10,7 @@ from jtile.ops import QuantizedTensor
 
 from .cache import SCALED
 from .config import WeightSource
+from .host import on_host
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = (*DTYPES, *SCALED)
@@ -38,7 +39,7 @@ def default_dtype(stored) -> str:
     """The dtype that a model computes with if its matrices are stored as `stored`, an array or a `QuantizedTensor`:
     float32 on CPUs, whose kernels are fastest with it; on other devices the dtype of 16-bit floats, and bfloat16 beside
     quantised weights."""
-    if jt.platform() == "cpu":
+    if on_host():
         return "float32"
     return "bfloat16" if isinstance(stored, QuantizedTensor) else stored.dtype.name
 

@@ -33,7 +33,7 @@ def _threads() -> bool:
 
 def _on_nvidia(kernel: jt.Kernel, warps: int) -> jt.Kernel:
     """The kernel with so many warps where their number was measured."""
-    return kernel.with_options(num_warps=warps) if jt.target().platform == "cuda" else kernel
+    return kernel.with_options(num_warps=warps) if "measured warps" in jt.target().features else kernel
 
 
 # -- which experts -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-import jtile as jt
 from jtile._errors import ModelError, PromptError
 
 from . import cache as kv
@@ -23,6 +22,7 @@ from .checkpoint import Checkpoint
 from .config import LONGEST
 from .decoder import Decoder
 from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
+from .host import on_host
 from .mesh import Devices, Parts
 from .prompt import Prompt, is_int, read_ends, read_prompt, widen
 from .sampling import Sampling, SamplingOptions, Steps
@@ -352,7 +352,7 @@ class Generation(Iterator):
         prompt, decode, rest = self._start()
         began, start = time.perf_counter(), None
         tokens, logprobs, done, memory = out = prompt()
-        if jt.platform() == "cpu":  # elsewhere the prompt hides the time that the host takes to launch the first chunk
+        if on_host():  # elsewhere the prompt hides the time that the host takes to launch the first chunk
             jax.block_until_ready(out)
             start = self._prompt_done(began)
         made, first = 1, [None if x is None else x[:, None] for x in (tokens, logprobs)]

@@ -15,12 +15,14 @@ import jtile as jt
 from jtile.ops.cache_appends import heads_of, put, rotated, slot_of, turned
 from jtile.ops.cache_appends import rope_append as rope_append
 
+from .host import on_host
+
 
 def tiles_of_split(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     """How many positions and heads a program of `rope_split` takes: on GPUs as much as keeps its threads busy with two
     loads of 16 bytes each."""
     shared = math.gcd(heads, kv_heads)
-    if jt.platform() == "cpu":
+    if on_host():
         return dict(bt=16, bh=shared)
     bh = math.gcd(shared, 8)
     return dict(bt=max(1, min(64, 2048 // (bh * jt.next_power_of_2(head_dim)))), bh=bh)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-import jtile as jt
 from jtile._errors import ModelError
 
 from .cuts import take
+from .host import on_host
 
 # The names of dtypes in files. Other dtypes exist, which tensors that are no weights of a model may have.
 DTYPES = {
@@ -179,12 +179,12 @@ class Stored:
         return self._put(found)
 
     def _put(self, numbers: np.ndarray) -> jax.Array:
-        on_host = jt.platform() == "cpu"
-        found = jax.device_put(_copied(numbers) if on_host else numbers)
+        host = on_host()
+        found = jax.device_put(_copied(numbers) if host else numbers)
         content, begin = self.file.view(self.name)
         if content.size > 1 << 20:
             _travelling.add(found, self.file, begin, content.size)
-            _travelling.wait(0 if on_host else _MOST_TRAVELLING)
+            _travelling.wait(0 if host else _MOST_TRAVELLING)
         return found
 
 

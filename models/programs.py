@@ -19,6 +19,7 @@ from jtile.ops import hopper_rows
 from . import cache as kv
 from . import sampling
 from .decoder import Decoder
+from .host import on_host
 
 LONG = 4096  # see `_most_that_overlap`
 
@@ -122,7 +123,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
 
     dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
     carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk), dtype) for dtype in dtypes], memory, jnp.int32(0)
-    if jt.platform() == "cpu":
+    if on_host():
         more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
         _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
     else:  # a GPU would wait until the host has read a condition: some tokens too many, which nobody reads, cost less

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jtile as jt
 from jtile import ops
 from jtile._errors import PromptError
 
+from .host import on_host
 from .parallel import Shares
 
 # Bits of a threshold that a pass over the logits finds: a GPU, which waits for each pass, takes 15 sums at once.
-DIGIT = {"cpu": 1, "gpu": 4}
+DIGIT = {"host": 1, "device": 4}
 REAL = (int, float, np.integer, np.floating)
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 ALL = 2**31 - 1  # a top_k that keeps every token
@@ -327,7 +327,7 @@ def _heaviest(logits, weights, enough):
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
     sign = jnp.int32(-(2**31))
     order = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ sign), jnp.uint32)  # ordered as the floats
-    width = DIGIT["cpu" if jt.platform() == "cpu" else "gpu"]
+    width = DIGIT["host" if on_host() else "device"]
     digits = jnp.arange(1, 1 << width, dtype=jnp.uint32)[None, :]
 
     def settle(i, low):  # the largest bound so far, [batch, 1], of the tokens from which on there are enough

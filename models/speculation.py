@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jtile as jt
 from jtile._errors import PromptError
 
 from . import cache as kv
 from . import programs, sampling
+from .host import on_host
 from .programs import is_end, merge, overlapping
 from .prompt import Prompt, is_int, widen
 
@@ -198,7 +198,7 @@ def speculate(structure, weights, draft_weights, memory, rows, total, numbers, e
 
     dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
     carry = rows, memory, [jnp.zeros((batch, width), dtype) for dtype in dtypes], jnp.zeros((batch,), jnp.int32)
-    if jt.platform() == "cpu":
+    if on_host():
         more = lambda c: (c[0] < ROUNDS) & active(c[1][0]).any()
         _, carry = jax.lax.while_loop(more, lambda c: (c[0] + 1, round_of(*c)), (jnp.int32(0), carry))
     else:  # as in `programs.decode`

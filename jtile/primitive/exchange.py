@@ -8,6 +8,7 @@ when an array may be read, and until when it has to keep one: `exchange_p` begin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,6 +137,7 @@ def exchanged(travelling: Any, after: Any = (), *, step: int = 0) -> Any:
 
 def _begin(*operands: jax.Array, **how: Any) -> jax.Array:
     """Begin, or where each operation is a program of its own, whose arrays nobody keeps for the next one, do it all."""
+    _register_engines()
     return _by_collectives(*operands, **how) if is_eager_shard_map() else exchange_p.bind(*operands, **how)
 
 
@@ -260,26 +262,36 @@ def _groups(ctx: mlir.LoweringRuleContext, axes: Sequence[str]) -> np.ndarray | 
         return None
 
 
-def _lower_by_copies(ctx: mlir.LoweringRuleContext, *operands: Any, axis: str, **options: Any) -> Sequence[Any]:
+def _lower_by_copies(
+    call: str, ctx: mlir.LoweringRuleContext, *operands: Any, axis: str, **options: Any
+) -> Sequence[Any]:
     from jtile.lowering.platforms import milliseconds
 
     (out,), groups = ctx.avals_out, _groups(ctx, [axis])
     if groups is None:
         return _elsewhere(ctx, *operands, axis=axis, **options)
     aliases = {len(operands) - 1: 0} if len(operands) == 2 or options["mode"] == "own" else {}
-    rule = jax.ffi.ffi_lowering("jtile_cuda_exchange", operand_output_aliases=aliases, has_side_effect=True)
+    rule = jax.ffi.ffi_lowering(call, operand_output_aliases=aliases, has_side_effect=True)
     where = pieces(ctx.avals_in[0], out, **options)
     return rule(ctx, *operands, groups=groups, devices=np.int64(options["n"]), timeout=milliseconds(), pieces=where)
 
 
-def _lower_wait(ctx: mlir.LoweringRuleContext, *operands: Any, step: int) -> Sequence[Any]:
+def _lower_wait(call: str, ctx: mlir.LoweringRuleContext, *operands: Any, step: int) -> Sequence[Any]:
     from jtile.lowering.platforms import milliseconds
 
     if _groups(ctx, []) is None:
         return operands[:1]
-    rule = jax.ffi.ffi_lowering("jtile_cuda_exchanged", operand_output_aliases={0: 0}, has_side_effect=True)
+    rule = jax.ffi.ffi_lowering(call, operand_output_aliases={0: 0}, has_side_effect=True)
     return rule(ctx, *operands, step=np.int64(step), timeout=milliseconds())
 
 
-mlir.register_lowering(exchange_p, _lower_by_copies, platform="cuda")
-mlir.register_lowering(exchanged_p, _lower_wait, platform="cuda")
+@functools.cache
+def _register_engines() -> None:
+    """Make JAX know, before the first exchange, the calls of platforms whose engines for copies move parts."""
+    from jtile.lowering import platforms
+
+    for platform in platforms.every():
+        for host in platform.hosts if platform.exchange_calls else ():
+            begin, wait = platform.exchange_calls
+            mlir.register_lowering(exchange_p, functools.partial(_lower_by_copies, begin), platform=host)
+            mlir.register_lowering(exchanged_p, functools.partial(_lower_wait, wait), platform=host)

@@ -53,7 +53,7 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
         memories=memories,
         matrix_shapes=_matrix_shapes(set(arch.split(":")[-1].split(","))),
         limits=(("programs", 2**62), ("resident", RESIDENT)),
-        features=("peers",),
+        features=("host", "peers"),
     )
 
 

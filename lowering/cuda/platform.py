@@ -40,4 +40,4 @@ CARDS = Gpus(
     target=_target,
     device_target=_device_target,
 )
-CUDA = CARDS.platform(block_level=True, peers=True, graphs=True)
+CUDA = CARDS.platform(block_level=True, peers=True, graphs=True, exchanges=True)

@@ -43,8 +43,9 @@ class Gpus:
     device_target: Callable[[str, Any], Target]
 
     def platform(
-        self, *, block_level: bool = False, peers: bool = False, graphs: bool = False, status: str = ""
-    ) -> Platform:
+        self, *, block_level: bool = False, peers: bool = False, graphs: bool = False, exchanges: bool = False,
+        status: str = "",
+    ) -> Platform:  # fmt: skip
         """The record of the platform; see `jtile.lowering.platforms.Platform` for the arguments."""
         return Platform(
             name=self.name,
@@ -54,6 +55,7 @@ class Gpus:
             graph_call=f"jtile_{self.name}" if graphs else None,
             compile_graph=_compile_graph if graphs else None,
             graph_refusal=_graph_refusal,
+            exchange_calls=(f"jtile_{self.name}_exchange", f"jtile_{self.name}_exchanged") if exchanges else None,
             compile=_compile,
             attributes=_attributes,
             resolve=self._resolve,

@@ -19,6 +19,7 @@ from jtile.ops.float8_rows import MANY
 from ..decoder import Attention
 from ..experts import Mixture
 from ..generate import LanguageModel
+from ..host import on_host
 from ..prompt import is_int
 from ..sampling import Sampling
 from . import programs
@@ -27,8 +28,8 @@ from .scheduler import tiled
 PAGE = 64
 QUERIES = 64  # the queries of a tile
 E4M3 = "float8_e4m3fn"
-# tokens of prompts that the largest step has at least, rows of a tile of products, multiprocessors of a common GPU
-CHUNK, TILE_ROWS, PROCESSORS = 4096, 128, 132
+# tokens of prompts that the largest step has at least, rows of a tile of products
+CHUNK, TILE_ROWS = 4096, 128
 CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # size of the cache: bytes on CPUs, on GPUs a share of the free memory
 
 
@@ -108,7 +109,7 @@ def settings_of(
             raise ModelError(f"{name} of an engine is an int of at least 1, or None; got {value!r}")
     if not is_int(max_waiting) or max_waiting < 0:
         raise ModelError(f"max_waiting of an engine is an int of at least 0, got {max_waiting!r}")
-    cpu = jt.platform() == "cpu"
+    cpu = on_host()
     rows = rows or (16 if cpu else 128)
     given = default_shapes(lm, rows, cpu, invariant, bool(adapters)) if shapes is None else shapes
     shapes = tuple(given) if np.iterable(given) else ()
@@ -195,7 +196,7 @@ def budget_of(alone: int) -> int:
     steps while many requests wait. Its products have whole rounds of tiles: results of models have multiples of 4096
     features, which are 16 tiles of 256, so that with few tokens a good part of the processors waits for the last
     round."""
-    units = jt.target().units("device") or PROCESSORS
+    units = jt.target().units("device") or 1
     whole = TILE_ROWS * (units // math.gcd(units, 4096 // 256))
     return -(-(alone + CHUNK) // whole) * whole
 

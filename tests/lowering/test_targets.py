@@ -186,7 +186,7 @@ def test_the_target_of_calls_and_what_it_has():
     ):
         with jt.config(arch=arch):
             assert jt.target().name == name and set(jt.target().features) == has
-    assert targets.resolve("cpu").features == ("peers",)
+    assert targets.resolve("cpu").features == ("host", "peers")
     if jt.platform() == "cpu":
         with jt.config(isa="sse2"):
             assert jt.target().name == "cpu:sse2"

@@ -76,7 +76,7 @@ def test_seeds():
 @pytest.mark.parametrize("width", [1, 4])
 def test_the_k_largest(monkeypatch, width):
     """Of CPUs and of GPUs, with numbers of both signs, infinities and equal ones."""
-    monkeypatch.setitem(module.DIGIT, "cpu", width)
+    monkeypatch.setitem(module.DIGIT, "host", width)
     logits = np.random.default_rng(0).normal(size=(5, 300)) * 10.0 ** np.arange(-4, 1)[:, None]
     logits = logits.astype(np.float32)
     logits[1, :200], logits[2, 10:20], logits[3, ::2] = -inf, logits[2, 10], 0.0
