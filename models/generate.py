@@ -23,7 +23,7 @@ from .config import LONGEST
 from .decoder import Decoder
 from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
 from .host import on_host
-from .mesh import Devices, Parts
+from .mesh import Devices, Parts, here
 from .prompt import Prompt, is_int, read_ends, read_prompt, widen
 from .sampling import Sampling, SamplingOptions, Steps
 from .speculation import NGram, Plan
@@ -164,8 +164,9 @@ class LanguageModel:
         mask = widen(prompt.mask, size)
         slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where each position's token is packed
         run, _ = self._compiled(programs.logits, widen(prompt.ids, size), slot, mask)
-        out = run(self._weights, widen(prompt.ids, size), slot, mask)[:rows, :length]
-        return out[0] if prompt.single else out
+        out = run(self._weights, widen(prompt.ids, size), slot, mask)
+        with here(self.devices):
+            return out[0, :length] if prompt.single else out[:rows, :length]
 
     def embed(self, ids, attention_mask=None) -> jax.Array:
         """Embeddings of texts: the hidden state of each one's last token behind the final norm, of length 1, as models
@@ -328,7 +329,8 @@ class Generation(Iterator):
         self._tokens = self._run() if plan is None else self._speculate(plan)
 
     def __next__(self):
-        row, logprobs = (x if x is None else x[: self._rows] for x in next(self._tokens))
+        with here(self._lm.devices):
+            row, logprobs = (x if x is None else x[: self._rows] for x in next(self._tokens))
         if (row >= self._lm.config.vocab_size).any():  # see `sampling.choose`
             self._tokens.close()
             overflow = ", or load it with dtype='bfloat16' or 'float32': beyond 65504 float16 has no numbers"

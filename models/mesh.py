@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
@@ -32,6 +32,7 @@ from .programs import Memory
 from .prompt import Prompt
 from .shards import Heads, Part, Place, Share
 
+MOST = 4096  # devices of a mesh that a command makes: a CPU would act as millions, and take hours for that
 ROLES = ("tensor", "expert", "context")
 WEIGHTS, ROWS, SAME, MEMORY = "weights", "rows", "same", "memory"
 ENTRIES, STATE = "entries", "state"  # a cache; what every device keeps for the next call
@@ -87,6 +88,11 @@ class Devices:
         far = [d for d in mesh.devices.flat if d.process_index != jax.process_index()]
         if far:
             raise ModelError(f"the mesh has devices of other processes, as {far[0]}; a model runs on those of one")
+        devices = list(mesh.devices.flat)
+        if len(set(devices)) < len(devices):
+            raise ModelError(f"the mesh has a device twice: {_listed(sorted(d.id for d in devices))}")
+        # `jax.make_mesh` gives explicit axes, along which every array would have to lie cut before it is cut here
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
         found = cls(mesh, Axes(**parallel, talk=jt.can_talk(mesh.devices.flat)))
         found._check(config)
         return found
@@ -203,7 +209,8 @@ class Devices:
         donated = tuple(i for i, kind in enumerate(takes) if kind in DONATED)
         shardings = _each(self.lies, takes), _each(self.lies, gives)
         jitted = jax.jit(run, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=donated)
-        return jitted.lower(*args)
+        with here(self):
+            return jitted.lower(*args)
 
     def full(self, x: np.ndarray) -> np.ndarray:
         """Rows [batch, ...] with copies of the last one behind them, so that devices share them out equally."""
@@ -236,6 +243,11 @@ class Parts:
     shares: Mapping[tuple[int, int], Share]
 
 
+def here(devices: Devices | None) -> contextlib.AbstractContextManager:
+    """A block in which JAX computes over the mesh of a model, whatever mesh the caller has set (`jax.set_mesh`)."""
+    return contextlib.nullcontext() if devices is None else jax.set_mesh(devices.mesh)
+
+
 def experts_of(config: Any) -> int:
     """The number of experts of each mixture of a model; 0 if it has no mixtures."""
     mixture = getattr(config, "mixture", None)
@@ -249,8 +261,8 @@ def devices_at_hand(text: str) -> dict[str, Any]:
     Raises:
       ModelError: the text is something else, or asks for more devices than there are.
     """
-    entries = [part.split("=") for part in (f"tensor={text}" if text.isdigit() else text).split(",")]
-    if not all(len(e) == 2 and e[0] in ROLES and e[1].isdigit() and int(e[1]) > 0 for e in entries) or (
+    entries = [part.split("=") for part in (f"tensor={text}" if text.isdecimal() else text).split(",")]
+    if not all(len(e) == 2 and e[0] in ROLES and e[1].isdecimal() and int(e[1]) > 0 for e in entries) or (
         len({e[0] for e in entries}) < len(entries)
     ):
         raise ModelError(
@@ -258,6 +270,8 @@ def devices_at_hand(text: str) -> dict[str, Any]:
         )
     sizes = {role: int(count) for role, count in entries}
     count = math.prod(sizes.values())
+    if count > MOST:
+        raise ModelError(f"the model is to be cut over {count} devices; a model runs over {MOST} at most")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started already
             jax.config.update("jax_num_cpu_devices", count)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .. import cache as kv
 from .. import sampling
 from ..adapters import route
-from ..mesh import ENTRIES, WEIGHTS
+from ..mesh import ENTRIES, WEIGHTS, here
 from ..parallel import ALONE, laid
 from ..programs import merge, overlapping
 from ..sampling import Steps
@@ -109,4 +109,5 @@ def pool_of(lm, pages: int, page: int, dtype: str | None):
         return jax.tree.map(lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype), one(weights))
 
     over = all_of if lm.devices is None else lm.devices.over(all_of, (WEIGHTS,), ENTRIES)
-    return jax.eval_shape(over, lm._weights)
+    with here(lm.devices):
+        return jax.eval_shape(over, lm._weights)

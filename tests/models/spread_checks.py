@@ -46,6 +46,15 @@ def greedy(name, shape, parallel, rows=slice(None), **options):
     return lm
 
 
+def check_a_mesh_of_make_mesh_where_another_is_set():
+    """Its axes are explicit; those of a mesh that the caller has set are no business of the model."""
+    golden = np.load(DATA / "llama" / "io.npz")
+    lm = jtile.models.load(DATA / "llama", mesh=jax.make_mesh((2,), ("x",)))
+    with jax.set_mesh(jax.make_mesh((4,), ("q",))):
+        np.testing.assert_array_equal(lm.generate(golden["input_ids"], 2, eos=None), golden["greedy"][:, :2])
+        np.testing.assert_allclose(lm.logits(golden["input_ids"][0]), golden["logits"][0], atol=1e-4)
+
+
 def check_llama_by_heads_and_its_logits():
     lm, golden = greedy("llama", (2,), None), np.load(DATA / "llama" / "io.npz")
     np.testing.assert_allclose(lm.logits(golden["input_ids"]), golden["logits"], atol=1e-4)
@@ -212,6 +221,7 @@ def check_what_is_refused():
         ("llama", dict(mesh=two, parallel={"tensor": "x", "context": "x"}), "one axis of the mesh to two roles"),
         ("llama", dict(mesh=two, parallel={"expert": "x"}), "no mixtures of experts"),
         ("mixtral", dict(mesh=mesh_of(3), parallel={"expert": "x"}), "8 experts, which the 3 devices along 'x'"),
+        ("llama", dict(mesh=Mesh(DEVICES[[1, 1]], ("x",))), "the mesh has a device twice: 1, 1"),
         ("llama", dict(mesh=mesh_of(8)), "4 heads of attention, fewer than the 8 devices along 'x'"),
     ]
     for name, options, words in cases:
@@ -220,7 +230,12 @@ def check_what_is_refused():
     for name, axis in (("mixtral", "expert"), ("llama", "context")):
         with pytest.raises(ModelError, match=f"share a model by 'tensor', and .* is cut by '{axis}'"):
             Engine(first_layer(DATA / name, (2,), {axis: "x"}))
-    for text, words in (("3x", "devices is a number, as 2"), ("tensor=4,expert=4", "over 16 devices, and there are 8")):
+    for text, words in (
+        ("3x", "devices is a number, as 2"),
+        ("²", "devices is a number"),
+        ("9999", "4096 at most"),
+        ("tensor=4,expert=4", "over 16 devices, and there are 8"),
+    ):
         with pytest.raises(ModelError, match=words):
             devices_at_hand(text)
     found = devices_at_hand("tensor=2,context=4")
