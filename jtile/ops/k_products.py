@@ -171,7 +171,7 @@ def _on_cpu(x, weights, epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activati
     if known(m) <= 2:
         rows = fit(out, max(8, (128 << 10) // max(inner, 1)))
         return k_gemv(x, weights, epilogue, kind=kind, activation=activation, rows=rows)
-    rows, bm = fit(out, 64), m if known(m) <= 512 else math.ceil(m / math.ceil(m / 512))
+    rows, bm = fit(out, 64 if known(m) > 32 else 16), m if known(m) <= 512 else math.ceil(m / math.ceil(m / 512))
     return k_gemm(x, weights, epilogue, kind=kind, activation=activation, rows=rows, bm=bm)
 
 

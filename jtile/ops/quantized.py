@@ -97,10 +97,10 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
 
 def tiles(m: int, out: int, inner: int) -> dict:
     """The rows of W that a program takes: programs are enough for the threads, and tiles stay in cache."""
-    if m <= 2:
-        budget = max(4, (64 << 10) // max(inner, 1))
-        return {"rows": _divisor(out, budget)}
-    return {"rows": _divisor(out, 64), "bm": m if m <= 512 else math.ceil(m / math.ceil(m / 512))}
+    if m <= 1:
+        return {"rows": _divisor(out, max(4, (64 << 10) // max(inner, 1)))}
+    few = max(8, (4 << 10) // max(inner, 1))  # so many in float32 stay in the first-level cache
+    return {"rows": _divisor(out, 64 if m > 32 else few), "bm": m if m <= 512 else math.ceil(m / math.ceil(m / 512))}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -142,18 +142,27 @@ def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: i
 
 
 def row_product(weight: Weight, X, r, rows: int, kind: str):
-    """Y [rows] = W x for one row of x, X as `row_of` gives it; nothing of W is stored."""
-    groups, lead = weight.scale.shape[1], X.shape[:-2]
-    parts = _codes(weight.codes, r, rows, kind, lead)
-    scale = weight.scale.tiles(rows, groups)[r, 0].astype(jnp.float32)
-    dot = parts[0] * X[None, ..., 0, :]
-    for k, part in enumerate(parts[1:], 1):
-        dot = dot + part * X[None, ..., k, :]
-    Y = jnp.sum(_beside(scale, lead) * dot, axis=tuple(range(1, dot.ndim)))
-    if weight.minimum is None:
-        return Y
-    low = weight.minimum.tiles(rows, groups)[r, 0].astype(jnp.float32)
-    return Y + jnp.sum(low * jnp.sum(X, axis=tuple(range(1, X.ndim)))[None, :], axis=1)
+    """Y [rows] = W x for one row of x, X as `row_of` gives it; nothing of W is stored. Terms and their order are those
+    of a product with `dequantized_tile`, so that a row has the same bits alone and among others."""
+    groups, lead = weight.scale.shape[1], X.shape[:-1]
+    of_group = lambda a: _beside(a.tiles(rows, groups)[r, 0].astype(jnp.float32), lead)
+    W = of_group(weight.scale) * _numbers(weight.codes, r, rows, kind, X.shape)
+    W = W if weight.minimum is None else W + of_group(weight.minimum)
+    return jnp.sum(W * X[None], axis=tuple(range(1, W.ndim)))
+
+
+def _numbers(codes, r, rows: int, kind: str, shape: tuple[int, ...]):
+    """The codes of some rows of W as float32 [rows, *shape], in the order of columns."""
+    q = codes.tiles(rows, codes.shape[1])[r, 0]
+    if kind not in FOUR_BIT:
+        return q.reshape(rows, *shape).astype(jnp.float32)
+    # A byte has a column of each half of its block.
+    q = jnp.broadcast_to(q.reshape(rows, *shape[:-2], 1, HALF), (rows, *shape))
+    q = q if kind == "mxfp4" else q.astype(jnp.int32)
+    shift = jax.lax.broadcasted_iota(q.dtype, q.shape, q.ndim - 2) * q.dtype.type(4)
+    q = (q >> shift) & q.dtype.type(15)
+    number = float4_numbers(q) if kind == "mxfp4" else q.astype(jnp.float32)
+    return number - np.float32(8) if kind == "q4_0" else number
 
 
 def _beside(numbers, lead: tuple[int, ...]):
@@ -193,9 +202,12 @@ def _grid_of_tiles(x, weights, *_, rows, bm, **__):
 
 
 def row_of(x, i, weight: Weight, kind: str):
-    """Row i of x as [*lead, parts, width], as codes of W stand."""
+    """Row i of x as [*lead, parts, 16]: for each group of W, `lead[0]` of them, parts of 16 columns (or all of them, if
+    that is no multiple of 16), of 4-bit codes those of a block."""
     lead = _lead(weight, kind, weight.scale.shape[1], x.shape[1])
-    return x[i, :].reshape(*lead, 2 if kind in FOUR_BIT else 1, -1)
+    of_group = x.shape[1] // max(math.prod(lead), 1)
+    width = of_group if of_group % HALF else HALF
+    return x[i, :].reshape(*lead, of_group // max(width, 1), width)
 
 
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gemv")
@@ -394,13 +406,13 @@ def _not_by_packed_products(x, weights, epilogue, *, kind, **_) -> str | None:
 
 
 def _on_cpu(x, weights, epilogue, *, kind, activation, out_dtype):
-    """The product on CPUs: one or two rows of x meet codes as they are, more rows meet dequantised tiles of W."""
+    """The product on CPUs: one row of x meets codes as they are, more rows meet dequantised tiles of W."""
     weights, x = _plain(weights, kind), x.astype(jnp.float32)
     m, inner = known(x.shape[0]), x.shape[1]
     options = dict(kind=kind, activation=activation, **tiles(m, weights[0].codes.shape[0], inner))
     if len(weights) > 1:
-        return (_gated_gemv if m <= 2 else _gated_gemm)(x, weights, **options).astype(out_dtype)
-    return (_gemv if m <= 2 else _gemm)(x, weights, epilogue, **options).astype(out_dtype)
+        return (_gated_gemv if m <= 1 else _gated_gemm)(x, weights, **options).astype(out_dtype)
+    return (_gemv if m <= 1 else _gemm)(x, weights, epilogue, **options).astype(out_dtype)
 
 
 _product = Op(

@@ -29,7 +29,7 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
     target = _store_target(em, op)
     out, accumulate = (target, False) if target is not None else _output(em, op)
-    spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate)
+    spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate, _is_made(op.b))
     gemm = emit_gemm(em.module, em.isa, spec)
     work = em.arena.new(gemm.workspace)
     ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
@@ -39,6 +39,13 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def _is_made(v: ir.Value) -> bool:
+    """Whether a tile is computed from others, and not only read, converted or seen in another shape."""
+    while isinstance(v.op, ir.Transpose | ir.Reshape | ir.Cast | ir.Slice | ir.Broadcast):
+        v = v.op.x
+    return isinstance(v.op, ir.Map | ir.Concat)
 
 
 def _store_target(em: Emitter, op: ir.Dot) -> Buffer | None:

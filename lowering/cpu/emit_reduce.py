@@ -21,6 +21,8 @@ CHAINS = 4  # independent accumulators of a sum that is alone, to hide the laten
 OF_ROW = 2  # accumulators of a row, whether or not rows share a pass: the bits of its sum do not depend on other rows
 COLUMNS = 8  # accumulators of sums whose lanes run along a kept axis
 COPIED = 64  # vector instructions of all copies of the operand's expression in an unrolled reduction, at most
+SHORT = 16  # elements of an axis, whatever the width of vectors, whose sum with those of other axes is one chain
+UNROLLED = 2  # iterations of a loop around the vectors that are written one behind the other
 ROWS = 4  # rows that share one pass over the reduced axes
 
 
@@ -255,7 +257,7 @@ def _rows(
     code = em.code
     length = 1 if lane is None else shape[lane]
     wide = 1 if lane is None else width(em, length, bits)  # elements of a vector
-    chains = max(1, min(length // wide, most))
+    chains = 1 if length <= SHORT and len(axes) > 1 else max(1, min(length // wide, most))
     start = lambda job: code.var(register_type(job.acc, wide), _identity(job, wide))
     sums = [[[start(job) for _ in range(chains)] for job in jobs] for _ in rows]  # by row, job and chain
 
@@ -275,8 +277,13 @@ def _rows(
         """The loops over the reduced axes that vectors do not run along, then the vectors of the innermost one."""
         others = [a for a in axes if a != lane]
         if depth < len(others):
-            with code.loop(0, shape[others[depth]]) as i:
-                outer(depth + 1, [_with(index, others[depth], i) for index in here])
+            axis = others[depth]
+            if depth == len(others) - 1 and shape[axis] <= UNROLLED:
+                for k in range(shape[axis]):
+                    outer(depth + 1, [_with(index, axis, i64(k)) for index in here])
+                return
+            with code.loop(0, shape[axis]) as i:
+                outer(depth + 1, [_with(index, axis, i) for index in here])
             return
         main = length // (wide * chains) * (wide * chains)
         if main:

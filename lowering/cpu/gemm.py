@@ -9,11 +9,12 @@ Floats accumulate in f32 (f64 for f64), integers modulo 2**32 or 2**64.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from . import gemm_pack as pack
 from .gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
 from .gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
-from .gemm_plan import Columns, Plan, Rows, make_plan
+from .gemm_plan import Columns, Plan, make_plan
 from .gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
 from .isa import Isa
 from .llvm import Code, Module, Val, i64, vec
@@ -32,6 +33,8 @@ class GemmSpec:
       trans_a: A is stored [k, m] with unit stride along m; otherwise [m, k] with unit stride along k.
       trans_b: B is stored [n, k]; otherwise [k, n].
       accumulate: add to C instead of overwriting it.
+      made: B was computed for this product, so that no time is left to bring it to another layout. With `trans_b` every
+        element of C is then one sum along k, in an order that does not depend on m or n.
     """
 
     m: int
@@ -43,10 +46,16 @@ class GemmSpec:
     trans_a: bool = False
     trans_b: bool = False
     accumulate: bool = False
+    made: bool = False
 
     @property
     def name(self) -> str:
-        layout = ("t" if self.trans_a else "n") + ("t" if self.trans_b else "n") + ("_add" if self.accumulate else "")
+        layout = (
+            ("t" if self.trans_a else "n")
+            + ("t" if self.trans_b else "n")
+            + "_add" * self.accumulate
+            + "_made" * self.made
+        )
         return f"gemm_{self.m}x{self.n}x{self.k}_{self.a}_{self.b}_{self.acc}_{layout}"
 
 
@@ -72,7 +81,7 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
         return Gemm(_emit_empty(module, isa, spec), 0)
     if spec.trans_a and spec.n <= 4 and spec.m > 8:
         return _emit_turned(module, isa, spec)
-    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made)
     if plan.strategy == "packed" and spec.m > _MAX_ROWS:
         return _emit_split(module, isa, spec, plan)
     if spec.name not in module.functions:
@@ -87,7 +96,7 @@ def gemm_cost_ns(spec: GemmSpec, isa: Isa) -> int:
     if 0 in (spec.m, spec.n, spec.k):
         return 20 + spec.m * spec.n // 16
     mode = choose_mode(isa, spec.a, spec.b, spec.acc)
-    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made)
     pace = 8 if isa.arch == "aarch64" or mode.kind != "fma" or isa.has("fma") else 4  # vector instructions a ns
     thin, long = (spec.n, spec.m) if plan.swap else (spec.m, spec.n)
     padded = long if plan.strategy == "dot" else sum(x.count * x.vectors * mode.lanes for x in plan.columns)
@@ -293,7 +302,6 @@ def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
     mode = plan.mode
     thin, thin_ld, long, long_ld = (_B, _LDB, _A, _LDA) if plan.swap else (_A, _LDA, _B, _LDB)
     thin_size, long_size = BYTES[STORAGE[mode.a]], BYTES[STORAGE[mode.b]]
-    rows: Rows = plan.rows[0]
     x_ld = c.mul(thin_ld, thin_size)
     tail = spec.k % (mode.lanes * mode.group)
     with c.loop(0, spec.k, plan.kc) as k0:
@@ -303,12 +311,15 @@ def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
             packer = pack.rows_from_rows if plan.a_layout == "rows" else pack.rows_from_lanes
             source = x if plan.a_layout == "rows" else c.gep("i8", thin, c.mul(k0, x_ld))
             x, x_row = _WORK, i64(plan.a_row_bytes)
-            call(c, packer(c.module, mode, mode.a, spec.k), source, x_ld, x, x_row, i64(rows.rows), block.kc)
-        for columns in plan.columns:
+            count = sum(rows.count * rows.rows for rows in plan.rows)
+            call(c, packer(c.module, mode, mode.a, spec.k), source, x_ld, x, x_row, i64(count), block.kc)
+        for rows, columns in itertools.product(plan.rows, plan.columns):
             shape = DotShape(rows.rows, columns.width, tail, plan.a_layout != "raw", plan.swap, block.may_add)
             name = dot_kernel(c.module, mode, shape)
-            with c.loop(0, columns.count) as j:
+            with c.loop(0, rows.count) as i, c.loop(0, columns.count) as j:
+                row = c.add(rows.start, c.mul(i, rows.rows))
                 first = c.add(columns.start, c.mul(j, columns.width))
                 y = offset(c, long, c.add(c.mul(first, long_ld), k0), long_size)
-                out = offset(c, _C, c.mul(first, _LDC) if plan.swap else first, BYTES[mode.acc])
-                call(c, name, x, x_row, y, c.mul(long_ld, long_size), out, _LDC, block.kc, block.add)
+                at = c.add(c.mul(first, _LDC), row) if plan.swap else c.add(c.mul(row, _LDC), first)
+                out, left = offset(c, _C, at, BYTES[mode.acc]), c.gep("i8", x, c.mul(row, x_row))
+                call(c, name, left, x_row, y, c.mul(long_ld, long_size), out, _LDC, block.kc, block.add)

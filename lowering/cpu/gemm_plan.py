@@ -98,10 +98,12 @@ def split_columns(n: int, lanes: int, vectors: int) -> tuple[Columns, ...]:
     return tuple(parts)
 
 
-def make_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:
-    """Choose the strategy for C[m, n] = A[m, k] . B[k, n]; all sizes at least 1."""
+def make_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool, made: bool = False) -> Plan:
+    """Choose the strategy for C[m, n] = A[m, k] . B[k, n]; all sizes at least 1. `made`: see `GemmSpec`."""
     vector = mode.lanes * mode.group
     long_k = k >= 2 * vector
+    if made and trans_b and not trans_a and mode.kind == "fma" and long_k:
+        return _dot_plan(mode, m, n, k, swap=False, contiguous=True, whole=True)
     if n <= 4 and not trans_a and (long_k or n * m <= 64):
         return _dot_plan(mode, n, m, k, swap=True, contiguous=trans_b)
     if m <= _THIN and trans_b and (long_k or n <= 4):
@@ -182,10 +184,12 @@ def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: boo
     return Plan("packed", mode, False, layout, rows, columns, width, kc, blocks, a_bytes, b_bytes, sum_bytes)
 
 
-def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: bool) -> Plan:
-    """`thin` rows against `long` streamed rows; `contiguous`: the thin side has unit stride along k."""
+def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: bool, whole: bool = False) -> Plan:
+    """`thin` rows against `long` streamed rows; `contiguous`: the thin side has unit stride along k. `whole`: one block
+    holds all of k, so that the terms of an element are added in one order however many rows there are."""
     mode = mode.swapped() if swap else mode
-    cols = {1: 8, 2: 8, 3: 4, 4: 4}.get(thin, 2)
+    rows = (Rows(0, 1, thin, 0),) if thin <= _THIN else split_rows(thin, 4, 6 if mode.isa.registers == 32 else 4)
+    cols = {1: 8, 2: 8, 3: 4, 4: 4}.get(thin, 2) if thin <= _THIN else 4
     if mode.isa.registers == 16:
         cols = max(1, cols // 2)
     cols = min(cols, mode.lanes)
@@ -194,7 +198,7 @@ def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: 
         columns.append(Columns(long - rest, 1, rest, rest, 0))
     raw = contiguous and mode.a_in_place
     size = BYTES[STORAGE[mode.a] if raw else mode.packed]
-    kc, blocks = _k_blocks(mode, k, _X_BLOCK_BYTES // (thin * size))
+    kc, blocks = _k_blocks(mode, k, k if whole else _X_BLOCK_BYTES // (thin * size))
     layout = "raw" if raw else "rows" if contiguous else "panels"
     a_bytes = 0 if raw else _round(thin * kc * BYTES[mode.packed], 64)
-    return Plan("dot", mode, swap, layout, (Rows(0, 1, thin, 0),), tuple(columns), 0, kc, blocks, a_bytes, 0, 0)
+    return Plan("dot", mode, swap, layout, rows, tuple(columns), 0, kc, blocks, a_bytes, 0, 0)

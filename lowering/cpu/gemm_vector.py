@@ -95,21 +95,24 @@ def transpose(c: Code, rows: list[Val]) -> list[Val]:
 
 
 def sums(c: Code, vectors: list[Val]) -> Val:
-    """Lane i of the result sums the lanes of `vectors[i]`; their number is a power of two, at most the lanes."""
+    """Lane i of the result sums the lanes of `vectors[i]`; their number is a power of two, at most the lanes.
+
+    The halves of a vector are added, then the halves of that, and so on, however many vectors there are: a sum has the
+    same bits in any company."""
     op = "fadd" if scalar_of(vectors[0].ty) in ("float", "double") else "add"
-    lanes, want = lanes_of(vectors[0].ty), len(vectors)
-    width = 1
-    while len(vectors) > 1:
-        low = [i if not i & width else i - width + lanes for i in range(lanes)]
-        high = [i + width if not i & width else i + lanes for i in range(lanes)]
-        pairs = zip(vectors[0::2], vectors[1::2], strict=True)
-        vectors = [c.binary(op, shuffle(c, x, y, low), shuffle(c, x, y, high)) for x, y in pairs]
-        width *= 2
-    total = vectors[0]
-    while lanes > want:
-        lanes //= 2
-        total = c.binary(op, slice_lanes(c, total, 0, lanes), slice_lanes(c, total, lanes, lanes))
-    return total
+    each = lanes_of(vectors[0].ty)
+    while each > 1:  # `each` lanes side by side are what is left of a vector
+        each //= 2
+        pairs = list(zip(vectors[0::2], vectors[1::2])) or [(vectors[0], vectors[0])]
+        low = [i for i in range(lanes_of(vectors[0].ty) * min(len(vectors), 2)) if not i & each]
+        high = [i + each for i in low]
+        vectors = [c.binary(op, _lanes(c, x, y, low), _lanes(c, x, y, high)) for x, y in pairs]
+    return vectors[0]
+
+
+def _lanes(c: Code, x: Val, y: Val, lanes: list[int]) -> Val:
+    """`shuffle`, whose result is a scalar where it has one lane."""
+    return extract(c, x, lanes[0]) if len(lanes) == 1 else shuffle(c, x, y, lanes)
 
 
 def offset(c: Code, ptr: Val, count: Val | int, size: Val | int) -> Val:

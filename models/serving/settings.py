@@ -169,10 +169,11 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
     """Shapes for decoding `rows` sequences and fewer, and for chunks of prompts beside them.
 
     The numbers of a token depend on the kernels that a shape takes, and on how its rows are cut into tiles. On CPUs
-    products of few rows (up to 16 with dense and up to 8 with quantised weights) sum in another order than those of
-    many, and so do the last rows where a tile reaches beyond them; grouped products of experts have tiles for every
-    number of rows. Fp8 weights round rows to 8 bits only where rows are many. `invariant` leaves out the shapes that
-    differ from larger ones; `adapters` are dense whatever the weights are."""
+    products of few rows (up to 16 with dense weights, up to 2 with K-quants) sum in another order than those of many,
+    and so do the last rows where a tile reaches beyond them; those with other quantised weights have one order for all.
+    Grouped products of experts have tiles for every number of rows. Fp8 weights round rows to 8 bits only where rows
+    are many. `invariant` leaves out the shapes that differ from larger ones; `adapters` are dense whatever the weights
+    are."""
     if not cpu and not (invariant and _has_experts(lm)):
         alone = -(-rows // 64) * 64  # tokens that decode; chunks of prompts come behind them
         small = (64,) if invariant else (1, 8, 32, 64, 128, 256)
@@ -185,7 +186,7 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
         chunk = max(256, -(-2 * rows // 64) * 64)
         small = (1, 4, 16, 24, 64)
         if invariant:
-            small = (9, 16, 64) if _quantised(lm) and not adapters else (24, 64)
+            small = (24, 64) if adapters else _steady(lm)
     if invariant and _has_experts(lm):
         return (max(64, -(-2 * rows // 64) * 64),)
     return tuple(sorted({*(n for n in small if n < chunk), chunk}))
@@ -230,9 +231,13 @@ def _matrices(lm: LanguageModel) -> list:
     return [x for x in leaves if is_weight(x) or x.ndim > 1]
 
 
-def _quantised(lm: LanguageModel) -> bool:
-    """Whether all matrices of the model are quantised."""
-    return all(isinstance(x, QuantizedTensor) for x in _matrices(lm))
+def _steady(lm: LanguageModel) -> tuple[int, ...]:
+    """The small shapes of a CPU whose products sum in the order of all larger ones."""
+    matrices = _matrices(lm)
+    if not all(isinstance(x, QuantizedTensor) for x in matrices):
+        return 24, 64
+    alone = all(x.shape[-1] % 16 == 0 and not x.is_super for x in matrices)
+    return (1 if alone else 3), 4, 16, 64
 
 
 def _rounded(lm: LanguageModel) -> bool:

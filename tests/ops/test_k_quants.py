@@ -79,6 +79,18 @@ def test_products(kind, m, gated):
     agree(*(everything(f, weight) for f in (ops.quantized_matmul, quantized_matmul_reference)), *args, tolerance=3e-6)
 
 
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
+def test_a_row_has_the_same_bits_among_others(kind):
+    """From three rows on; servers on CPUs count on it."""
+    if jt.platform() != "cpu":
+        pytest.skip("on GPUs kernels differ by the number of rows")
+    weight, x = random_tensor(kind, 21, 512, 0), normal(1, 40, 512)
+    several = ops.quantized_matmul(x, weight)
+    for m in (3, 9):
+        np.testing.assert_array_equal(ops.quantized_matmul(x[:m], weight), several[:m])
+
+
 @pytest.mark.parametrize(("kind", "m"), [("q3_k", 1), ("q5_k", 3)])
 def test_products_in_the_interpreter(kind, m):
     weight = random_tensor(kind, 3, 256)

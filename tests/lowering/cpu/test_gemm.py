@@ -363,6 +363,24 @@ def test_dtypes_that_do_not_go_together_are_refused(a, b, acc):
         emit_gemm(Module(host_isa().triple), host_isa(), GemmSpec(4, 4, 4, a, b, acc))
 
 
+@pytest.mark.parametrize("isa", ["host", "avx2", "sse2"])
+def test_a_row_times_a_computed_matrix_has_the_same_bits_among_others(isa, undefined):
+    """Servers of quantised models count on it: any number of rows, and of columns."""
+    isa, rng = host_isa() if isa == "host" else ISAS[isa], np.random.default_rng(0)
+    rows = (1, 3, 8, 13, 41)
+    for n, k in ((21, 200), (4, 64), (33, 1100)):
+        wanted = [GemmSpec(m, n, k, "float32", "float32", "float32", False, True, made=True) for m in rows]
+        products = Products(isa, wanted, undefined)
+        if not products.products:
+            continue
+        a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows[-1], k), (k, n)))
+        all_rows = products.run(wanted[-1], a, b, np.zeros((rows[-1], n), np.float32))
+        for spec in wanted:
+            check(products, spec)
+            one = products.run(spec, a[-spec.m :], b, np.zeros((spec.m, n), np.float32), slack=3)
+            np.testing.assert_array_equal(one, all_rows[-spec.m :], err_msg=str(spec))
+
+
 def test_strategy_follows_shape():
     """Few rows stream B, few columns stream A, the rest is packed."""
     mode = choose_mode(ISAS["avx512"], "float32", "float32", "float32")

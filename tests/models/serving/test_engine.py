@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from serving_checks import until
+from serving_checks import numbers, requests_of, run, until
 
 import jtile as jt
 from jtile._errors import EngineError, ModelError, PromptError, QueueFullError
@@ -23,7 +23,7 @@ from jtile.models import Engine
 from jtile.models.sampling import Sampling
 from jtile.models.serving import settings as serving_settings
 from jtile.models.serving.core import Core
-from jtile.models.serving.request import Completion, read_request
+from jtile.models.serving.request import read_request
 from jtile.models.serving.settings import default_shapes, settings_of
 from jtile.models.serving.text import StopText
 from jtile.models.serving.worker import responsive
@@ -49,34 +49,6 @@ def engine(lm, core):
     with Engine(lm, **SIZES) as engine:
         engine._core.device._compiled = core.device._compiled
         yield engine
-
-
-def requests_of(lm, rng, count: int) -> list:
-    """Prompts of which some begin alike; greedy ones and drawn ones, with penalties and without."""
-    common, made = rng.integers(0, 256, 21), []
-    kinds = [{}, {}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3}]
-    for i in range(count):
-        own = rng.integers(0, 256, rng.integers(1, 24))
-        prompt = [*common[: rng.integers(0, 22)], *own]
-        sampling = {**kinds[i % len(kinds)], "seed": int(rng.integers(0, 2**31))}
-        made.append(read_request(lm, 64, prompt, int(rng.integers(1, 24)), None, None, True, sampling))
-    return made
-
-
-def run(core: Core, requests, arrivals) -> list[Completion]:
-    jobs = {}
-    for step in range(1000):
-        for i, request in enumerate(requests):
-            if arrivals[i] == step:
-                jobs[i] = core.submit(request, lambda token, error: None)
-        core.step()
-        if core.idle and len(jobs) == len(requests):
-            return [jobs[i].completion for i in range(len(requests))]
-    raise AssertionError("some request starves")
-
-
-def numbers(completion: Completion):
-    return [(token.id, token.logprob) for token in completion.tokens]
 
 
 def test_tokens_do_not_depend_on_what_else_is_in_the_batch(lm, core):
