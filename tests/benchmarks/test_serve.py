@@ -66,6 +66,25 @@ def test_clients_wait_and_one_that_fails_does_not_stop_the_others():
     assert len(asyncio.run(loads.run(load, answer, 9))) == 2  # the other one is ended
 
 
+def test_what_takes_too_long_is_cut_off():
+    """One client gets a token and waits, another waits for its first, and a third never gets to ask."""
+
+    async def answer(call):
+        if call.prompt == [1]:
+            yield 1
+        await asyncio.Event().wait()
+
+    calls = [Call(0, [i], 2) for i in (1, 2, 3)]
+    seen = asyncio.run(loads.drive(calls, answer, clients=2, seconds=0.05))
+    assert [len(one.times) for one in seen] == [1, 0, 0]
+    assert all(one.cut and one.error is None for one in seen) and seen[2].asked == 0
+    assert seen[1].first >= 0.04
+    numbers = loads.summary(seen, Goal(1e6, 1e6))
+    assert (numbers["unfinished"], numbers["failed"], numbers["new_tokens"], numbers["goodput_per_s"]) == (3, 0, 1, 0)
+    assert numbers["first_ms_p99"] >= 40
+    assert loads.summary(seen[1:], Goal(1, 1))["error"] == "no token in time"
+
+
 class Batches:
     """In place of a model: its batches are kept."""
 
