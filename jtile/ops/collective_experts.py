@@ -295,27 +295,27 @@ def _zeros_behind(to, total, programs, rows, bn):
 
 
 @jt.function
-def _collect(to, box, table, lanes, total, programs, rows, bn):
+def _collect(to, box, table, lanes, programs, rows, bn):
     """The rows that devices sent, in the order of experts and within an expert in that of devices: row r of `to` is row
     i of what device d sent, which holds its rows for all experts one behind the other. Zeros behind them, up to the end
     of a tile.
 
     Args:
       box: [devices, rows, width]; table: the counts, int32 [devices, experts]; lanes: at least as many as experts.
-      total: int32 [lanes], how many rows each expert has.
     """
-    TO, COUNTS, n = to.tiles(rows, bn), table.tiles(None, lanes), table.shape[0]
-    first = (jnp.cumsum(total, dtype=jnp.int32) - total)[None, :]
-    for b in jt.range(jt.program_id(0), jt.cdiv(total.sum(dtype=jnp.int32), rows), programs):
+    TO, n, e = to.tiles(rows, bn), *table.shape
+    expert, of = jt.arange(lanes)[:, None], jt.arange(jt.next_power_of_2(n))[None, :]
+    counts = jt.load(table, (of, expert), mask=(of < n) & (expert < e))
+    sent = jnp.cumsum(counts, 0, dtype=jnp.int32) - counts
+    pieces = counts.reshape(-1)  # one of each expert and device
+    end = jnp.cumsum(pieces, dtype=jnp.int32)
+    begin, sender = end - pieces, jnp.broadcast_to(of, counts.shape).reshape(-1)
+    shift = sent.reshape(-1) - begin
+    for b in jt.range(jt.program_id(0), jt.cdiv(pieces.sum(dtype=jnp.int32), rows), programs):
         r = (b * rows + jt.arange(rows))[:, None]
-        begin, device, i = first, jt.zeros((rows,), jnp.int32), jt.zeros((rows,), jnp.int32) - 1
-        for d in jt.range(n):
-            counts = COUNTS[d, 0]
-            sent = (jnp.cumsum(counts, dtype=jnp.int32) - counts)[None, :]
-            here = (begin <= r) & (r < begin + counts[None, :])
-            device = device + jnp.where(here, d, 0).sum(1, dtype=jnp.int32)
-            i = i + jnp.where(here, r - begin + sent + 1, 0).sum(1, dtype=jnp.int32)
-            begin = begin + counts[None, :]
+        here = (begin[None, :] <= r) & (r < end[None, :])
+        device = jnp.where(here, sender[None, :], 0).sum(1, dtype=jnp.int32)
+        i = jnp.where(here, r + shift[None, :] + 1, 0).sum(1, dtype=jnp.int32) - 1  # -1: no row
         for c in range(TO.shape[1]):
             columns = (c * bn + jt.arange(bn))[None, :]
             TO[b, c] = jt.load(box, (device[:, None], jnp.maximum(i, 0)[:, None], columns), mask=(i >= 0)[:, None])
@@ -369,7 +369,7 @@ def send_rows(
     _zeros_behind(y, total.sum(dtype=jnp.int32), programs, rows, bn)
     for d in jt.range(n):
         jt.wait(came[d], programs)  # rows of any program may be wanted
-    _collect(y, box, table, _lanes(counts), total, programs, rows, bn)
+    _collect(y, box, table, _lanes(counts), programs, rows, bn)
 
 
 @jt.function
