@@ -46,10 +46,10 @@ Kept& kept() {
   return *found;
 }
 
-// How many copies of a device are under way at once (an experiment: one, unless JTILE_COPIES_AT_ONCE says otherwise).
+// How many copies of a device are under way at once (an experiment: one, unless COPIES_AT_ONCE says otherwise).
 size_t copies_at_once() {
   static const size_t found = [] {
-    const char* text = std::getenv("JTILE_COPIES_AT_ONCE");
+    const char* text = std::getenv("COPIES_AT_ONCE");
     return text == nullptr ? size_t{1} : std::max<size_t>(1, std::strtoul(text, nullptr, 10));
   }();
   return found;

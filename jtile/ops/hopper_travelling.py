@@ -140,11 +140,12 @@ def scattered(
 
 # -- which calls gain -------------------------------------------------------------------------------------------------
 
-# Operations of a device. On two H200s products of 30 and 60 billion take 64 and 107 us, and 78 and 134 as shards beside
-# copies; of 120 billion they take as long either way, of 480 billion 10 % longer.
-ENOUGH, MUCH = 25e9, 100e9
+# Tiles of the result that a device has at least for each multiprocessor, and its operations at most. On two H200s
+# products of 30, 60 and 120 billion take 64, 107 and 218 us, and 78, 134 and 235 as shards beside copies, of 480 billion
+# 10 % longer; on four those of 15, 30 and 60 billion 53, 89 and 146 us, and 118, 188 and 190, of 240 billion 6 % longer.
+TILES, MUCH = 0.75, 150e9
 MOST = 128 << 20  # bytes of symmetric memory of a call site, of which there are two sets
-DEVICES = 2  # the kernel is for any number, up to a tensor map for each; more than two have not been measured
+DEVICES = 8  # the kernel is for any number, up to a tensor map for each; two and four have been measured
 
 
 def scattered_sums(x, w, *, axis: str):
@@ -163,8 +164,9 @@ def misfit(x, w, *, axis: str) -> str | None:
     return first_unmet(
         (bool(peers) and jax.process_count() == 1, "the devices do not reach each other's memory"),
         (x.dtype.name in ("bfloat16", "float16"), "elements are no 16-bit floats"),
-        (n <= DEVICES, "it was measured on two devices only"),
+        (n <= DEVICES, "there are many devices"),
         (m % 128 == 0 and columns % 256 == 0 and k % 64 == 0, "tiles would hang over"),
-        (ENOUGH <= 2 * n * m * k * columns < MUCH, "the product is short, or long"),
+        (n * m * columns >= TILES * gpu_tiles.processors() * 128 * 256, "there are few tiles"),
+        (2 * n * m * k * columns < MUCH, "the product is long"),
         (n * m * columns * x.dtype.itemsize <= MOST, "it takes much memory"),
     )
