@@ -37,7 +37,7 @@ from jtile.models.latent import LatentConfig
 from jtile.models.mesh import ENTRIES, ROWS, SAME
 from jtile.models.programs import Memory
 from jtile.models.sampling import Sampling
-from jtile.ops import collectives
+from jtile.ops import collectives, gpu_tiles
 
 CONTEXT, STEPS, REPEATS = 512, 32, 5  # tokens in front of a step, steps of a sample, samples
 ROOM = 0.85  # the share of a device's memory that weights may have
@@ -127,7 +127,7 @@ class Steps:
         decode: Any = programs.decode
         lower = decode.lower if lm.devices is None else functools.partial(lm.devices.lower, decode)
         self.numbers = self._put(np.int32(1)), self._put(np.int32(CHUNK)), {}, self._put(np.full(1, -1, np.int32))
-        with collectives_of(side):
+        with collectives_of(side), gpu_tiles.beside(lm._weights):
             self.lowered: Any = lower(lm._structure, lm._weights, *self._begin(), *self.numbers, **static)
         self.program: Any = None
 

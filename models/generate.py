@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jtile._errors import ModelError, PromptError
+from jtile.ops import gpu_tiles
 
 from . import cache as kv
 from . import programs, speculation
@@ -276,7 +277,8 @@ class LanguageModel:
         start = time.perf_counter()
         if key not in self._executables:
             lower = function.lower if self.devices is None else functools.partial(self.devices.lower, function)
-            self._executables[key] = lower(self._structure, self._weights, *args, **static).compile()
+            with gpu_tiles.beside(self._weights):
+                self._executables[key] = lower(self._structure, self._weights, *args, **static).compile()
         return self._executables[key], time.perf_counter() - start
 
 

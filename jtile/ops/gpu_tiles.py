@@ -5,8 +5,10 @@ Measured on an H200; `benchmarks/records` has the numbers. Warps and stages coun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -36,9 +38,22 @@ def overlaps() -> bool:
 
 def on_one_device() -> bool:
     """Whether no axis of the operands may be shared out by XLA among several devices: there is one, or what is called
-    here is the part of one, inside of `jax.shard_map`."""
+    here is the part of one, inside of `jax.shard_map`, or `beside` has promised it."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() == 1 or (bool(mesh.axis_names) and set(mesh.axis_names) == set(mesh.manual_axes))
+    inside = bool(mesh.axis_names) and set(mesh.axis_names) == set(mesh.manual_axes)
+    return inside or jax.device_count() == 1 or _promised().value
+
+
+def beside(weights: Iterable[jax.Array]) -> contextlib.AbstractContextManager:
+    """A block in which kernels are made for one device, if these weights of a program lie on one: then XLA shares out
+    no axis, whatever devices the host has besides."""
+    return _promised()(len({d for w in weights for d in w.devices()}) == 1)
+
+
+@functools.cache
+def _promised() -> Any:
+    """What is traced within and without the promise is remembered apart."""
+    return jax.make_user_context(False)
 
 
 @dataclasses.dataclass(frozen=True)

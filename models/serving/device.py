@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jtile.ops import gpu_tiles
+
 from ..adapters import Adapter, stacked
 from ..generate import LanguageModel
 from ..mesh import ENTRIES, STATE
@@ -199,7 +201,8 @@ class Device:
         if key not in self._compiled:
             devices = self._lm.devices
             lower = function.lower if devices is None else functools.partial(devices.lower, function)
-            self._compiled[key] = lower(*args, **static).compile()
+            with gpu_tiles.beside(self._lm._weights):
+                self._compiled[key] = lower(*args, **static).compile()
         return self._compiled[key]
 
     def _step(self, n: int) -> jax.stages.Compiled:

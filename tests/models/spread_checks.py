@@ -7,9 +7,10 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
@@ -20,6 +21,7 @@ from jtile.models.adapters import MODULES
 from jtile.models.folder import open_folder
 from jtile.models.mesh import Devices, devices_at_hand
 from jtile.models.parallel import Term
+from jtile.ops import gpu_tiles
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 DEVICES = np.array(jax.devices())
@@ -193,6 +195,15 @@ def check_engine_of_two_devices():
     ids, rates = found[1][3]
     logits = np.asarray(adapted.logits(ASKED[3] + ids), np.float64)[2:-1]
     np.testing.assert_allclose(logits[np.arange(12), ids] - np.log(np.exp(logits).sum(1)), rates, atol=2e-4)
+
+
+def check_kernels_for_one_device_beside_others():
+    """A model of one device has them whatever devices there are."""
+    one, two = jnp.ones(2), jax.device_put(jnp.ones(2), NamedSharding(mesh_of(2), P("x")))
+    assert not gpu_tiles.on_one_device()
+    for weights, alone in (([one], True), ([one, two], False)):
+        with gpu_tiles.beside(weights):
+            assert gpu_tiles.on_one_device() == alone
 
 
 def check_sums_that_do_not_depend_on_the_size():
