@@ -151,3 +151,32 @@ class Frame:
         """The numbers along an axis of this program's elements."""
         numbers = jt.arange(self.sides[axis]) + self.ids.get(axis, 0) * self.sides[axis]
         return numbers.reshape([self.sides[axis] if a == axis else 1 for a in range(len(self.sides))])
+
+
+class WideFrame(Frame):
+    """A frame of elementwise steps that computes floats of 16 bits in float32, and rounds what it stores: as XLA does,
+    which need not round between functions either."""
+
+    def tile(self, value: Value, ref, at: Any | None = None):
+        return super().tile(value, ref, at).astype(wide(value.dtype))
+
+    def store(self, value: Value, ref, at: Any | None = None) -> None:
+        rounded = self.spread(value, value).astype(value.dtype)
+        Frame(self.layout, self.sides, self.ids, {value: rounded}).store(value, ref, at)
+
+    def _spread(self, x: Operand, shape: tuple[int, ...]):
+        tile = super()._spread(x, shape)
+        return tile if isinstance(x, Value) else tile.astype(wide(x.dtype))
+
+    def _result(self, step: Step, out: Value):
+        if step.name == "convert_element_type":
+            return self.spread(step.ins[0], out).astype(wide(out.dtype))
+        return super()._result(step, out)
+
+
+ROUNDED = frozenset(["nextafter", "reduce_precision"])  # functions that are about the bits of a float
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which a `WideFrame` computes values of a dtype."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

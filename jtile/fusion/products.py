@@ -15,6 +15,7 @@ from jtile.ops import gpu_tiles
 from jtile.ops.matmul import tiles
 
 from .costs import product_worth
+from .frames import ROUNDED, WideFrame, wide
 from .layout import Axes, Layout, relate
 from .steps import ELEMENTWISE, MOVES, Node, Step, Value
 from .tilings import Tiling
@@ -29,7 +30,7 @@ def product_of(nodes: Sequence[Node], group: Group, outputs: Sequence[Value], tu
     products = [node.eqn for node in nodes]
     if not 1 <= len(products) <= MOST or not all(map(_is_plain, products)):
         return None
-    if any(step.name not in ELEMENTWISE | MOVES - {"iota", "transpose"} for step in group.steps):
+    if any(step.name not in ELEMENTWISE - ROUNDED | MOVES - {"iota", "transpose"} for step in group.steps):
         return None
     before = {node.outs[0]: node.ins[0] for node in turned}
     left, made = products[0].ins[0], [step.outs[0] for step in products]
@@ -126,7 +127,7 @@ class ProductKernel:
         return [y.reshape(v.shape) for v, y in zip(self.product.outputs, outs, strict=True)]
 
     def _body(self, x, *refs) -> None:
-        product, frame = self.product, self.tiling.frame()
+        product, frame = self.product, self.tiling.frame(WideFrame)
         (bm, bn), bk, (i, j) = self.tiling.sides, self._depth, (frame.ids[ROWS], frame.ids[COLUMNS])
         count = len(product.products)
         rights, rest = refs[:count], refs[count:]
@@ -135,12 +136,12 @@ class ProductKernel:
         def right(ref, p):
             return ref.tiles(bn, bk)[j, p].T if transposed else ref.tiles(bk, bn)[p, j]
 
-        totals = [jnp.zeros((bm, bn), jnp.promote_types(x.dtype, jnp.float32))] * count
+        totals = [jnp.zeros((bm, bn), wide(x.dtype))] * count
         for p in jt.range(jt.cdiv(k, bk), stages=3):
             rows = x.tiles(bm, bk)[i, p]
             totals = [jt.dot(rows, right(ref, p), total) for ref, total in zip(rights, totals, strict=True)]
         for step, total in zip(product.products, totals, strict=True):
-            frame.tiles[step.outs[0]] = total.astype(step.outs[0].dtype)
+            frame.tiles[step.outs[0]] = total
         for value, ref in zip(product.inputs[count + 1 :], rest):
             frame.load(value, ref)
         for step in product.steps:

@@ -46,10 +46,10 @@ class Tiling:
     def programs(self) -> int:
         return math.prod(self.grid)
 
-    def frame(self) -> Frame:
-        """The frame of the program that is being traced."""
+    def frame(self, kind: type[Frame] = Frame) -> Frame:
+        """The frame, of a `kind`, of the program that is being traced."""
         first = len(self.grid) - len(self._axes)
-        return Frame(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes, first)}, {})
+        return kind(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes, first)}, {})
 
     def places(self, number) -> dict[int, Any]:
         """The place of a tile, by its number, along each of the axes whose sums are added up at the end."""

@@ -83,6 +83,8 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
         return reciprocal(f, exp2(f, xs[0] * -LOG2_E) + 1.0) if narrow else _logistic(f, xs[0])
     if fn == "erfc" and narrow and xs[0].elem == "f32":
         return each(f, xs[0], lambda x: math_special.short_erfc(x, lambda y: exp2(f, y), lambda y: reciprocal(f, y)))
+    if fn == "tanh" and narrow and xs[0].elem == "f32" and not f.npu:
+        return math_special.short_tanh(xs[0], tanh_beside_one(f, xs[0]))
     if fn in _LONG and xs[0].elem == "f32":
         return each(f, xs[0], lambda x: _LONG[fn](x, lambda y: exp2(f, y)))
     if fn in _FORMULAS:

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jtile import ir
 from jtile.passes.fold import number
@@ -13,9 +13,13 @@ _SCALED = ("mul", "div", "neg", "abs")  # the relative error of a result is no l
 _KEPT = (ir.Map, ir.Select, ir.Broadcast, ir.Reshape, ir.Transpose, ir.Slice, ir.Concat)
 
 
-def rounded(kernel: ir.Kernel) -> set[ir.Value]:
+_SUMMED = (*_SCALED, "add", "sub", "square")  # the absolute error is about as large, unless numbers cancel
+
+
+def rounded(kernel: ir.Kernel, *, sums: bool = False) -> set[ir.Value]:
     """The float32 tiles of a kernel that reach casts to floats of 16 bits or less, and nothing else, by products and by
-    moves of elements."""
+    moves of elements; with `sums` also by sums."""
+    functions = _SUMMED if sums else _SCALED
     users: dict[ir.Value, list[ir.Op | None]] = defaultdict(list)
     for op in kernel.body.walk():
         for v in op.operands():
@@ -27,14 +31,14 @@ def rounded(kernel: ir.Kernel) -> set[ir.Value]:
     for op in reversed(list(kernel.body.walk())):  # users, which stand behind, are seen first, but in loops
         for r in op.results:
             if isinstance(r.type, ir.TileType) and r.dtype == "float32":
-                known[r] = bool(users[r]) and all(_rounds(u, known) for u in users[r])
+                known[r] = bool(users[r]) and all(_rounds(u, known, functions) for u in users[r])
     return {v for v, yes in known.items() if yes}
 
 
-def _rounds(op: ir.Op | None, known: dict[ir.Value, bool]) -> bool:
+def _rounds(op: ir.Op | None, known: dict[ir.Value, bool], functions: Sequence[str]) -> bool:
     if isinstance(op, ir.Cast):
         return ir.DTYPES[op.dtype].kind == "f" and ir.DTYPES[op.dtype].bits <= 16
-    if isinstance(op, ir.Map) and op.fn not in _SCALED:
+    if isinstance(op, ir.Map) and op.fn not in functions:
         return False
     return isinstance(op, _KEPT) and known.get(op.results[0], False)
 

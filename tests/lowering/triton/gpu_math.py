@@ -22,7 +22,7 @@ from jtile.ir.elementwise import ELEMENTWISE
 from jtile.lowering.triton.math import ULP_BOUNDS
 
 N, TILE = 1 << 21, 1024
-ROUNDED, SHORT = ("erfc", "logistic", "exp"), 0.54  # functions with short forms, and their bound in float16
+ROUNDED, SHORT = ("erfc", "logistic", "exp", "tanh"), 0.54  # functions with short forms, and their bound in float16
 NEAR_ZEROS = ("lgamma", "digamma")  # the error is absolute there, as is that of SciPy
 
 
