@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -274,6 +275,36 @@ def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool =
     return prims.dot_async_p.bind(*operands, *accs, *keeps, type=type, has=has, fast=bool(fast))
 
 
+def dot_lanes(terms: Sequence[Any], factors: Sequence[Any], acc: Any = None, *, kind: str) -> jax.Array:
+    """Sums of products of the numbers that words hold, lane by lane, by the tensor cores: `acc[r, p, l] + sum_k
+    terms[r, l, k] factors[p, l, k]`. It has ended when the next instruction begins, and reads registers only.
+
+    Args:
+      terms: tiles of words, uint32 [rows, 32, 4].
+      factors: tiles of words, uint32 [2, 32, 4]: two numbers for each term.
+      acc: tile [rows, 2, 32], or None for zero.
+      kind: what words hold. "integers": four uint8 in terms, four int8 in factors, of as many tiles; sums in int32.
+        "bfloat16": two in each; sums in float32.
+        "float8_e4m3fn": four in terms, two float16 in factors, of which two tiles belong to one of terms: those of the
+        lower halves of its words, and those of the upper ones; sums in float32.
+
+    Returns:
+      Tile [rows, 2, 32].
+    """
+    _level.in_role("jt.dot_lanes")
+    if kind not in ir.LANE_PRODUCTS:
+        raise KernelValueError(
+            f"jt.dot_lanes: kind is one of {', '.join(ir.LANE_PRODUCTS)}, got {kind!r}", user_place()
+        )
+    terms, factors = [_tile(t, "a tile of terms") for t in terms], [_tile(t, "a tile of factors") for t in factors]
+    accs = [] if acc is None else [_tile(acc, "acc")]
+    of = lambda tiles: tuple(map(typed, tiles))
+    card = ir.DotLanes(of(terms), of(factors), typed(accs[0]) if accs else None, kind)
+    (type,) = checked("jt.dot_lanes", card)
+    options = dict(type=type, kind=kind, count=len(terms), has_acc=bool(accs))
+    return prims.dot_lanes_p.bind(*terms, *factors, *accs, **options)
+
+
 def dot_wait(*values: Any, pending: int = 0) -> Any:
     """Wait until at most `pending` products of this role run; they end in the order of their start.
 
@@ -301,6 +332,7 @@ __all__ = [
     "async_copy",
     "clock",
     "dot_async",
+    "dot_lanes",
     "dot_wait",
     "fence_shared",
     "role",

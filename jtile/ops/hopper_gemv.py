@@ -37,10 +37,12 @@ from jtile.ops.streamed_numbers import (
     groups_of,
     held,
     integers,
-    integers_of,
+    is_ring,
     lane_sums,
-    planes_of,
-    room_for_integers,
+    leaves,
+    on_tensor_cores,
+    put,
+    room,
     spread,
 )
 from jtile.ops.streamed_operands import PIECE, Rows, Walk, by_block, in_lines, of_blocks, of_piece
@@ -100,29 +102,34 @@ def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunk
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, of_piece(a, inner, kind))
-    room = jax.ShapeDtypeStruct((8, LANES, 4), jnp.float32)
-    room = room_for_integers(kind, bytes_of(x.dtype)) if integers(kind) else room
+    of_x, turns = room(kind, bytes_of(x.dtype), rows), _turns(kind, bytes_of(x.dtype), rows)
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
             [[[ring(block(a), a.dtype) for _ in groups] for a in of_blocks(w, kind)] for w in weights] for _ in each
         ],
-        numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), room) for _ in m] for _ in each],
-        sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
+        numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), of_x) for _ in m] for _ in each],
+        sums=[[[ring((rows, LANES), jnp.float32, turns) for _ in m] for _ in weights] for _ in each],
         squares=[[ring((LANES,), jnp.float32, 1) for _ in m if normed] for _ in each],
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=roles),
-        done=jt.barrier(2, arrivals=roles),
-        taken=jt.barrier(2),
+        done=jt.barrier(turns, arrivals=roles),
+        taken=jt.barrier(turns),
         squared=jt.barrier(1, arrivals=roles) if normed else None,
     )
 
 
-def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
+def _turns(kind: str, count: int, rows: int) -> int:
+    """The buffers for sums of a tile: one where the tensor cores are soon done with it, and memory is scarce."""
+    return 1 if on_tensor_cores(kind, count, rows) else 2
+
+
+def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool, rows: int) -> None:
     """Puts role j's part of x into shared memory as its rounds take it; of a norm only the weights are in it: its scale
     is a factor of what the role that writes has summed. early: the kernels in front make x, and are waited for; they do
     not make the weights of the norm, which are read before."""
-    whole = integers(kind)
+    count = bytes_of(x.x.dtype)
+    whole = integers(kind) or on_tensor_cores(kind, count, rows)
     weights = [x.weights(chunk * roles + j, whole) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
@@ -133,29 +140,18 @@ def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, 
             mem.squares[j][i].at(0).store(squares.reshape(LANES, -1).sum(1))
         for chunk, (parts, of_norm) in enumerate(zip(pieces, weights)):
             parts = [part if w is None else part * w.astype(jnp.float32) for part, w in zip(parts, of_norm)]
-            found = integers_of(parts, kind, bytes_of(x.x.dtype)) if whole else planes_of(parts[0], kind)
-            for ring, tile in zip(_leaves(rings), jax.tree.leaves(found)):
-                ring.at(chunk).store(tile)
+            put(rings, chunk, parts, kind, count, rows)
     jt.role_barrier()
     if mem.squared is not None:
         mem.squared.at(0).arrive()
-
-
-def _leaves(tree) -> list:
-    """The rings in a tree, as a list."""
-    return jax.tree.leaves(tree, is_leaf=_is_ring)
-
-
-def _is_ring(x) -> bool:
-    return hasattr(x, "at")
 
 
 @jt.function
 def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
     """Role j: adds up, in its lanes, the products of each tile of rows. read: what `walk.scales` gave for round 0."""
     words, blocks, numbers, chunks, rows = mem.words[j], mem.of_blocks[j], mem.numbers[j], walk.chunks, walk.rows
-    at = lambda k: [jax.tree.map(lambda ring: ring.at(k), row, is_leaf=_is_ring) for row in numbers]
-    load = lambda k: jax.tree.map(lambda ring: ring.at(k).load(), (words, blocks), is_leaf=_is_ring)
+    at = lambda k: [jax.tree.map(lambda ring: ring.at(k), row, is_leaf=is_ring) for row in numbers]
+    load = lambda k: jax.tree.map(lambda ring: ring.at(k).load(), (words, blocks), is_leaf=is_ring)
     x = held(at(0)) if chunks == 1 else None
     zero = lambda: jnp.zeros((rows, LANES), jnp.float32)
     for n in jt.range(walk.tiles):
@@ -180,7 +176,7 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 @jt.function
 def _produce(mem, weights, walk: Walk, kind: str, begin, end):
     """Fills the rings, a round of all roles at a time."""
-    buffers, chunks, first, programs = _leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
+    buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
     for k in jt.range(begin, end):
         n, chunk = first + k // chunks * programs, k % chunks
         mem.empty.at(k).wait(before=True)
@@ -296,7 +292,7 @@ def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activ
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
             ahead = walk.scales(weights, j, kind, jnp.int32(0))
-            _prepare(x, mem, j, kind, roles, chunks, early)
+            _prepare(x, mem, j, kind, roles, chunks, early, rows)
             _consume(mem, j, kind, weights, walk, ahead)
     with jt.role("producer", warps=1, registers=aside or 24, early=early):
         rounds = tiles * chunks
@@ -359,14 +355,13 @@ def choices(
     `hopper_step`."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks, shared = jt.cdiv(inner, PIECE * roles), _NARROW if beside else _SHARED
-    of_round = (8 * LANES * 4,) if not integers(kind) else (8 * LANES * count, LANES * groups_of(kind) * (2 + count))
-    numbers = 4 * m * chunks * roles * sum(of_round)
     row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
     out = []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         if any(rows * n % 128 for n in scale_bytes):
             continue
-        sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
+        sums = _turns(kind, count, rows) * roles * (1 + gated) * m * rows * LANES * 4
+        numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, rows)))
         slots = (shared - 2048 * m - numbers - sums) // (row * rows)
         if slots >= 2:
             out.append(dict(rows=rows, roles=roles, slots=min(slots, 16)))

@@ -69,6 +69,7 @@ alias(%same = %kept) init(%total = 0, %low = -inf) @"a \\"b\\".py":3 {
   %s = load %total[] : f32
   store %o[tile(%i, 16), %c0:+16], %a mask=%m checked=false
   store %total[], %f
+  prefetch %x[tile(%i, 16), %c0:+16]
   %old = atomic add %low[%c0:+4], %four : tile<4xf32>
   %cas = atomic cas %low[%c0], %f compare=%f mask=%ctrue : f32
   %mem = alloc : ref<4x4xi4, scratch>
@@ -173,6 +174,10 @@ kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
       store_wait 0
       %part = slice_shared %C starts=(0, 32) sizes=(8, 16) : shared<8x16xf32>
       %3 = load_shared %part : tile<8x16xf32>
+      %w = full 0 : tile<8x32x4xu32>
+      %d = full 0 : tile<2x32x4xu32>
+      %4 = dot_lanes [%w], [%d] kind="integers" : tile<8x2x32xi32>
+      %5 = dot_lanes [%w], [%d] acc=%4 kind="integers" : tile<8x2x32xi32>
     }
     role "the producer" warps=1 {
       wait %free[%c0], %c1 when=%ctrue

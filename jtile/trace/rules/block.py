@@ -112,6 +112,12 @@ def _(c: Lowering, *values, pending):
     return c.b.add(ir.DotWait(values, pending)).results
 
 
+@rule("jtile_dot_lanes")
+def _(c: Lowering, *tiles, kind, count, has_acc, **_):
+    more, acc = (tiles[count:-1], tiles[-1]) if has_acc else (tiles[count:], None)
+    return c.add(ir.DotLanes(tiles[:count], more, acc, kind))
+
+
 @rule("jtile_clock")
 def _(c: Lowering):
     return c.add(ir.Clock())

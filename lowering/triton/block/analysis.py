@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from jtile import ir
 
 from ..emitter import elem_of
+from . import lanes
 from .layouts import (
     Blocked,
     Layout,
@@ -140,6 +141,8 @@ class Homes:
         for op in self._ops:
             if isinstance(op, ir.DotAsync):
                 self._set(op.result, product_layout(op, self.warps, self.widest))
+            if isinstance(op, ir.DotLanes) and self.warps == lanes.WARPS:
+                self._set(op.result, lanes.sums(op.result.shape[0]))
         for op in self._ops:
             for v in self._operands_carried(op):
                 self._set(v, self._wanted_operand(v))
@@ -226,6 +229,9 @@ class Homes:
     def _want(self, op: ir.Op, v: ir.Value, k: int, depth: int) -> Layout | None:
         if isinstance(op, ir.DotAsync):
             return operand_layout(op, self.warps, self.widest) if v is op.a else self.get(op.result)
+        if isinstance(op, ir.DotLanes):
+            rows = op.result.shape[0]
+            return lanes.words(rows) if v in op.terms else lanes.sums(rows) if v is op.acc else lanes.factors()
         if isinstance(op, POINTWISE) and op.results[0].shape == v.shape:
             r = op.results[0]
             return self.get(r)
