@@ -52,6 +52,18 @@ def test_products(case, monkeypatch):
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
 
 
+def test_what_is_read_next_is_asked_for(monkeypatch):
+    """Tiles behind those in the rings, and matrices of other kernels, also beyond the last row: no result changes."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
+    x, (weight, matrix) = np.asarray(normal(2, 1, 512, dtype="bfloat16")), weights("bfloat16", 44, 512)
+    meta = dict(kind="bfloat16", activation=None, out_dtype="float32", rows=4, roles=1, slots=3)
+    ahead = (jnp.ones((24, 128), jnp.bfloat16),)
+    for fetch in (hopper_gemv.Fetch(own=1, others=2, settled=True, rows=8), hopper_gemv.Fetch(own=9)):
+        kernel = hopper_gemv.kernel((weight,), NO_EPILOGUE, ahead=1)
+        y = kernel.interpret(x.reshape(1, 64, 8), (weight,), NO_EPILOGUE, ahead, fetch=fetch, **meta)
+        assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < 3e-6
+
+
 def test_bias_activation_residual_and_two_weights():
     (weight, matrix), (second, up) = (weights("q4_1", 24, 256, seed) for seed in (1, 3))
     x, bias, residual = normal(2, 1, 256), normal(4, 1, 24), normal(5, 1, 24)
