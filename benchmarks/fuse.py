@@ -132,6 +132,14 @@ def gated_mlp(x, gate, up):
     return jax.nn.gelu(x @ gate) * (x @ up)
 
 
+def linear_gelu(x, weight, bias):
+    return jax.nn.gelu(x @ weight + bias)
+
+
+def linear_residual(x, weight, bias, residual):
+    return residual + jax.nn.silu(x @ weight + bias)
+
+
 def cross_entropy(x, labels):
     logits = jax.nn.log_softmax(x)
     return -jnp.take_along_axis(logits, labels[:, None], axis=-1).mean()

@@ -5,4 +5,4 @@ WORKLOADS = (
     "gated", "quantized", "launch", "llm", "gradients", "recurrences",
     "flex", "zoo", "fuse",
 )  # fmt: skip
-ONLY = ("tutorial", "choices")  # these run only if they are asked for by name
+ONLY = ("tutorial", "choices", "numpy")  # these run only if they are asked for by name

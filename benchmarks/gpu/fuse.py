@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -37,6 +38,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             tolerance=3e-3,
         )  # fmt: skip
     yield from _attentions(tiny)
+    yield from _products(tiny)
 
 
 def _attentions(tiny: bool) -> Iterator[Case]:
@@ -69,6 +71,25 @@ def _attentions(tiny: bool) -> Iterator[Case]:
             flops=(2 if kind == ", causal" else 4) * tokens**2 * heads * d, tolerance=3e-2, calls=CALLS,
             budget_s=BUDGET_S,
         )  # fmt: skip
+
+
+def _products(tiny: bool) -> Iterator[Case]:
+    """Products in bfloat16, and what is behind them."""
+    draw = lambda seed, *shape: normal(seed, *shape, dtype="bfloat16")
+    kinds = {
+        "product, bias, gelu": (fuse.linear_gelu, 1, 1, 0),
+        "product, bias, silu, residual": (fuse.linear_residual, 1, 1, 1),
+        "two products, gelu": (fuse.gated_mlp, 2, 0, 0),
+    }
+    for m, k, n in ((32, 16, 64),) if tiny else ((4096, 4096, 4096), (1024, 4096, 14336), (8192, 1024, 4096)):
+        for kind, (fun, weights, biases, residuals) in kinds.items():
+            shapes = [(m, k), *[(k, n)] * weights, *[(n,)] * biases, *[(m, n)] * residuals]
+            make = lambda seed, shapes=shapes: tuple(draw(8 * seed + i, *shape) for i, shape in enumerate(shapes))
+            yield Case(
+                "fuse", f"{kind}, {m}x{k}x{n}", "bfloat16", make=make, ours=jt.fuse(fun), peers={"xla": fun},
+                reference=_exact(fun), bytes=2 * sum(map(math.prod, shapes)) + 2 * m * n,
+                flops=2 * m * n * k * weights, tolerance=3e-2, calls=CALLS, budget_s=BUDGET_S,
+            )  # fmt: skip
 
 
 _cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
