@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import jtile as jt
+from jtile.ops import gpu_tiles
 
 from .layout import COLUMNS, Layout
 from .steps import ELEMENTWISE, MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
@@ -161,6 +162,8 @@ def product_worth(m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step]
     if PRODUCTS_ANYWHERE:
         return work > 0
     target = jt.target()
+    if not gpu_tiles.on_one_device():  # XLA cuts a product along its sums, too, which a kernel would have to gather
+        return False
     if "warps" not in target.features:
         return (
             work > 0 and m * n >= LEAST and any(kind == dtype.name == "bfloat16" for *_, kind in target.matrix_shapes)

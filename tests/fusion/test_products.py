@@ -128,7 +128,9 @@ def test_what_stays_with_xla(f):
 
 
 def test_where_they_are_worth_it(monkeypatch):
-    """On CPUs whose products of bfloat16 have instructions; on GPUs with warpgroup products from some size on."""
+    """On CPUs whose products of bfloat16 have instructions; on GPUs with warpgroup products from some size on. Not where
+    XLA may share an array out among devices."""
+    monkeypatch.setattr(costs.gpu_tiles, "on_one_device", lambda: True)
     monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", False)
     monkeypatch.setattr(costs, "PRODUCTS_ON_GPUS", True)
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -143,6 +145,8 @@ def test_where_they_are_worth_it(monkeypatch):
     has = any(kind == "bfloat16" for *_, kind in jt.target().matrix_shapes)
     assert found(64, 64, 64, "bfloat16") == has
     assert not found(64, 64, 64, "float32")
+    monkeypatch.setattr(costs.gpu_tiles, "on_one_device", lambda: False)
+    assert not found(64, 64, 64, "bfloat16")
 
 
 def drawn(seed):
