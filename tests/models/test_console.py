@@ -157,7 +157,9 @@ def test_a_closed_pipe_is_no_error_message(start, options):
     assert process.wait(timeout=600) in (0, 1)
 
 
-def test_smollm2_answers(smollm2_path, smollm2_cases, capsys):
+def test_smollm2_answers(smollm2, smollm2_path, smollm2_cases, monkeypatch, capsys):
+    """By the model that other tests have loaded, with its programs."""
+    monkeypatch.setattr("jtile.models.console.load_over", lambda devices, model, **_: {smollm2_path: smollm2}[model])
     assert smollm2_path.endswith(".gguf")
     question = smollm2_cases[0]["messages"][0]["content"]
     assert run_generate(question, model=smollm2_path, max_new_tokens=48) == 0

@@ -50,7 +50,7 @@ def test_memory_does_not_grow_with_requests(short):
 def test_loading_holds_no_more_than_the_largest_tensor_twice(tmp_path):
     """Beside the weights themselves, which on a CPU lie in the host's memory: read one by one from float32 files, and
     rounded. All of them together are six times the largest."""
-    hidden, features, layers, largest = 128, 320, 8, 4 * 2048 * 128
+    hidden, features, layers, largest = 128, 1280, 3, 4 * 2048 * 128
     config = dict(
         model_type="llama", num_hidden_layers=layers, hidden_size=hidden, intermediate_size=features, vocab_size=2048,
         num_attention_heads=4, tie_word_embeddings=True,

@@ -10,6 +10,7 @@ import composition
 import forked
 import pytest
 import zoo_cases
+from draws import thorough
 from library_cases import CASES
 
 from jtile.testing import Report, check_kernel
@@ -51,8 +52,10 @@ def test_every_transform_of_the_zoo(name):
 @pytest.mark.long
 @pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
 def test_over_eight_devices(names, request, subprocess_env):
+    """Each kind of kernel has both checks in tests/transforms/test_kinds.py; the ops take turns in `make test`."""
     env = subprocess_env | {"PYTHONPATH": str(SUPPORT), "JTILE_OPTIMIZE": "0"}
-    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *names]
+    turns = [] if thorough() or request.config.getoption("--composition") else ["--turns"]
+    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *turns, *names]
     done = forked.run(run, env=env)
     assert done.returncode == 0, done.stderr
     reports = [Report.from_dict(r) for r in json.loads(done.stdout)]

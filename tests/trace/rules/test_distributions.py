@@ -43,7 +43,7 @@ def test_draws(name):
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gamma", "loggamma"])
+@pytest.mark.parametrize("name", ["gamma", pytest.param("loggamma", marks=pytest.mark.slow)])  # by the same rule
 def test_derivatives(name):
     kernel = inside(name)
     modes = [
