@@ -128,8 +128,8 @@ def test_what_stays_with_xla(f):
 
 
 def test_where_they_are_worth_it(monkeypatch):
-    """On CPUs whose products of bfloat16 have instructions; on GPUs with warpgroup products from some size on. Not where
-    XLA may share an array out among devices."""
+    """On CPUs whose products of bfloat16 have instructions; on GPUs with warpgroup products from some size on. Not
+    where XLA may share an array out among devices."""
     monkeypatch.setattr(costs.gpu_tiles, "on_one_device", lambda: True)
     monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", False)
     monkeypatch.setattr(costs, "PRODUCTS_ON_GPUS", True)
