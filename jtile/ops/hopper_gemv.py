@@ -102,7 +102,7 @@ def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunk
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, of_piece(a, inner, kind))
-    of_x, turns = room(kind, bytes_of(x.dtype), rows), _turns(kind, bytes_of(x.dtype), rows)
+    of_x, turns = room(kind, bytes_of(x.dtype), rows), _turns(kind, bytes_of(x.dtype), rows, len(weights) > 1)
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
@@ -119,9 +119,9 @@ def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunk
     )
 
 
-def _turns(kind: str, count: int, rows: int) -> int:
-    """The buffers for sums of a tile: one where the tensor cores are soon done with it, and memory is scarce."""
-    return 1 if on_tensor_cores(kind, count, rows) else 2
+def _turns(kind: str, count: int, rows: int, gated: bool) -> int:
+    """The buffers for sums of a tile: one where a third round would have no room besides, else two."""
+    return 1 if kind == "fp8" and gated and on_tensor_cores(kind, count, rows) else 2
 
 
 def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool, rows: int) -> None:
@@ -360,7 +360,7 @@ def choices(
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         if any(rows * n % 128 for n in scale_bytes):
             continue
-        sums = _turns(kind, count, rows) * roles * (1 + gated) * m * rows * LANES * 4
+        sums = _turns(kind, count, rows, gated) * roles * (1 + gated) * m * rows * LANES * 4
         numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, rows)))
         slots = (shared - 2048 * m - numbers - sums) // (row * rows)
         if slots >= 2:
