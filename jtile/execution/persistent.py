@@ -108,7 +108,7 @@ def _fixed(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
     weights. Later ones that write them wait for its bands."""
     written: set[int] = set()
     number = numbers(graph)
-    found: list[set[int]] = [set(range(len(k.inputs))) for k in {t.source: t.kernel for t in graph.tasks}.values()]
+    found: list[set[int]] = [set(range(len(k.inputs))) for k in kernels_of(graph)]
     for task in graph.tasks:
         written.update(task.memories[len(task.kernel.inputs) :])
         found[number[task.source]] -= {k for k, m in enumerate(task.memories) if m in written}
@@ -179,10 +179,14 @@ def numbers(graph: TaskGraph) -> dict[Any, int]:
     return out
 
 
+def kernels_of(graph: TaskGraph) -> list[ir.Kernel]:
+    """The kernels of a graph, by their numbers."""
+    return list({task.source: task.kernel for task in graph.tasks}.values())
+
+
 def image(graph: TaskGraph, launch: Launch, target: Target) -> Any:
     """The compiled launch, an `Artifact`."""
-    kernels = {task.source: task.kernel for task in graph.tasks}
-    pieces = sorted(kernels, key=numbers(graph).__getitem__)
+    kernels, pieces = dict(zip(numbers(graph), kernels_of(graph), strict=True)), list(numbers(graph))
     options = [compiler_options(p.program, p.number, target) for p in pieces]
     text = "\n".join(ir.print_kernel(kernels[p], locations=False) for p in pieces)
     return registry.compile_graph([kernels[p] for p in pieces], target, options, launch.shape, key=text)

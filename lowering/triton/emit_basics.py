@@ -64,12 +64,12 @@ def _call(em: Emitter, c) -> Val:
     return code.sub(a, code.mul(code.op("arith.floordivsi", a, b), b))
 
 
-def start_program(em: Emitter, linear: Val) -> None:
+def start_program(em: Emitter, linear: Val, *, plain: bool = False) -> None:
     """Take the ids of a program, i32, from its place in the grid, i32 or i64: the last axis fastest, or bands of a
-    matrix product."""
+    matrix product unless the order is to be `plain`."""
     code, rest = em.code, linear
     grid = em.kernel.grid
-    banded = grouped_axes(em.kernel)
+    banded = None if plain else grouped_axes(em.kernel)
     if banded:
         rest = _banded(em, linear, *banded)
     for axis in reversed(range(len(grid))):

@@ -251,7 +251,7 @@ class Tasks:
         p = Val(code.name(), (), "i32")
         code.do(f"scf.for {p.name} = {row['begin'].name} to {row['end'].name} step {code.i32(1).name} : i32 {{")
         with code.region():
-            start_program(em, p)
+            start_program(em, p, plain=True)  # bands are cut in this order
             early = _early(kernel, self.shape.fixed[number] if self.shape.fixed else ())
             for op in early:
                 em.op(op)

@@ -121,7 +121,7 @@ def test_a_timeline_of_a_gpu_keeps_the_edges():
 @pytest.mark.gpu
 def test_a_band_that_does_not_come_is_an_error():
     """A plan in which a band waits for more bands than there are ends within the option `timeout`."""
-    with jt.config(timeout=0.2):
+    with jt.config(timeout=0.2, poison=False):
         region = _region()
         wired, schedule = primitive.scheduled(region, primitive.Options(cores=4))
         launch = persistent.launch_of(schedule, len(wired.operands), traced=False)
