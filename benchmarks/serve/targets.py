@@ -48,18 +48,26 @@ def of_batches(lm: LanguageModel, rows: int, load: Load) -> Answer:
 
     batch(load.calls(lm.config.vocab_size)[:1], lambda step: None)  # compiles
 
-    async def answer(call: Call) -> AsyncIterator[int]:
-        mine: asyncio.Queue = asyncio.Queue()
-        waiting.append((call, mine))
+    async def take() -> None:
         loop = asyncio.get_running_loop()
         async with busy:
             taken, waiting[:] = waiting[:rows], waiting[rows:]
+            say = lambda what: loop.call_soon_threadsafe(lambda: [queue.put_nowait(what) for _, queue in taken])
             if taken:  # else another call has taken this one into its batch
-                tell = lambda step: loop.call_soon_threadsafe(lambda: [queue.put_nowait(step) for _, queue in taken])
-                await asyncio.to_thread(batch, [one for one, _ in taken], tell)
+                try:
+                    await asyncio.to_thread(batch, [one for one, _ in taken], say)
+                except Exception as error:
+                    say(error)
+
+    async def answer(call: Call) -> AsyncIterator[int]:
+        mine: asyncio.Queue = asyncio.Queue()
+        waiting.append((call, mine))
+        taking = asyncio.ensure_future(take())  # meanwhile tokens are read as they come
         for _ in range(call.count):
-            await mine.get()
+            if isinstance(found := await mine.get(), Exception):
+                raise found
             yield 1
+        await taking
 
     return answer
 

@@ -237,7 +237,7 @@ def _steady(lm: LanguageModel) -> tuple[int, ...]:
     if not all(isinstance(x, QuantizedTensor) for x in matrices):
         return 24, 64
     alone = all(x.shape[-1] % 16 == 0 and not x.is_super for x in matrices)
-    return (1 if alone else 3), 4, 16, 64
+    return (1 if alone else 3), 4, 16, 32, 64, 128
 
 
 def _rounded(lm: LanguageModel) -> bool:

@@ -103,6 +103,10 @@ def test_a_loop_over_batches():
     seen = asyncio.run(loads.run(load, targets.of_batches(lm, 4, load), 50))
     assert [len(one.times) for one in seen] == [3] * 7
     assert lm.asked[0] == 1 and sum(lm.asked[1:]) == 7 and max(lm.asked) <= 4
+    lm = Batches()
+    answer = targets.of_batches(lm, 4, load)
+    lm.stream = lambda *_, **__: 1 // 0
+    assert all("ZeroDivisionError" in one.error for one in asyncio.run(loads.run(load, answer, 50)))
 
 
 def test_a_server_is_asked_and_one_that_does_not_start_is_told_of():

@@ -85,15 +85,19 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, TokenizeBody)
         tokenizer = self._tokenizer()
-        if body.messages is not None:
-            ids = self._chat(body.messages)
-        else:
-            ids = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+        def encode() -> list[int]:  # in a thread: some megabytes take seconds, in which others want their tokens
+            if body.messages is not None:
+                return self._chat(body.messages)
+            return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+        ids = await anyio.to_thread.run_sync(encode)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_length": self.engine.settings.length})
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
-        return JSONResponse({"prompt": self._decoded(body.tokens, "tokens")})
+        text = await anyio.to_thread.run_sync(self._decoded, body.tokens, "tokens")
+        return JSONResponse({"prompt": text})
 
     def _decoded(self, ids: Sequence[int], param: str) -> str:
         vocab = self.engine.lm.config.vocab_size

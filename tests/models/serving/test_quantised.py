@@ -16,7 +16,7 @@ from jtile.models.serving.settings import default_shapes, settings_of
 def test_shapes(write_gguf, tmp_path):
     for kind in ("Q4_1", "Q8_0"):
         lm = jtile.models.load(write_gguf(tmp_path / f"{kind}.gguf", kind), dtype="float32")
-        assert default_shapes(lm, 16, True, True) == (1, 4, 16, 64, 256)
+        assert default_shapes(lm, 16, True, True) == (1, 4, 16, 32, 64, 128, 256)
 
 
 @pytest.mark.usefixtures("optimized")  # as on a server: LLVM fuses products and sums
