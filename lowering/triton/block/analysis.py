@@ -141,7 +141,7 @@ class Homes:
         for op in self._ops:
             if isinstance(op, ir.DotAsync):
                 self._set(op.result, product_layout(op, self.warps, self.widest))
-            if isinstance(op, ir.DotLanes) and self.warps == lanes.WARPS:
+            if isinstance(op, ir.DotLanes) and lanes.fits(op, self.warps):
                 self._set(op.result, lanes.sums(op.result.shape[0]))
         for op in self._ops:
             for v in self._operands_carried(op):
@@ -229,7 +229,7 @@ class Homes:
     def _want(self, op: ir.Op, v: ir.Value, k: int, depth: int) -> Layout | None:
         if isinstance(op, ir.DotAsync):
             return operand_layout(op, self.warps, self.widest) if v is op.a else self.get(op.result)
-        if isinstance(op, ir.DotLanes):
+        if isinstance(op, ir.DotLanes) and lanes.fits(op, self.warps):
             rows = op.result.shape[0]
             return lanes.words(rows) if v in op.terms else lanes.sums(rows) if v is op.acc else lanes.factors()
         if isinstance(op, POINTWISE) and op.results[0].shape == v.shape:

@@ -23,9 +23,8 @@ _MASK = (
 @emits(ir.DotLanes)
 def _dot_lanes(em: BlockEmitter, op: ir.DotLanes) -> Val:
     shape = op.terms[0].shape
-    rows, count, words = shape
-    whole = rows % lanes.EIGHT == 0 and (count, words) == (lanes.COUNT, lanes.WORDS) and op.result.shape[1] == 2
-    if em.warps != lanes.WARPS or not whole:
+    rows = shape[0]
+    if not lanes.fits(op, em.warps):
         em.refuse(op, f"products of multiples of eight rows, {lanes.COUNT} lanes of {lanes.WORDS} words and two planes "
                       f"in a role of {lanes.WARPS} warps, got {op.terms[0].type} in a role of {em.warps}")  # fmt: skip
     code, home = em.code, lanes.words(rows)

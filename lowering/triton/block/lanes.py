@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 
+from jtile import ir
+
 from .layouts import Layout, Linear, sliced
 from .linear import halved, permuted, reshaped
 
@@ -19,6 +21,12 @@ WARPS, COUNT, WORDS, EIGHT = 4, 32, 4, 8  # warps of a role; lanes, words of a l
 # of the row, the plane, five of the lane.
 PERM = (0, 7, 8, 9, 1, 4, 5, 6, 2, 3)
 BACK = tuple(PERM.index(k) for k in range(len(PERM)))
+
+
+def fits(op: ir.DotLanes, warps: int) -> bool:
+    """Whether instructions compute this product in a role of so many warps."""
+    (rows, *rest), planes = op.terms[0].shape, op.result.shape[1]
+    return warps == WARPS and rows % EIGHT == 0 and rest == [COUNT, WORDS] and planes == 2
 
 
 @functools.cache
