@@ -259,6 +259,7 @@ def test_the_exact_attention_and_its_gradient():
 
 
 # tests/fusion has what is fused
+@pytest.mark.usefixtures("by_numpy")
 @pytest.mark.parametrize("name", [n for n in WORKLOADS if hasattr(MODULES[n], "cases") and n != "fuse"])
 def test_cases_at_full_size_are_well_formed(name, monkeypatch):
     monkeypatch.setattr(data, "_normal", lambda seed, shape, dtype, scale: jnp.zeros(shape, dtype))  # traced in no time
