@@ -148,8 +148,8 @@ def _gated_forward(q, k, sums, *, c: int):
 
 def _gated_backward(residuals, cts, *, c: int):
     q, k, sums = residuals
-    kernel = tuned(gated_chunks_pulled, num_warps=_WARPS)
-    dq, dk, dsums = kernel(q, k, sums, *cts, c=c, bk=fit(k.shape[3], _SIDE))
+    kernel = tuned(gated_chunks_pulled, num_warps=4)
+    dq, dk, dsums = kernel(q, k, sums, *cts, c=c, bk=fit(k.shape[3], _SIDE // 2))
     return _grouped(dq, q), _grouped(dk, k), dsums
 
 
@@ -309,15 +309,16 @@ def _forward(q, k, v, g, own, whole, state, *, save: bool, **meta):
     return linear_attention_states(*operands, save=save, **meta), operands
 
 
-def _backward(residuals, cts, *, c: int, bv: int, scale: float, save: bool):
+def _backward(residuals, cts, *, c: int, scale: float, save: bool, **_):
     q, k, v, g, own, whole, state = residuals
     ct, of_last = cts if save else (cts, None)
     sides = {"bk": fit(k.shape[3], _SIDE), "bv": fit(v.shape[3], _SIDE), "c": c}
     ct = ct.astype(v.dtype)
     s = chunk_states(k, v, g, whole, state, **sides)
     ds, of_first = chunk_state_cotangents(q, ct, g, whole, of_last, scale=scale, **sides)
-    kernel = tuned(linear_attention_states_pulled, num_warps=_WARPS)
-    dq, dk, dv, *more = kernel(q, k, v, g, own, whole, ct, s, ds, c=c, bv=sides["bv"], scale=scale)
+    kernel = tuned(linear_attention_states_pulled, num_warps=4 if g is None and own is None else _WARPS)
+    bv = fit(v.shape[3], _SIDE if own is None else _SIDE // 2)
+    dq, dk, dv, *more = kernel(q, k, v, g, own, whole, ct, s, ds, c=c, bv=bv, scale=scale)
     down, dwhole = more if own is not None else (None, None)
     dg = None if g is None else more[0]
     dstate = None if state is None else of_first.astype(state.dtype)

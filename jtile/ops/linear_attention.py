@@ -19,7 +19,6 @@ from jtile.ops.dispatch import Implementation, Op, vector_cores
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
 STEPS = 4  # the most positions that are taken one by one
-BY_STATES = False  # whether GPUs take the kernels of `chunk_states`, which none has measured yet
 
 
 def _types(q, k, v, g, beta, *rest, save: bool, **_):
@@ -196,7 +195,7 @@ def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | N
     simple = beta is None and (g is None or g.shape[3] == 1)
     usual = (32 if simple else 16) if machine().whole else 16 if vector_cores() and beta is not None else 64
     c = chunk_of(known(v.shape[1]), chunk or usual)
-    if BY_STATES and beta is None and "warps" in jt.target().features:
+    if beta is None and "warps" in jt.target().features:
         return in_states(q, k, v, g, state, c=c, bv=columns(k.shape[3], v.shape[3]), scale=scale, save=save)
     mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
     bv = columns(k.shape[3], v.shape[3])

@@ -10,9 +10,29 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, fit, machine
+from jtile.ops._shapes import check_float, fit, machine, tuned
 
+_BITS = 30  # of a number from 0 to 1
 _ONE = 0x3F800000  # the bits of 1.0; bits of numbers from 0 to 1, as integers, are in the order of the numbers
+
+
+@jt.function
+def _bound(W, count, enough, bits: int):
+    """The bits of the largest number c, at most 1, with sum_{w_j >= c} w_j >= enough, found `bits` of its 30 bits at a
+    time: a pass over the row adds up what is above each number that they may make."""
+    low = jnp.int32(0)
+    for turn in jt.range(_BITS // bits):
+        step = jnp.int32(1) << (_BITS - bits - bits * turn)
+        bounds = [low + digit * step for digit in range(1, 1 << bits)]
+        levels = [jax.lax.bitcast_convert_type(bound, jnp.float32) for bound in bounds]
+        added = jnp.sum if bits == 1 else jnp.asarray  # of several sums, each place of a tile has its own
+        above = tuple(jnp.zeros(() if bits == 1 else W.tile_shape, jnp.float32) for _ in bounds)
+        for k in jt.range(count):
+            w = W[k]
+            above = tuple(a + added(jnp.where(w >= level, w, 0.0)) for a, level in zip(above, levels))
+        fits = [(a.sum() >= enough) & (bound <= _ONE) for a, bound in zip(above, bounds)]
+        low = low + step * sum(jnp.where(fit, 1, 0) for fit in fits)  # what is above falls from digit to digit
+    return low
 
 
 @jt.kernel(
@@ -20,9 +40,9 @@ _ONE = 0x3F800000  # the bits of 1.0; bits of numbers from 0 to 1, as integers, 
     grid=lambda x, *_, **__: x.shape[0],
     scratch=lambda x, *_, bn, **__: jax.ShapeDtypeStruct((jt.cdiv(x.shape[1], bn) * bn,), jnp.float32),
 )
-def top_p_rows(x, p, heat, drawn, y, weights, *, bn: int):
+def top_p_rows(x, p, heat, drawn, y, weights, *, bn: int, bits: int):
     """x [rows, n], p, heat (1 / temperature) and drawn (in [0, 1)) float32 [rows]; y [rows]."""
-    # w_j = exp((x_j - max x) heat)     c: the largest number with sum_{w_j >= c} w_j >= p sum_j w_j, digit by digit
+    # w_j = exp((x_j - max x) heat)     c: the largest number with sum_{w_j >= c} w_j >= p sum_j w_j
     # y: the first j with sum_{i <= j, w_i >= c} w_i > drawn sum_{w_i >= c} w_i
     i, n = jt.program_id(0), x.shape[1]
     X, W = x.tiles(None, bn, pad=-jnp.inf), weights.tiles(bn)
@@ -36,15 +56,7 @@ def top_p_rows(x, p, heat, drawn, y, weights, *, bn: int):
         w = jnp.where(k * bn + jt.arange(bn) < n, w, 0.0)
         W[k] = w
         total = total + w.sum()
-    enough = p[i] * total
-    low = jnp.int32(0)
-    for bit in jt.range(30):
-        bound = low | (jnp.int32(1 << 29) >> bit)
-        level = jax.lax.bitcast_convert_type(bound, jnp.float32)
-        above = jnp.float32(0)
-        for k in jt.range(count):
-            above = above + jnp.where(W[k] >= level, W[k], 0.0).sum()
-        low = jnp.where((above >= enough) & (bound <= _ONE), bound, low)
+    low = _bound(W, count, p[i] * total, bits)
     level = jax.lax.bitcast_convert_type(low, jnp.float32)
     kept = jnp.float32(0)
     for k in jt.range(count):
@@ -87,7 +99,9 @@ def sample_top_p(logits: jax.Array, key: jax.Array, *, p: Any = 1.0, temperature
     drawn = jax.random.uniform(key, shape, jnp.float32)
     rows = logits.reshape(-1, logits.shape[-1])
     bn = fit(rows.shape[1], 2048 if machine().whole else 4096)
-    found = top_p_rows(rows, p.reshape(-1), (1 / temperature).reshape(-1), drawn.reshape(-1), bn=bn)
+    bits = 1 if machine().whole else 3  # a GPU waits for passes over a row, a CPU computes
+    kernel = tuned(top_p_rows, num_warps=16)
+    found = kernel(rows, p.reshape(-1), (1 / temperature).reshape(-1), drawn.reshape(-1), bn=bn, bits=bits)
     return found.reshape(shape)
 
 

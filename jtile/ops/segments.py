@@ -14,7 +14,7 @@ import numpy as np
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, machine, sums_in, tuned
-from jtile.ops.dispatch import Implementation, Op, first_unmet
+from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
 from jtile.ops.row_groups import as_int32
 
 _FEW = 64  # the fewest rows of a part of a segment
@@ -148,10 +148,10 @@ def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
     if not in_order:
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
         ordered = ids[order]
-    if machine().whole:
-        starts = segment_starts(ordered, segments=segments, bs=fit(segments + 1, 256))
-    else:  # the kernel has not been measured there
+    if vector_cores():  # the kernel has not been measured there
         starts = jnp.searchsorted(ordered, jnp.arange(segments + 1, dtype=jnp.int32)).astype(jnp.int32)
+    else:
+        starts = segment_starts(ordered, segments=segments, bs=fit(segments + 1, 256))
     n, f = map(known, data.shape)
     rows = jt.cdiv(n, segments)
     bf = fit(f, 1024)
@@ -159,7 +159,7 @@ def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
     br = 1 if machine().whole and bf >= _WIDE else fit(rows, max(1, machine().row // bf))
     parts = jt.cdiv(machine().programs, segments * jt.cdiv(f, bf)) if how == "sum" else 1
     parts = max(1, min(parts, rows // max(_FEW, br)))
-    kernel = tuned(segment_runs, num_warps=1) if br * bf <= 256 else segment_runs
+    kernel = tuned(segment_runs, num_warps=1) if br * bf <= 1024 else segment_runs
     return kernel(data, ids, order, starts, segments=segments, parts=parts, br=br, bf=bf, how=how)
 
 

@@ -26,10 +26,12 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in
+from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in, tuned
+from jtile.ops.matmul import matmul
 
 HALVES, PLACES, KEPT = 2, 4, 2
 UNIT = HALVES * PLACES  # numbers of a row that share a byte of codes
+DENSE = 512  # rows of x from which on a GPU makes a dense weight, and multiplies with that
 
 
 @jax.tree_util.register_dataclass
@@ -202,6 +204,19 @@ def sparse24_dvalues(g, x, codes, values, *, bm: int, bn: int, bp: int):
         values.tiles(bn, None, bp)[j, KEPT * h + e, p] = jnp.where(place >= 2, far, near).astype(values.dtype)
 
 
+@jt.kernel(
+    out_type=lambda values, codes, **_: jt.like(values, shape=(codes.shape[0], UNIT * codes.shape[1])),
+    grid=lambda values, codes, *, bn, bp: (jt.cdiv(codes.shape[0], bn), HALVES, jt.cdiv(codes.shape[1], bp)),
+)
+def sparse24_dense(values, codes, dense, *, bn: int, bp: int):
+    """The weight with its zeros; p divides into blocks of `bp`."""
+    j, h, p = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    code = codes.tiles(bn, bp)[j, p] >> (4 * h).astype(jnp.uint8)
+    kept = [values.tiles(bn, None, bp)[j, KEPT * h + e, p] for e in range(KEPT)]
+    numbers = jnp.stack([_number(kept, code, 0, c) for c in range(PLACES)], -1)
+    dense.tiles(bn, PLACES * bp)[j, h * (codes.shape[1] // bp) + p] = numbers.reshape(bn, PLACES * bp)
+
+
 # -- rules: all three are linear in both of their arrays, and each is the other two's derivative ----------------------
 
 
@@ -287,8 +302,17 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
     lead, width = x.shape[:-1], k // UNIT
     if 0 in (*lead, n, k):
         return jnp.zeros((*lead, n), out_dtype)
+    if not machine().whole and known(math.prod(lead)) >= DENSE:
+        return matmul(x, _whole(weight).astype(x.dtype), transpose_b=True, out_dtype=out_dtype)
     rows = x.reshape(math.prod(lead), HALVES, width, PLACES).swapaxes(2, 3).reshape(-1, UNIT, width)
     return _y(rows, weight.values, weight.codes).astype(out_dtype).reshape(*lead, n)
+
+
+def _whole(weight: Sparse24Tensor) -> jax.Array:
+    """The weight with its zeros, made by a kernel where its rows divide into blocks (H200: XLA took three times as
+    long)."""
+    bp = math.gcd(weight.codes.shape[1], 128)
+    return weight.dense() if bp < 16 else tuned(sparse24_dense, num_warps=4)(weight.values, weight.codes, bn=8, bp=bp)
 
 
 def sparse24_matmul_reference(x, weight, *, out_dtype=None):

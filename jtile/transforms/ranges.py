@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jtile._compat import is_symbolic
+from jtile.trace.rules.control import counters
 from jtile.transforms.activity import is_literal
 from jtile.transforms.evaluate import as_loop
 
@@ -45,6 +46,26 @@ class Ranges:
         lo, hi = self.of(loop.init[loop.counter]), self.of(loop.limit)
         most = INT32_MAX + 1 if lo is None or hi is None else max(0, -(-(hi[1] - lo[0]) // loop.step))
         return most if most <= INT32_MAX else None  # more than that is the range of a dtype, no bound
+
+    def tested(self, eqn: Any) -> int | None:
+        """The most rounds of a `while` that does not count them, where a test of a counter is one of its conditions, as
+        in `while (error > eps) & (k < 20)`; None where none is."""
+        cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        outer = dict(zip(cond.invars, [*eqn.invars[:n_cond], *eqn.invars[n_cond + n_body :]], strict=True))
+        steps = {c.place: c.step for c in counters(body, body.invars[n_body:], body.outvars)}
+        known = lambda v: self.of(v if is_literal(v) else outer.get(v))
+        found = []
+        for test in _conditions(cond):
+            low, high = test.invars if test.primitive.name in ("lt", "le") else test.invars[::-1]
+            place = next((k for k, v in enumerate(cond.invars[n_cond:]) if v is low), None)
+            first, limit = known(low), known(high)
+            moves = any(high is v and body.outvars[k] is not body.invars[n_body + k]
+                        for k, v in enumerate(cond.invars[n_cond:]))  # fmt: skip
+            if steps.get(place, 0) > 0 and first is not None and limit is not None and not moves:
+                end = limit[1] + (test.primitive.name in ("le", "ge"))
+                found.append(max(0, -(-(end - first[0]) // steps[place])))
+        return min((n for n in found if n <= INT32_MAX), default=None)
 
     def _visit(self, jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
@@ -91,6 +112,22 @@ class Ranges:
             if lo is not None and n is not None:
                 self.known[loop.carries[loop.counter]] = (lo[0], lo[1] + max(0, n - 1) * loop.step)
         self._visit(loop.body)
+
+
+def _conditions(cond: Any) -> list[Any]:
+    """The comparisons of integer scalars all of which a condition takes to be true."""
+    made = {v: e for e in cond.eqns for v in e.outvars}
+    found, todo = [], list(cond.outvars)
+    while todo:
+        v = todo.pop()
+        eqn = None if is_literal(v) else made.get(v)
+        if eqn is None:
+            continue
+        if eqn.primitive.name in ("and", "convert_element_type"):
+            todo += eqn.invars
+        elif eqn.primitive.name in ("lt", "le", "gt", "ge") and np.dtype(eqn.invars[0].aval.dtype).kind in "iu":
+            found.append(eqn)
+    return found
 
 
 def _holds(dtype: Any, found: Range) -> bool:

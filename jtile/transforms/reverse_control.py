@@ -197,6 +197,9 @@ def _endless(self: Reverse, eqn: Any, args: list[Any], mode: Mode, changes: bool
 
     rounds, *outs = lax.while_loop(lambda c: values(cond, args[:n_cond], *c[1:])[0], body, (np.int32(0), *init))
     moving = [j for j in range(len(init)) if j not in still]
+    most = self.ranges.tested(eqn)
+    if most is not None:  # of use to second derivatives, which save carries of the loop that this one's gradient is
+        rounds = lax.clamp(np.int32(0), rounds, np.int32(most))
     run = _Run(loop, consts, init, [], rounds, UNBOUNDED, moving, {}, [], again=True)
     return outs, lambda cts: _backwards(self, run, mode, cts)
 

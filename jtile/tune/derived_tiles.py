@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jtile import ir, passes
+from jtile.passes.apart import apart
 from jtile.passes.axes import Node, contraction
 from jtile.passes.partials import Busy
 from jtile.transforms.factors import Factors, factors
@@ -57,12 +58,27 @@ class Tiled:
 
 
 def tiled(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled | None:
-    """The kernel in the tiles that are expected to be best on a target; None where it is no product of arrays whose
-    tiles may change, or where its own are as good.
+    """The kernel in the tiles that are expected to be best on a target, and with a loop for each of several products
+    that it adds up where more rounds of their operands are on their way then; None where it is to stay as it is.
 
     Args:
       options: options of the compiler, as the user gives them.
     """
+    found = _in_best_tiles(kernel, target, options)
+    if ir.is_dynamic(kernel) or not warpgroups.multiplies(target) or not _large(kernel):
+        return found
+    now = found.kernel if found else passes.run_pipeline(kernel, passes.TILE)
+    given = options if found is None else {**options, **found.options}
+    new = apart(now)
+    if new is None or slots(new, target, given) <= slots(now, target, given):
+        return found
+    why = f"{found.why}; " if found else ""
+    return Tiled(new, found.options if found else {}, f"{why}one product after the other on {target.name}")
+
+
+def _in_best_tiles(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled | None:
+    """The kernel in the tiles that are expected to be best on a target; None where it is no product of arrays whose
+    tiles may change, or where its own are as good."""
     if "vector cores" in target.features or ir.is_dynamic(kernel) or not _large(kernel):
         return None
     kernel = passes.run_pipeline(kernel, passes.TILE)

@@ -1,7 +1,5 @@
 """Linear attention, its gates and delta rules: chunks and single positions against one position after the other."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from jtile.ops.recurrences import inverse
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
-linear_attention = importlib.import_module("jtile.ops.linear_attention")  # the function has its module's name
 KINDS = {"plain": (0, False), "decay": (1, False), "gated": (2, False), "delta": (0, True), "gated delta": (1, True),
          "KDA": (2, True)}  # fmt: skip
 
@@ -73,9 +70,8 @@ def test_tiles_of_a_gpu(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "decay", "gated"])
-def test_states_of_chunks(kind, monkeypatch):
+def test_states_of_chunks(kind):
     """What GPUs compute in kernels of its own: states in front of chunks and cotangents of those behind them."""
-    monkeypatch.setattr(linear_attention, "BY_STATES", True)
     args = operands(kind)
     given = [n for n, x in enumerate(args) if x is not None]
     of = lambda f: lambda *now: f(*(now[given.index(n)] if n in given else None for n in range(len(args))))

@@ -132,7 +132,7 @@ def feeds(kernel: Kernel) -> Feeds:
     brought = {x for _, loads in found for x in loads}
     either = {op: c for op, c in choices(kernel.body).items() if c[0] in brought}
     computed = {d: n for b in dict.fromkeys(home[d] for d in dots) for d, n in scratch(b, either).items()}
-    rings = _rings(kernel, sites, either)
+    rings = _shared(_rings(kernel, sites, either), dots, home)
     if not any(not s.resident and s.depth for r in rings for s in r.sites):
         refuse("no loop loads the operands of its matrix products", dots[0])
     return Feeds(rings, dots, computed, {x for x, _ in either.values()}, home)
@@ -360,6 +360,44 @@ def _rings(kernel: Kernel, sites: list[Site], either: Mapping[Op, tuple[Load, in
         ring.eager = any(id(t.block) in inside[k] for k, s in enumerate(ring.sites) for t in ring.sites if t is not s)
     apart = lambda ring: ring.eager and (ring.resident or not _spanned(ring, either))
     return [part for ring in rings.values() for part in (map(_alone, ring.sites) if apart(ring) else [ring])]
+
+
+def _shared(rings: list[Ring], dots: list[Dot], home: Mapping[Op, Block]) -> list[Ring]:
+    """The rings, of which loops one behind the other share one, whatever they load, where each has one product, and
+    operands of the same types."""
+    found: dict[Hashable, Ring] = {}
+    for ring in rings:
+        products = [_only_product(s, dots, home) for s in ring.sites]
+        forms = {_operand_forms(d) if d else None for d in products}
+        key: Hashable = ring
+        if len(forms) == 1 and None not in forms and not (ring.eager or ring.resident):
+            key = (ring.sites[0].depth, *forms)
+        if key in found:
+            both = [*found[key].sites, *ring.sites]
+            for s in both:
+                product = _only_product(s, dots, home)
+                assert product is not None
+                s.loads = tuple(x for right in (False, True) if isinstance(x := operand(product, right)[0].op, Load))
+            found[key].sites = both
+        else:
+            found[key] = ring
+    return list(found.values())
+
+
+def _only_product(site: Site, dots: list[Dot], home: Mapping[Op, Block]) -> Dot | None:
+    """The product of a site's block, where it is the only one, and takes both of its operands from the site."""
+    here = [d for d in dots if home[d] is site.block]
+    if len(here) != 1 or len(site.loads) != 2:
+        return None
+    loads = {operand(here[0], right)[0].op for right in (False, True)}
+    alone = not any(op.blocks() for op in site.block.ops)
+    return here[0] if loads == set(site.loads) and alone else None
+
+
+def _operand_forms(dot: Dot) -> Hashable:
+    """What buffers of a product's operands depend on."""
+    sides = [operand(dot, right) for right in (False, True)]
+    return tuple((str(v.type), turned, str(getattr(v.op, "pad", None))) for v, turned in sides), str(dot.result.type)
 
 
 def _alone(site: Site) -> Ring:
