@@ -162,7 +162,7 @@ def enter(attention, x, delta, norm, eps: float):
 
 def mlp_behind_norm(mlp, x, delta, norm, eps: float):
     """(x + delta, the output of `mlp` for the norm of that sum)."""
-    if isinstance(mlp, GatedMLP):
+    if hasattr(mlp, "behind_norm"):
         return mlp.behind_norm(x, delta, norm.get_value(), eps)
     x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
     return x, mlp(normed)
@@ -259,14 +259,24 @@ class Decoder(nnx.Module):
         self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
         self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
 
-    def _enter(self, ids, positions):
-        """(the embeddings of ids, the cos and sin of the positions for each rope that blocks have)."""
+    @property
+    def ropes(self) -> tuple:
+        """The ropes that blocks have, each once."""
+        return tuple(dict.fromkeys(block.rope for block in self.blocks))
+
+    def enter(self, ids, positions):
+        """What goes into the blocks.
+
+        Args:
+          ids, positions: int32 of one shape.
+        Returns:
+          The embeddings of the ids, and the cos and sin of the positions for each of `ropes`.
+        """
         x = self.over.embedding(self.embedding.get_value(), ids, self.dtype) * self.config.embedding_scale
-        ropes = dict.fromkeys(block.rope for block in self.blocks)
         angles = lambda rope: layers.rope_angles(
             positions, jnp.asarray(rope.frequencies()), rope.attention_factor, rope.tempered
         )
-        return x, {rope: angles(rope) for rope in ropes}
+        return x, {rope: angles(rope) for rope in self.ropes}
 
     def _norm(self, x, delta=None):
         return layers.add_norm(x, delta, self.norm.get_value(), self.config.norm_eps)[1]
@@ -305,7 +315,7 @@ class Decoder(nnx.Module):
           Hidden states [batch, length, hidden], or [batch, hidden] of the tokens `at`, before the final norm, and the
           entry of each layer for the cache.
         """
-        x, angles = self._enter(ids, _positions(ids))
+        x, angles = self.enter(ids, _positions(ids))
         delta, entries = None, []
         for i, block in enumerate(self.blocks, 1):
             more = {"lengths": lengths} if getattr(block, "recurrent", False) else {}
@@ -331,7 +341,7 @@ class Decoder(nnx.Module):
           num_layers + 1 arrays [batch, length, hidden], namely the embeddings, then what each block but the last gives,
           then the last block's output behind the final norm.
         """
-        x, angles = self._enter(ids, _positions(ids))
+        x, angles = self.enter(ids, _positions(ids))
         states = [x]
         for block in self.blocks:
             run = lambda x, block=block: jnp.add(*map(layers.whole, block.prefill(x, None, *angles[block.rope])[0]))
@@ -372,7 +382,7 @@ class Decoder(nnx.Module):
         """The attention window of each layer; None where it sees all keys."""
         return tuple(block.attention.window for block in self.blocks)
 
-    def step(self, tokens, cache: kv.KVCache, of=None, shares: bool = False):
+    def step(self, tokens, cache: kv.KVCache, of=None, shares: bool = False, entered=None):
         """The logits behind the next tokens of each row, which the cache takes in.
 
         Args:
@@ -380,6 +390,7 @@ class Decoder(nnx.Module):
           cache: the cache of the tokens before.
           of: int32 [n], numbers of some of the batch * t tokens; only their logits are computed.
           shares: logits of one token a row may stay cut over devices, as `parallel.Shares`.
+          entered: (x, delta, angles) where something else has done what `enter` does: x + delta are the embeddings.
         Returns:
           Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
         """
@@ -387,8 +398,10 @@ class Decoder(nnx.Module):
         positions = cache.lengths
         if tokens.ndim > 1:
             positions = (positions[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]).reshape(-1)
-        x, angles = self._enter(tokens.reshape(-1), positions)
-        delta, entries = None, []
+        x, delta, angles = entered or (None, None, None)
+        if entered is None:
+            x, angles = self.enter(tokens.reshape(-1), positions)
+        entries = []
         for block, entry in zip(self.blocks, cache.entries, strict=True):
             (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry))
             entries.append(slots.entry)

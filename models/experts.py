@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtile import ops
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, hopper_chosen
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 
-from . import few_tokens
+from . import few_tokens, layers
 from .config import WeightSource
-from .parallel import ALONE, Axes
+from .parallel import ALONE, Axes, Term
 
 Matrix = jax.Array | QuantizedTensor
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
@@ -92,6 +93,31 @@ def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
         y = gated(product(x, gate_up, biases[0]))
     shares = product(y, down, biases[1]).astype(jnp.float32) * weights[:, :, None]
     return shares.sum(1).astype(x.dtype)
+
+
+def _streamed(x, residual, norm, router, gate_up, down, *, k: int, normalised: bool, eps: float):
+    scores, total = hopper_chosen.normed_scores(x, residual, norm, router, eps=eps)
+    experts, weights = few_tokens.most_probable_of(scores[None], k, normalised)
+    return total, hopper_chosen.products(x, residual, norm, experts[0], weights[0], gate_up, down, eps=eps)
+
+
+def _not_streamed(x, residual, norm, router, gate_up, down, *, k: int, **_) -> str | None:
+    if any(isinstance(w, QuantizedTensor | tuple) for w in (gate_up, down)):
+        return "experts are quantised"
+    return hopper_chosen.misfit(x, router, gate_up, down, k)
+
+
+def _one_by_one(x, residual, norm, router, gate_up, down, *, k: int, normalised: bool, eps: float):
+    normed, total = ops.rms_norm(x, norm, eps=eps, residual=residual)
+    return total, mixture(normed, *few_tokens.choose(normed, router, k, normalised), gate_up, down)
+
+
+# x + residual [tokens, hidden], and the mixture of its RMS norm, whose router takes the k most probable experts.
+mixture_behind_norm = Op(
+    "mixture behind an RMS norm",
+    Implementation("streams of the chosen matrices", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("one kernel after the other", _one_by_one),
+)
 
 
 def _of_own(x, experts, weights, count: int, run: Callable):
@@ -182,6 +208,18 @@ class Mixture(nnx.Module):
 
     def __init__(self, router: Any, experts: Any, shared: Any = None, weighted_rows: bool = False):
         self.router, self.experts, self.shared, self.weighted_rows = router, experts, shared, weighted_rows
+
+    def behind_norm(self, x, delta, norm, eps: float):
+        """(x + delta, the output of this mixture for the norm of that sum)."""
+        alone = self.over == ALONE and self.shared is None and not self.weighted_rows
+        if delta is None or isinstance(delta, Term) or not alone or not hasattr(self.router, "probable"):
+            x, normed = layers.add_norm(x, delta, norm, eps)
+            return x, self(normed)
+        matrices = self.experts.gate_up.get_value(), self.experts.down.get_value()
+        rows = (y.reshape(-1, y.shape[-1]) for y in (delta, x))
+        options = self.router.probable | {"eps": float(eps)}
+        total, y = mixture_behind_norm(*rows, norm, self.router.weight.get_value(), *matrices, **options)
+        return total.reshape(x.shape), y.reshape(x.shape)
 
     def _count(self) -> int:
         """The number of experts on all devices together."""

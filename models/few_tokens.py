@@ -160,12 +160,17 @@ def _probable_backward(residuals, cts, *, normalised: bool, **_):
 most_probable.defvjp(_probable_forward, _probable_backward)
 
 
+def most_probable_of(parts, k: int, normalised: bool):
+    """`most_probable` with as many warps as are quickest."""
+    return _on_nvidia(most_probable, 1 if parts.shape[2] <= _LANES else 4)(parts, k=k, normalised=normalised)
+
+
 def choose(x, w, k: int, normalised: bool):
     """The experts int32 [tokens, k] of the largest `scores` of x float [tokens, hidden] and w [experts, hidden], and
     their weights float32: probabilities, divided by their sum if `normalised`."""
     parts = _score_parts(x, w)
     if _threads() and x.shape[0] and k <= 16:
-        return _on_nvidia(most_probable, 1 if parts.shape[2] <= _LANES else 4)(parts, k=k, normalised=normalised)
+        return most_probable_of(parts, k, normalised)
     weights, experts = ops.top_k(ops.softmax(_summed(parts)), k)
     return experts, weights / weights.sum(1, keepdims=True) if normalised else weights
 

@@ -69,6 +69,9 @@ def load(
       ModelError: the file is missing, truncated, damaged, or holds another architecture, a dtype or page_size is none
         of these, the adapter belongs to another model, or the mesh does not fit the model; the sentence says which.
     """
+    for name, given in (("path", path), ("adapter", adapter)):
+        if given is not None and not isinstance(given, str | os.PathLike):
+            raise ModelError(f"{name} is a str, a path or None; got {given!r}")
     path = default_model() if path is None else Path(path)
     if not path.exists():
         raise ModelError(f"there is no model at {path}; give a .gguf file or a folder with config.json and safetensors")

@@ -17,7 +17,7 @@ import jtile as jt
 from jtile.ops import hopper_rows
 
 from . import cache as kv
-from . import sampling
+from . import next_tokens, sampling
 from .decoder import Decoder
 from .host import on_host
 
@@ -106,6 +106,8 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, the last tokens, done,
     memory)."""
     model = merge(structure, weights)
+    if next_tokens.fits(model, len(tokens), steps, logprobs):
+        return _greedy(model, weights, memory, tokens, done, count, ends, chunk)
 
     def unfinished(i, carry):
         return (i < count) & ~model.over.all(jnp.all(carry[1]))
@@ -130,6 +132,20 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
         carry = jax.lax.fori_loop(0, chunk, step, carry)
     tokens, done, out, memory, filled = carry
     return out[0], out[1] if logprobs else None, filled, tokens, done, memory
+
+
+def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, chunk: int):
+    """`decode` of greedy tokens by the kernel of `next_tokens`."""
+
+    def run(step, *args):
+        with overlapping(len(tokens), _most_that_overlap(weights)):
+            return step(*args)
+
+    out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, chunk=chunk, run=run)
+    column = jnp.arange(chunk, dtype=jnp.int32)
+    before = (is_end(out, ends)[:, None, :] & (column[None, :] < column[:, None])[None]).any(-1)
+    filled = ((column < count) & ~(before | done[:, None]).all(0)).sum(dtype=jnp.int32)
+    return out, None, filled, tokens, ended, dataclasses.replace(memory, cache=cache)
 
 
 def is_end(tokens, ends):

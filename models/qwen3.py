@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -99,6 +100,11 @@ class Router(nnx.Module):
         self.config = config
         self.weight = nnx.Param(as_float32(weight(f"{prefix}weight", (config.experts, hidden))))
 
+    @property
+    def probable(self) -> dict[str, Any]:
+        """The options of `few_tokens.choose`: how many experts a token has, and whether their weights sum to 1."""
+        return {"k": self.config.chosen, "normalised": self.config.normalised}
+
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
         """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
-        return few_tokens.choose(x, self.weight.get_value(), self.config.chosen, self.config.normalised)
+        return few_tokens.choose(x, self.weight.get_value(), **self.probable)

@@ -14,17 +14,17 @@ from jtile.ops._shapes import as_rows, check_float, fit, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
 _LAST = 2**31 - 1  # the largest int32: the key of NaN, and a place behind all others
-_TILE = 1024  # numbers that a program holds at a time on GPUs: each thread loads 16 bytes twice
+TILE = 1024  # numbers that a program holds at a time on GPUs: each thread loads 16 bytes twice
 
 
-def _keys(x):
+def keys_of(x):
     """Integers, int32, in the order of the floats x: NaN is the largest, and both zeros are equal."""
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(x != x, jnp.int32(_LAST), jnp.where(bits < 0, bits ^ jnp.int32(_LAST), bits))
 
 
-def _first_of(keys, places):
+def first_of(keys, places):
     """(the largest of the keys, the first place that has it)."""
     top = keys.max()
     return top, jnp.where(keys == top, places, jnp.int32(_LAST)).min()
@@ -44,27 +44,27 @@ def argmax_rows(x, y, tops, places, *, parts: int, bn: int):
     each = jt.cdiv(X.shape[1], parts)
     best, at = jt.full((bn,), -(2**31), jnp.int32), jt.full((bn,), _LAST, jnp.int32)
     for k in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
-        keys = _keys(X[i, k])
+        keys = keys_of(X[i, k])
         more = keys > best
         best, at = jnp.where(more, keys, best), jnp.where(more, k * bn + jt.arange(bn), at)
-    top, place = _first_of(best, at)
+    top, place = first_of(best, at)
     if parts == 1:
         y[i] = place
     else:
         tops[i, p], places[i, p] = top, place
         if jt.arrive(jt.counters("rows", y.shape[0]), i, parts):
-            y[i] = _first_of(tops[i, :], places[i, :])[1]
+            y[i] = first_of(tops[i, :], places[i, :])[1]
 
 
-def _parts(rows: int, n: int) -> int:
+def parts_of(rows: int, n: int) -> int:
     """How many programs share a row: a power of two, so that there are enough of them for the machine."""
-    tiles, wanted = jt.cdiv(n, _TILE), jt.cdiv(machine().programs, rows)
+    tiles, wanted = jt.cdiv(n, TILE), jt.cdiv(machine().programs, rows)
     return 1 << max(min(tiles, wanted).bit_length() - 1, 0)
 
 
 def _by_programs(x):
     n = x.shape[1]
-    return argmax_rows(x, parts=_parts(*x.shape), bn=fit(n, _TILE))[0]
+    return argmax_rows(x, parts=parts_of(*x.shape), bn=fit(n, TILE))[0]
 
 
 def _not_by_programs(x) -> str | None:

@@ -45,7 +45,7 @@ from jtile.ops.streamed_numbers import (
     room,
     spread,
 )
-from jtile.ops.streamed_operands import PIECE, Rows, Walk, by_block, in_lines, of_blocks, of_piece
+from jtile.ops.streamed_operands import IN_ORDER, PIECE, Places, Rows, Walk, by_block, in_lines, of_blocks, of_piece
 
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
@@ -174,7 +174,7 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 
 
 @jt.function
-def _produce(mem, weights, walk: Walk, kind: str, begin, end):
+def _produce(mem, weights, walk: Walk, kind: str, places: Places, begin, end):
     """Fills the rings, a round of all roles at a time."""
     buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
     for k in jt.range(begin, end):
@@ -182,11 +182,11 @@ def _produce(mem, weights, walk: Walk, kind: str, begin, end):
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(sum(ring.nbytes for ring in buffers))
         for j in range(walk.roles):
-            for w, words, blocks in zip(weights, mem.words[j], mem.of_blocks[j]):
+            for i, (w, words, blocks) in enumerate(zip(weights, mem.words[j], mem.of_blocks[j])):
                 for array, rings in zip((w.codes, *of_blocks(w, kind)), (words, *blocks)):
                     for group, ring in enumerate(rings):
-                        place = array.tiles(*ring.shape).at[n, (chunk * walk.roles + j) * len(rings) + group]
-                        jt.async_copy(place, ring.at(k), mem.full.at(k))
+                        at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
+                        jt.async_copy(array.tiles(*ring.shape).at[at], ring.at(k), mem.full.at(k))
 
 
 @jt.function
@@ -204,10 +204,11 @@ def _fetch(mem, weights, walk: Walk, ahead, fetch: Fetch, slots: int):
 
 
 @jt.function
-def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, rows: int, roles: int, tiles, first,
-           programs):  # fmt: skip
+def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, walk: Walk, places: Places,
+           share):  # fmt: skip
     """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
-    m, bias, residual = y.shape[0], epilogue.bias, epilogue.residual
+    rows, roles, tiles, first, programs = walk.rows, walk.roles, walk.tiles, walk.first, walk.programs
+    m, bias, residual = x.x.shape[0], epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
     whole = jt.cdiv(y.shape[1], rows) - 1
 
@@ -238,7 +239,9 @@ def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, 
             out = ACTIVATIONS[activation](sums[0] if shift is None else sums[0] + shift)
             out = out * sums[1] if len(sums) > 1 else out
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
-            y.tiles(None, rows)[i, tile] = out.astype(y.dtype)
+            row, column = places.of_result(i, tile)
+            out = out if share is None else out * share[row]
+            y.tiles(None, rows)[row, column] = out.astype(y.dtype)
 
 
 @jt.function
@@ -268,7 +271,7 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, ahead, y, *, kind:
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    _program(Rows(x), weights, epilogue, y, None, **options, ahead=ahead, fetch=fetch)
+    program(Rows(x), weights, epilogue, y, None, **options, ahead=ahead, fetch=fetch)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, ahead, y, total, *, kind: str, activation, out_dtype: str,
@@ -277,36 +280,38 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, ahead, y, total, *,
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    _program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options, ahead=ahead, fetch=fetch)
+    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options, ahead=ahead, fetch=fetch)
 
 
-def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
-             slots: int, early: bool = False, beside: bool = False, ahead, fetch: Fetch | None):  # fmt: skip
+def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
+            slots: int, early: bool = False, beside: bool = False, ahead=None, fetch: Fetch | None = None,
+            places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
+    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
-    tiles = (jt.cdiv(y.shape[1], rows) - first + programs - 1) // programs
+    tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
     mem = _memory(x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
     mine, aside = _BESIDE if beside else (0, 0)
     walk = Walk(first, programs, tiles, chunks, rows, roles)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
-            ahead = walk.scales(weights, j, kind, jnp.int32(0))
+            scales = walk.scales(weights, j, kind, jnp.int32(0))
             _prepare(x, mem, j, kind, roles, chunks, early, rows)
-            _consume(mem, j, kind, weights, walk, ahead)
-    with jt.role("producer", warps=1, registers=aside or 24, early=early):
+            _consume(mem, j, kind, weights, walk, scales)
+    with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
         rounds = tiles * chunks
         if fetch is None:
-            _produce(mem, weights, walk, kind, 0, rounds)
+            _produce(mem, weights, walk, kind, places, 0, rounds)
         else:
             filled = jnp.minimum(slots, rounds)
-            _produce(mem, weights, walk, kind, 0, filled)
+            _produce(mem, weights, walk, kind, places, 0, filled)
             _fetch(mem, weights, walk, ahead, fetch, slots)
-            _produce(mem, weights, walk, kind, filled, rounds)
+            _produce(mem, weights, walk, kind, places, filled, rounds)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
-        _write(mem, x, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
+        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
 
 
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False, ahead: int = 0) -> jt.Kernel:
@@ -353,20 +358,27 @@ def choices(
     many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
     `_scale_bytes`; copies go to multiples of 128 bytes. count: see `bytes_of`. beside: room is left for a block of
     `hopper_step`."""
-    roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
-    chunks, shared = jt.cdiv(inner, PIECE * roles), _NARROW if beside else _SHARED
-    row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
-    out = []
+    roles, out = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE))), []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         if any(rows * n % 128 for n in scale_bytes):
             continue
-        sums = _turns(kind, count, rows, gated) * roles * (1 + gated) * m * rows * LANES * 4
-        numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, rows)))
-        slots = (shared - 2048 * m - numbers - sums) // (row * rows)
-        if slots >= 2:
-            out.append(dict(rows=rows, roles=roles, slots=min(slots, 16)))
+        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED)
+        out += [found] if found else []
     deep = [one for one in out if one["slots"] >= 3]
     return deep or out
+
+
+def form(
+    m: int, inner: int, kind: str, gated: bool, rows: int, roles: int, scale_bytes: tuple[int, ...] = (),
+    count: int = 3, shared: int = _SHARED,
+) -> dict[str, int] | None:  # fmt: skip
+    """The meta-parameters of tiles of so many rows: see `choices`; None where there is no room for two slots."""
+    chunks = jt.cdiv(inner, PIECE * roles)
+    numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, rows)))
+    row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
+    sums = _turns(kind, count, rows, gated) * roles * (1 + gated) * m * rows * LANES * 4
+    slots = (shared - 2048 * m - numbers - sums) // (row * rows)
+    return dict(rows=rows, roles=roles, slots=min(slots, 16)) if slots >= 2 else None
 
 
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:

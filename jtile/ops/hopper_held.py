@@ -34,7 +34,7 @@ def _load(weight: Weight, tile, rows: int, kind: str, inner: int, pieces: int) -
     the end of a row are left out: ptxas (12.9) knows that they are zero, and makes NaN of the upper half of such a word
     of 8-bit floats."""
     count = groups_of(kind)
-    width = 512 // jnp.dtype(weight.codes.dtype).itemsize
+    width = PIECE // groups_of(kind) * bits_of(kind) // (32 if weight.codes.dtype == jnp.uint32 else bits_of(kind))
     out = []
     for piece in range(pieces):
         places = range(piece * count, min((piece + 1) * count, jt.cdiv(inner * count, PIECE)))

@@ -112,3 +112,22 @@ class Walk:
         count, inner = groups_of(kind), weights[0].codes.shape[1] * 32 // bits_of(kind)
         at = [((k % self.chunks) * self.roles + j) * count + group for group in range(count)]
         return [[[a.tiles(self.rows, of_piece(a, inner, kind))[n, p] for p in at] for a in arrays] for arrays in read]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the tiles of rows of a program are: of matrices that lie as they are multiplied. early: the kernel in front
+    does not make what the places depend on."""
+
+    early = True
+
+    def of_weight(self, w: int, tile, piece, rows: int) -> tuple:
+        """The place of a 512-byte piece of a tile of weight w, in tiles of `rows` rows and such pieces."""
+        return tile, piece
+
+    def of_result(self, i: int, tile) -> tuple:
+        """The place of what a tile of rows gives for row i of x, in tiles of so many columns of y."""
+        return i, tile
+
+
+IN_ORDER = Places()

@@ -81,6 +81,8 @@ def test_foreign_files(write_gguf, tmp_path):
         jtile.models.load(tmp_path / "huge.gguf")
     with pytest.raises(ModelError, match="architecture 'gpt2'"):
         jtile.models.load(write_gguf(tmp_path / "other.gguf", architecture="gpt2"))
+    with pytest.raises(ModelError, match="path is a str, a path or None; got 5"):
+        jtile.models.load(5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ModelError, match="there is no model"):
         jtile.models.load(tmp_path / "absent.gguf")
 

@@ -1,0 +1,140 @@
+"""What stands between two greedy steps on GPUs, in one kernel: the largest logits, the ends of rows, and what the next
+step begins with.
+
+XLA makes a dozen kernels of it, of one to two microseconds each and as much between them, where a step of a small model
+takes 400 in all. Here the programs of a row search its logits together, and the last of them does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import QuantizedTensor
+from jtile.ops._shapes import fit
+from jtile.ops.argmax import TILE, first_of, keys_of, parts_of
+from jtile.ops.operands import Weight
+
+from . import cache as kv
+from .decoder import Decoder
+from .parallel import ALONE
+from .sampling import Steps
+
+ROWS = 64  # rows of a batch, at most: of more, the logits take so long that the rest does not matter
+
+
+def _types(
+    logits, tokens, done, out, lengths, ends, column, table, frequencies, *, hidden: int, dtype: str, parts: int, **_
+):
+    rows = logits.shape[0]
+    x = jax.ShapeDtypeStruct((rows, hidden), dtype)
+    angles = tuple(jax.ShapeDtypeStruct((rows, *f.shape), jnp.float32) for f in frequencies)
+    found = jax.ShapeDtypeStruct((rows, parts), jnp.int32)
+    return *map(jt.like, (tokens, done, out, lengths)), x, x, angles, angles, found, found
+
+
+@jt.kernel(
+    out_type=_types,
+    grid=lambda logits, *_, parts, **__: (logits.shape[0], parts),
+    alias={name: f"new_{name}" for name in ("tokens", "done", "out", "lengths")},
+)
+def next_tokens(
+    logits, tokens, done, out, lengths, ends, column, table, frequencies,
+    new_tokens, new_done, new_out, new_lengths, x, rest, cos, sin, tops, places,
+    *, hidden: int, dtype: str, parts: int, bn: int, scale: float, factors: tuple[float, ...],
+):  # fmt: skip
+    """The tokens behind logits float32 [rows, vocab]: each row's first largest one, or `vocab` where a logit is NaN;
+    rows that are done keep theirs.
+
+    tokens, lengths int32 [rows] and done bool [rows] become those of the next step, in place: a row is done, too, where
+    its token is one of `ends` int32 [n]. The tokens go to a column of out int32 [rows, columns]. x [rows, hidden]: the
+    rows of the table for them, times `scale`, or zeros outside of the table; rest: zeros of the same shape. cos, sin
+    float32 [rows, size / 2]: of the next positions, for the frequencies [size / 2] of each rope, times its factor.
+    tops, places int32 [rows, parts]: what the programs of a row have found."""
+    # y_i: the first j with logits_ij = max_j logits_ij
+    i, p, vocab = jt.program_id(0), jt.program_id(1), logits.shape[1]
+    X = logits.tiles(None, bn, pad=-jnp.inf)
+    each = jt.cdiv(X.shape[1], parts)
+    best, at = jt.full((bn,), -(2**31), jnp.int32), jt.full((bn,), vocab, jnp.int32)
+    for k in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
+        keys = keys_of(X[i, k])
+        more = keys > best
+        best, at = jnp.where(more, keys, best), jnp.where(more, k * bn + jt.arange(bn), at)
+    tops[i, p], places[i, p] = first_of(best, at)
+    if jt.arrive(jt.counters("rows", tokens.shape[0]), i, parts):
+        top, place = first_of(tops[i, :], places[i, :])
+        chosen = jnp.where(top == keys_of(jnp.float32(jnp.nan)), jnp.int32(vocab), place)
+        token = jnp.where(done[i], tokens[i], chosen)
+        position = lengths[i] + 1
+        new_tokens[i], new_lengths[i] = token, position
+        new_done[i] = done[i] | (ends[:] == token).any()
+        new_out[i, column[...]] = token
+        x[i, :] = (_row(table, token, hidden).astype(dtype) * scale).astype(dtype)
+        rest[i, :] = jnp.zeros((hidden,), dtype)
+        for f, c, s, factor in zip(frequencies, cos, sin, factors):
+            angle = position.astype(jnp.float32) * f[:]
+            c[i, :], s[i, :] = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def _row(table: Weight, token, hidden: int):
+    """The weights [hidden] of a row of a table, zeros outside of it."""
+    if table.scale is None:
+        return table.codes[token, :]
+    at = jt.arange(hidden)
+    if table.codes.dtype == jnp.uint32:  # see `QuantizedTensor.packed`: of 16 weights, word t has those of all h and e
+        h, t, e = at // 8 % 2, at // 2 % 4, at % 2
+        words = table.codes[token, at // 16 * 4 + t]
+        codes = (words >> (8 * h + 16 * e).astype(jnp.uint32) & jnp.uint32(255)).astype(jnp.int32) - 128
+    else:
+        codes = table.codes[token, :].astype(jnp.int32)
+    return codes.astype(jnp.float32) * table.scale[token, at // (hidden // table.scale.shape[1])].astype(jnp.float32)
+
+
+def fits(model: Decoder, rows: int, steps: Steps, logprobs: bool) -> bool:
+    """Whether `loop` makes the tokens of so many rows: greedy ones on a GPU, of a model with a dense or Q8_0 table."""
+    table = model.embedding.get_value()
+    known = not isinstance(table, QuantizedTensor) or table.kind == "q8_0"
+    turns = all(block.rope.tempered is None for block in model.blocks)
+    alone = model.over == ALONE and rows <= ROWS and steps == Steps() and not logprobs
+    return _threads() and alone and known and turns
+
+
+def _threads() -> bool:
+    """Whether the target at hand runs programs by warps of threads."""
+    return "warps" in jt.target().features
+
+
+def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, *, chunk: int, run):
+    """`chunk` greedy tokens of each row behind `tokens` int32 [rows].
+
+    run: `run(function, *arguments)`, which calls a function under what the steps of these rows promise.
+    Returns (tokens int32 [rows, chunk], the last ones, which rows are done, the cache)."""
+    table = model.embedding.get_value()
+    quantized = isinstance(table, QuantizedTensor)
+    ropes = model.ropes
+    options = {
+        "hidden": model.config.hidden_size, "dtype": model.dtype,
+        "scale": float(model.config.embedding_scale), "factors": tuple(rope.attention_factor for rope in ropes),
+    }  # fmt: skip
+    weight = Weight(table.codes, table.scale) if quantized else Weight(table)
+    frequencies = tuple(jnp.asarray(rope.frequencies()) for rope in ropes)
+
+    def step(column, carry):
+        tokens, done, out, cache, (x, rest, cos, sin) = carry
+        entered = x, rest, dict(zip(ropes, zip(cos, sin)))
+        logits, longer = model.step(tokens, cache, entered=entered)
+        tiles = {"parts": parts_of(*logits.shape), "bn": fit(logits.shape[1], TILE)}
+        tokens, done, out, lengths, *entered, _, _ = next_tokens(
+            logits, tokens, done, out, cache.lengths, ends, column, weight, frequencies, **tiles, **options
+        )
+        return tokens, done, out, dataclasses.replace(longer, lengths=lengths), tuple(entered)
+
+    x, angles = model.enter(tokens, cache.lengths)
+    cos, sin = zip(*(angles[rope] for rope in ropes))
+    out = jnp.zeros((tokens.shape[0], chunk), jnp.int32)
+    carry = tokens, done, out, cache, (x, jnp.zeros_like(x), cos, sin)
+    tokens, done, out, cache, _ = jax.lax.fori_loop(0, chunk, lambda i, carry: run(step, i, carry), carry)
+    return out, tokens, done, cache
