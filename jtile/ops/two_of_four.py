@@ -11,7 +11,8 @@ so that no number moves along a row on its way to the product: with x in the sam
     y_ij = sum_(h, c) sum_p x_(h, c)[i, p] W_(h, c)[j, p]       W_(h, c) = sum_e values_(h, e) where place_(h, e) = c
 
 which is eight products of matrices that comparisons make, in registers. Programs read the small form and multiply as if
-it were dense: no instructions of sparse tensor cores are used, since Triton has none.
+it were dense: no instructions of sparse tensor cores are used, since Triton has none. Products of many rows on GPUs are
+those with a dense weight, which a kernel makes.
 """
 
 from __future__ import annotations
@@ -277,8 +278,8 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
 
     A product that is bound by reading the weight takes 9/16 of the time of a dense one in 16 bits. Products of many
     rows take the time of those with a dense weight at best: on GPUs they go through tensor cores, but not through the
-    instructions for sparse matrices. Differentiable in x and in the weight's values, whose cotangent is a
-    `Sparse24Tensor`; codes have no cotangent.
+    instructions for sparse matrices, and from 512 rows on, the dense weight is in memory meanwhile. Differentiable in x
+    and in the weight's values, whose cotangent is a `Sparse24Tensor`; codes have no cotangent.
 
     Args:
       x: float [..., k].

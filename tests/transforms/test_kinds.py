@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_kinds import CASES, doubled, largest, newton
+from kernel_kinds import CASES, doubled, largest
 from library_cases import floats
 
 import jtile as jt
