@@ -31,7 +31,7 @@ def options(tiny_folder, golden, cache):
     """What all processes are asked for, so that they have the same programs."""
     ids = ",".join(str(i) for i in golden["input_ids"][0])
     return dict(
-        model=str(tiny_folder), prompt_ids=ids, max_new_tokens=400, ignore_eos=True, cache_dir=str(cache)
+        model=str(tiny_folder), prompt_ids=ids, max_new_tokens=200, ignore_eos=True, cache_dir=str(cache)
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_errors_are_one_sentence(tiny_folder, capsys, options, message):
 
 def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, first, options):
     whole = [str(i) for i in first["ids"]]
-    assert len(whole) == 400
+    assert len(whole) == 200
     process = start(**options)
     begin = process.stdout.read(1)  # generation has begun
     process.send_signal(signal.SIGINT)
