@@ -22,7 +22,6 @@ SUPPORT = Path(composition.__file__).parent
 HERE = (
     "jvp", "vjp", "numeric", "checkpoint", "vmap", "grad of vmap", "vmap of grad", "second order", "export",
 )  # fmt: skip
-CHUNKS = [list(CASES)[k::2] for k in range(2)]  # one for each core: a process takes 2 s to start
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,12 +49,11 @@ def test_every_transform_of_the_zoo(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
-def test_over_eight_devices(names, request, subprocess_env):
+def test_over_eight_devices(request, subprocess_env):
     """Each kind of kernel has both checks in tests/transforms/test_kinds.py; the ops take turns in `make test`."""
     env = subprocess_env | {"PYTHONPATH": str(SUPPORT), "JTILE_OPTIMIZE": "0"}
     turns = [] if thorough() or request.config.getoption("--composition") else ["--turns"]
-    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *turns, *names]
+    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *turns, *CASES]
     done = forked.run(run, env=env)
     assert done.returncode == 0, done.stderr
     reports = [Report.from_dict(r) for r in json.loads(done.stdout)]

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("by_numpy")
 
 SUPPORT = Path(composition.__file__).parent
 DEVICES = ("shard_map", "partitioned jit")
-CHUNKS = [list(CASES)[k::2] for k in range(2)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -37,10 +36,9 @@ def test_every_transform(name, request):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
-def test_over_eight_devices(names, request, subprocess_env):
+def test_over_eight_devices(request, subprocess_env):
     env = subprocess_env | {"PYTHONPATH": str(SUPPORT), "JTILE_OPTIMIZE": "0"}
-    run = [sys.executable, str(SUPPORT / "device_checks.py"), "kernel_kinds", *names]
+    run = [sys.executable, str(SUPPORT / "device_checks.py"), "kernel_kinds", *CASES]
     done = forked.run(run, env=env)
     assert done.returncode == 0, done.stderr
     reports = [Report.from_dict(r) for r in json.loads(done.stdout)]
