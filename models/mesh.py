@@ -27,6 +27,7 @@ from . import cache as kv
 from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .decoder import Decoder
+from .host import on_host
 from .parallel import Axes, laid
 from .programs import Memory
 from .prompt import Prompt
@@ -157,7 +158,7 @@ class Devices:
         fields = {name: count for name, count in counts.items() if hasattr(attention, name)}
         own = dataclasses.replace(config, attention=dataclasses.replace(attention, **fields))
         # host devices share one memory, and programs would be compiled for each of them
-        where = self._device(share.tensor.index, share.expert.index) if jt.platform() != "cpu" else None
+        where = None if on_host() else self._device(share.tensor.index, share.expert.index)
         with jax.default_device(where):
             model = Decoder(own, Part(checkpoint, share), checkpoint.tied, dtype)
             if adapter is not None:

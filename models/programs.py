@@ -73,7 +73,7 @@ def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, l
 def _made_at_once(layout: kv.Layout) -> bool:
     """Whether a prompt makes keys and values in the size of the cache, so that no copy of them follows."""
     whole = layout.page is None and layout.context is None and layout.dtype not in kv.SCALED
-    return whole and jt.platform() != "cpu"
+    return whole and not on_host()
 
 
 @contextlib.contextmanager

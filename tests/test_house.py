@@ -152,7 +152,7 @@ def test_private_jax_only_in_compat():
 
 SPELLED = re.compile(r"""["'](cpu|cuda|rocm|ascend|gpu|sm_|gfx)""")
 NAMES = {"cpu", "cuda", "rocm", "ascend", "gpu"}
-OWN = ("lowering/cpu", "lowering/cuda", "lowering/rocm", "lowering/ascend", "models", "ffi")  # may know their names
+OWN = ("lowering/cpu", "lowering/cuda", "lowering/rocm", "lowering/ascend", "ffi")  # may know their names
 
 
 def branches_on_names(code: str) -> list[tuple[int, str]]:
@@ -178,7 +178,7 @@ def branches_on_names(code: str) -> list[tuple[int, str]]:
 
 def test_nothing_branches_on_the_names_of_platforms():
     """What a platform differs in is a field of its record, or a feature of its targets: a new one comes without changes
-    elsewhere. The models above, which choose for hosts and devices, may ask `jt.platform()`."""
+    elsewhere."""
     asks = {"jtile/trace/rules/calls.py"}  # which of the codes that JAX has for its platforms a kernel takes
     found = [
         f"{path.relative_to(ROOT)}:{line} {text}"
