@@ -5,8 +5,8 @@ They are those of `hopper_gemv` but for where tiles of rows lie. Its copies foll
 all experts of a token come as one stream: those of gate and up one after the other, those of down side by side, as one
 matrix whose rows are those of all experts.
 
-The second product reads its matrices while the first one still runs: what made the index had ended before that began,
-for no role of the first is early.
+The second product reads its matrices while the first one still runs: what made the index has ended then, for the roles
+of the first that let the second start have waited for that.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _gated(x, w, index, share, norm: Norm, y, *, features: int, eps: float, rows
     [experts * 2 f, in], times share float32 [k]."""
     # y_j = s_j silu(G_e n) * (U_e n)     e = index_j     n = norm(x + residual)
     weights, each = (Weight(w), Weight(w)), features // rows
-    options = dict(kind=jnp.dtype(w.dtype).name, activation="silu", rows=rows, roles=roles, slots=slots)
+    options = dict(kind=jnp.dtype(w.dtype).name, activation="silu", rows=rows, roles=roles, slots=slots, early=True)
     places = _Behind(index, each)
     hopper_gemv.program(
         Rows(x, norm, eps),

@@ -25,6 +25,7 @@ from jtile.ops.streamed_operands import PIECE, Rows, by_block, of_piece
 WARPS = 4
 _WEIGHTS = 128  # that a thread has at most
 _REGISTERS, _BLOCKS = (128, 200), (4, 2)  # of a thread, and of a multiprocessor, for up to half of these and for more
+_WIDE = 152  # registers of a thread for a matrix of float32: a block stands beside one of `hopper_gemv` with them
 _BYTES = 4 << 20  # of a matrix, or of two: a ring in shared memory is made for more
 _OF_X = 3  # what a piece of x takes, in rows of a warp
 
@@ -94,6 +95,7 @@ def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activ
     tile, inner, m = jt.program_id(0), x.x.shape[1] * x.x.shape[2], x.x.shape[0]
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
     registers = _REGISTERS[_weights_of_thread(rows, x.pieces, len(weights)) > _WEIGHTS // 2]
+    registers = _WIDE if weights[0].codes.dtype == jnp.float32 else registers
     with jt.role("rows", warps=WARPS, registers=registers, early=True):
         stored = [_load(w, tile, rows, kind, inner, x.pieces) for w in weights]
         norm = [x.weights(at, True) for at in range(x.pieces)]

@@ -36,7 +36,8 @@ class _Work:
     Attributes:
       qkv, cos, ..., table: the operands of `hopper_step`.
       units, parts, heads, eps: its meta-parameters.
-      Q, P: a tile of queries, and of weights of a unit of keys; K, V: rings of units of keys and of values.
+      N: for each norm the halves of its weights. Q, P: a tile of queries, and of weights of a unit of keys; K, V:
+        rings of units of keys and of values.
       k_full, k_empty, ...: a slot of K or V has come; has been read.
     """
 
@@ -52,6 +53,7 @@ class _Work:
     parts: int
     heads: int
     eps: float
+    N: tuple
     Q: jt.Shared
     P: jt.Shared
     K: jt.Shared
@@ -79,18 +81,31 @@ class _Work:
         page = self.table[b, jax.lax.div(block, of_page)]
         return jnp.clip(page, 0, self.keys.shape[0] - 1), jax.lax.rem(block, of_page)
 
-    def turned(self, b, first, count: int, norm):
-        """`QUERIES` heads of row b from `first` on, of which there are `count`, normalised and turned: halves."""
+    def queries(self, b, head, count: int, norm):
+        """The `count` queries of head `head` of row b, normalised and turned: halves [`QUERIES`, d / 2]. norm: the
+        halves of the weights of their norm, or None."""
         half = self.qkv.shape[2] // 2
         there = jnp.broadcast_to(jt.arange(QUERIES)[:, None] < count, (QUERIES, half))
-        low, high = (
-            jt.load(self.qkv, (b, jt.ds(first, QUERIES), jt.ds(i, half)), mask=there).astype(jnp.float32)
+        halves = [
+            jt.load(self.qkv, (b, jt.ds(head * count, QUERIES), jt.ds(i, half)), mask=there).astype(jnp.float32)
             for i in (0, half)
-        )
+        ]
+        return self._turned(b, halves, norm)
+
+    def key(self, b, head, norm):
+        """The new key of head `head` of row b, likewise: halves [d / 2]."""
+        half = self.qkv.shape[2] // 2
+        halves = [self.qkv[b, self.heads + head, i : i + half].astype(jnp.float32) for i in (0, half)]
+        return self._turned(b, halves, norm)
+
+    def _turned(self, b, halves, norm):
+        like = lambda x: x[None] if halves[0].ndim == 2 else x
+        low, high = halves
         if norm is not None:
-            unit = jax.lax.rsqrt(((low * low).sum(1) + (high * high).sum(1)) * (0.5 / half) + self.eps)[:, None]
-            low, high = low * unit * norm[:half][None], high * unit * norm[half:][None]
-        c, s = self.cos[b, :][None], self.sin[b, :][None]
+            squares = (low * low + high * high).sum(-1, keepdims=True)
+            unit = jax.lax.rsqrt(squares * (0.5 / low.shape[-1]) + self.eps)
+            low, high = (part * unit * like(kept.load()) for part, kept in zip((low, high), norm))
+        c, s = like(self.cos[b, :]), like(self.sin[b, :])
         return low * c - high * s, high * c + low * s
 
 
@@ -126,22 +141,26 @@ def _zero_behind(buffer, key, length):
 def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float):
     """The role that does everything but the copies."""
     d, dtype, kvs = w.qkv.shape[2], w.qkv.dtype, w.units.heads
-    group = w.heads // kvs
-    norms = w.norms or (None, None)
+    group, half = w.heads // kvs, d // 2
+    norms = w.N or (None, None)
+    for norm, kept in zip(w.norms, w.N):  # they come from memory before the wait
+        for i, part in enumerate(kept):
+            part.store(norm[i * half : (i + 1) * half])
     begin, end, r, start, size = w.share()
     c, length = jnp.int32(0), w.length(r)
     jt.wait_for_kernels()
+    if w.N:
+        jt.role_barrier()
     while start < end:
         b, ahead = row_of(r, w.units), w.length(r + 1)
         head, n = r - b * kvs, w.units.of(length)
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
         whole, there = (lo == start) & (hi == start + n), (length >= 0) & (length < w.units.slots)
         mine = (hi == start + n) & there
-        q = [x.astype(dtype) for x in w.turned(b, head * group, group, norms[0])]
-        k = [x.astype(dtype) for x in w.turned(b, w.heads + head, 1, norms[1])]
+        q = [x.astype(dtype) for x in w.queries(b, head, group, norms[0])]
+        k = [x.astype(dtype) for x in w.key(b, head, norms[1])]
         w.Q.store(jnp.concatenate(q, axis=1))
-        # The new token's key is in the first row of its tile; the other rows are zero.
-        own = sum((x.astype(jnp.float32) * y.astype(jnp.float32).sum(0)[None]).sum(1) for x, y in zip(q, k))
+        own = sum(x.astype(jnp.float32) * y.astype(jnp.float32)[None] for x, y in zip(q, k)).sum(1)
         v = w.qkv[b, w.heads + kvs + head, :]
         m = jnp.where(mine, own * (scale * LOG2_E), NOTHING)
         l = jnp.where(mine, jt.full((QUERIES,), 1.0, jnp.float32), 0.0)
@@ -156,18 +175,17 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
             s = jnp.where(key + jt.arange(UNIT)[:, None] < length, s, -math.inf)
             top = jnp.maximum(m, s.max(0) * (scale * LOG2_E))
             p, fade = jnp.exp2(s * (scale * LOG2_E) - top[None]), jnp.exp2(m - top)
-            m, l = top, l * fade + p.sum(0)
             w.P.store(p.astype(dtype).T)
             w.v_full.at(c).wait()
             _zero_behind(w.V.at(c), key, length)
             jt.fence_shared()
             jt.role_barrier()
-            acc = jt.dot_wait(jt.dot_async(w.V.at(c).T, w.P.T, acc * fade[None]), pending=0)
+            acc = jt.dot_async(w.V.at(c).T, w.P.T, acc * fade[None])
+            m, l = top, l * fade + p.sum(0)
+            acc = jt.dot_wait(acc, pending=0)
             w.v_empty.at(c).arrive()
             jt.role_barrier()
             c = c + 1
-        if mine:
-            _append(w, b, head, length, k, v, new_keys, new_values)
         acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[None]
         if whole:
             o.tiles(None, QUERIES, d)[r, 0, 0] = acc.T.astype(o.dtype)
@@ -176,6 +194,8 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
             o_part.tiles(None, QUERIES, d)[at, 0, 0] = acc.T
             lse_part.tiles(None, QUERIES)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
             _meet(r, *parts_of(start, n, size), o, o_part, lse_part)
+        if mine:
+            _append(w, b, head, length, k, v, new_keys, new_values)
         r, start, length = r + 1, start + n, ahead
 
 
@@ -190,8 +210,7 @@ def _append(w: _Work, b, head, length, k, v, new_keys, new_values):
         row, at, there = jnp.maximum(page, 0), jax.lax.rem(length, slots), (block <= last) & (page >= 0)
     if there:
         for i, x in enumerate(k):
-            first = jnp.broadcast_to(jt.arange(QUERIES)[:, None] < 1, x.shape)
-            jt.store(new_keys, (row, at, jt.ds(head, QUERIES), jt.ds(i * half, half)), x, mask=first)
+            new_keys[row, at, head, i * half : (i + 1) * half] = x
         new_values[row, at, head, :] = v
 
 
@@ -226,10 +245,11 @@ def hopper_step(
     d]."""
     # Sᵀ = K Qᵀ     pᵀ_ji = 2^(sᵀ_ji - m_i)     Oᵀ = Vᵀ Pᵀ / l     l_i = sum_j pᵀ_ji
     d, dtype = qkv.shape[2], qkv.dtype
+    N = tuple(tuple(jt.alloc((d // 2,), jnp.float32) for _ in range(2)) for _ in norms)
     Q, P = jt.alloc((QUERIES, d), dtype), jt.alloc((QUERIES, UNIT), dtype)
     K, V = (jt.alloc((UNIT, d), dtype, slots=slots) for _ in range(2))
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
-    w = _Work(qkv, cos, sin, lengths, keys, values, norms, table, units, parts, heads, eps, Q, P, K, V,
+    w = _Work(qkv, cos, sin, lengths, keys, values, norms, table, units, parts, heads, eps, N, Q, P, K, V,
               k_full, k_empty, v_full, v_empty)  # fmt: skip
     with jt.role("attention", warps=4, registers=_REGISTERS, early=True):
         _attend(w, o, new_keys, new_values, o_part, lse_part, scale=scale)

@@ -82,3 +82,17 @@ def test_what_it_refuses():
         assert "the router is large" in why(x, shape(4096, 2048, dtype="float32"), *matrices, 8)
         wide = shape(8, 28672, 4096), shape(8, 4096, 14336)
         assert "no room" in why(shape(1, 4096), shape(8, 4096, dtype="float32"), *wide, 2)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu():
+    """As one kernel after the other gives it, and the same bits in every run."""
+    args, options = operands(), dict(k=3, normalised=False, eps=1e-2)
+    with jt.config(overlap=True):
+        run = jax.jit(lambda *of: experts.mixture_behind_norm(*of, **options))
+        assert "hopper_chosen_sum" in str(jax.make_jaxpr(run)(*args))
+        found = run(*args)
+        assert all(np.array_equal(a, b) for _ in range(9) for a, b in zip(run(*args), found, strict=True))
+    want = jax.jit(lambda *of: experts._one_by_one(*of, **options))(*args)
+    for a, b in zip(found, want, strict=True):
+        assert relative_error(a, b) < 2e-2
