@@ -53,6 +53,8 @@ class Config:
         NVIDIA's GPUs from sm_90 on). True is a promise: no such matrix, weights of a norm or older slots of a
         cache are results of the kernel in front (of those in front, if it waits itself). Models promise it by
         themselves where they make tokens, whose weights are operands of the program; False forbids it them, too.
+      steady: products of the library with quantised weights add up a row in one order on CPUs, whether it is alone or
+        among others (with K-quants from three rows on); a row alone takes some 15 % longer then.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
       debug: the command line shows tracebacks of jtile's own errors, which are one message otherwise.
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
@@ -75,6 +77,7 @@ class Config:
     )
     fallback: Literal["raise", "interpret"] = dataclasses.field(default="raise", metadata=_CODE)
     overlap: bool | None = dataclasses.field(default=None, metadata=_CODE)
+    steady: bool = dataclasses.field(default=False, metadata=_CODE)
     autotune: bool = dataclasses.field(default=False, metadata=_CODE)
     debug: bool = dataclasses.field(default=False, metadata=_CODE)
     optimize: bool = dataclasses.field(default=True, metadata=_CODE)

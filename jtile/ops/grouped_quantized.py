@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, grouped_lanes, k_products, quantized
+from jtile.ops import dispatch, grouped_lanes, k_products, quantized, quantized_rows
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op
 from jtile.ops.epilogues import gate_derivative
@@ -70,14 +70,14 @@ def _row_product(weight: Stack, kind: str, x, i, r, rows: int):
     if isinstance(weight, SuperBlocks):
         layout = LAYOUTS[kind]
         return k_products.row_product(weight, layout, *k_products.row_of(x, i, layout), r, rows)
-    return quantized.row_product(weight, quantized.row_of(x, i, weight, kind), r, rows, kind)
+    return quantized_rows.row_product(weight, quantized_rows.row_of(x, i, weight, kind), r, rows, kind)
 
 
 def _tile(weight: Stack, kind: str, r, rows: int, inner: int, c=0, chunks: int = 1):
     """The r-th `rows` rows of one matrix in float32, of its columns chunk c."""
     if isinstance(weight, SuperBlocks):
         return k_products.dequantized_tile(weight, LAYOUTS[kind], r, rows, weight.scale.shape[1] // chunks, c)
-    return quantized.dequantized_tile(weight, r, rows, kind, inner, c, chunks)
+    return quantized_rows.dequantized_tile(weight, r, rows, kind, inner, c, chunks)
 
 
 @jt.kernel(

@@ -15,17 +15,25 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jtile as jt
-from jtile.ops import dequantized, float8_rows, hopper_gemv, hopper_quantized, k_products, quantized_lanes
+from jtile.ops import (
+    dequantized,
+    float8_rows,
+    hopper_gemv,
+    hopper_quantized,
+    k_products,
+    quantized_lanes,
+    quantized_rows,
+)
 from jtile.ops._shapes import check_float, check_shape, fit, float_dtype, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, finished
 from jtile.ops.frozen import gradients, saving
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
+from jtile.ops.quantized_rows import dequantized_tile
 from jtile.ops.quantized_tensor import QuantizedTensor
-from jtile.ops.weight_codes import BLOCK, FOUR_BIT, float4_numbers, unpack_codes
+from jtile.ops.weight_codes import BLOCK, unpack_codes
 
 HALF = BLOCK // 2
 
@@ -126,69 +134,6 @@ def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
     return tuple(w._replace(codes=unpack_codes(w.codes, kind)) for w in weights)
 
 
-def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: int = 1):
-    """The codes of a tile as float32 parts, [rows, *lead, width] each, and where each part stands in its block.
-
-    The columns are those of chunk c of `chunks`, whose groups `lead` describes. For 4-bit codes, whose blocks have two
-    parts, it is (groups,) of one block, or (groups, blocks of a group).
-    """
-    stored = codes.shape[1] // chunks
-    q = codes.tiles(rows, stored)[r, c].reshape(rows, *lead, stored // math.prod(lead))
-    if kind in ("int8", "q8_0", "fp8"):
-        return [q.astype(jnp.float32)]
-    number = float4_numbers if kind == "mxfp4" else lambda codes: codes.astype(jnp.float32)
-    parts = [number(q & np.uint8(15)), number(q >> np.uint8(4))]
-    return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
-
-
-def row_product(weight: Weight, X, r, rows: int, kind: str):
-    """Y [rows] = W x for one row of x, X as `row_of` gives it; nothing of W is stored. Terms and their order are those
-    of a product with `dequantized_tile`, so that a row has the same bits alone and among others."""
-    groups, lead = weight.scale.shape[1], X.shape[:-1]
-    of_group = lambda a: _beside(a.tiles(rows, groups)[r, 0].astype(jnp.float32), lead)
-    W = of_group(weight.scale) * _numbers(weight.codes, r, rows, kind, X.shape)
-    W = W if weight.minimum is None else W + of_group(weight.minimum)
-    return jnp.sum(W * X[None], axis=tuple(range(1, W.ndim)))
-
-
-def _numbers(codes, r, rows: int, kind: str, shape: tuple[int, ...]):
-    """The codes of some rows of W as float32 [rows, *shape], in the order of columns."""
-    q = codes.tiles(rows, codes.shape[1])[r, 0]
-    if kind not in FOUR_BIT:
-        return q.reshape(rows, *shape).astype(jnp.float32)
-    # A byte has a column of each half of its block.
-    q = jnp.broadcast_to(q.reshape(rows, *shape[:-2], 1, HALF), (rows, *shape))
-    q = q if kind == "mxfp4" else q.astype(jnp.int32)
-    shift = jax.lax.broadcasted_iota(q.dtype, q.shape, q.ndim - 2) * q.dtype.type(4)
-    q = (q >> shift) & q.dtype.type(15)
-    number = float4_numbers(q) if kind == "mxfp4" else q.astype(jnp.float32)
-    return number - np.float32(8) if kind == "q4_0" else number
-
-
-def _beside(numbers, lead: tuple[int, ...]):
-    """Scales or minima [rows, groups], shaped to meet the parts that `_codes` gives."""
-    return numbers.reshape(*numbers.shape, *(1,) * len(lead))
-
-
-def dequantized_tile(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
-    """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
-    last = weight.scaled_last(kind)  # a row has one scale, which every chunk shares
-    groups = 1 if last else weight.scale.shape[1] // chunks
-    at, lead = 0 if last else c, _lead(weight, kind, groups, inner)
-    scale = _beside(weight.scale.tiles(rows, groups)[r, at].astype(jnp.float32), lead)
-    W = [scale * q for q in _codes(weight.codes, r, rows, kind, lead, c, chunks)]
-    if weight.minimum is not None:
-        low = _beside(weight.minimum.tiles(rows, groups)[r, at].astype(jnp.float32), lead)
-        W = [w + low for w in W]
-    return jnp.concatenate(W, axis=-1).reshape(rows, inner // chunks)
-
-
-def _lead(weight: Weight, kind: str, groups: int, inner: int) -> tuple[int, ...]:
-    """The `lead` of `_codes` for `groups` groups; `inner`: the columns of the whole weight."""
-    blocks = weight.shared_by(inner // BLOCK) if kind in FOUR_BIT else 1
-    return (groups,) if blocks == 1 else (groups, blocks)
-
-
 def _type(x, weights, *_, **__):
     return jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.float32)
 
@@ -201,19 +146,10 @@ def _grid_of_tiles(x, weights, *_, rows, bm, **__):
     return jt.cdiv(weights[0].codes.shape[0], rows), jt.cdiv(x.shape[0], bm)
 
 
-def row_of(x, i, weight: Weight, kind: str):
-    """Row i of x as [*lead, parts, 16]: for each group of W, `lead[0]` of them, parts of 16 columns (or all of them, if
-    that is no multiple of 16), of 4-bit codes those of a block."""
-    lead = _lead(weight, kind, weight.scale.shape[1], x.shape[1])
-    of_group = x.shape[1] // max(math.prod(lead), 1)
-    width = of_group if of_group % HALF else HALF
-    return x[i, :].reshape(*lead, of_group // max(width, 1), width)
-
-
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gemv")
-def _gemv(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows):
+def _gemv(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows, steady):
     (weight,), i, r = weights, jt.program_id(0), jt.program_id(1)
-    Y = row_product(weight, row_of(x, i, weight, kind), r, rows, kind)
+    Y = quantized_rows.product_of_row(x, i, weight, r, rows, kind, steady)
     y.tiles(1, rows)[i, r] = finished([Y[None, :]], epilogue, activation, i, r, 1, rows)
 
 
@@ -226,11 +162,10 @@ def _gemm(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation,
 
 
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gated_gemv")
-def _gated_gemv(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows):
+def _gated_gemv(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows, steady):
     # y = act(Wg x) * (Wu x)
     i, r = jt.program_id(0), jt.program_id(1)
-    X = row_of(x, i, weights[0], kind)
-    gate, up = (row_product(w, X, r, rows, kind) for w in weights)
+    gate, up = (quantized_rows.product_of_row(x, i, w, r, rows, kind, steady) for w in weights)
     y.tiles(1, rows)[i, r] = (ACTIVATIONS[activation](gate) * up)[None, :]
 
 
@@ -410,6 +345,9 @@ def _on_cpu(x, weights, epilogue, *, kind, activation, out_dtype):
     weights, x = _plain(weights, kind), x.astype(jnp.float32)
     m, inner = known(x.shape[0]), x.shape[1]
     options = dict(kind=kind, activation=activation, **tiles(m, weights[0].codes.shape[0], inner))
+    if m <= 1:
+        with jt.config() as now:
+            options["steady"] = now.steady
     if len(weights) > 1:
         return (_gated_gemv if m <= 1 else _gated_gemm)(x, weights, **options).astype(out_dtype)
     return (_gemv if m <= 1 else _gemm)(x, weights, epilogue, **options).astype(out_dtype)

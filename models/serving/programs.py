@@ -7,12 +7,13 @@ of prompts and single tokens are the same to it. On GPUs chunks come in tiles, w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+
+import jtile as jt
 
 from .. import cache as kv
 from .. import sampling
@@ -41,7 +42,7 @@ def step(structure, weights, entries, last, table, batch, of, adapters, *, split
     tokens = jnp.where(pending > 0, last[slots], tokens)
     cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
     invariant = splits is not None  # then sums of a row do not depend on how many rows there are
-    with contextlib.nullcontext() if invariant else overlapping(len(tokens)):
+    with jt.config(steady=True) if invariant else overlapping(len(tokens)):
         model = route(merge(structure, weights), adapters or {}, adapter)
         if invariant and model.over != ALONE:
             laid(model, dataclasses.replace(model.over, steady=True))
