@@ -32,8 +32,8 @@ CHAINS_ON_GPUS = (
 LARGE_PRODUCTS_ON_GPUS = False
 # Whether GPUs run products with the elementwise functions behind them as kernels, and from which sizes on (sides, and
 # elements of the result); whether everything does, for tests.
-PRODUCTS_ON_GPUS, PRODUCTS_ANYWHERE = False, False
-LEAST_SIDE, LEAST_RESULT = 256, 1 << 21
+PRODUCTS_ON_GPUS, PRODUCTS_ANYWHERE = True, False
+LEAST_SIDE, LEAST_RESULT = 512, 1 << 22
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made

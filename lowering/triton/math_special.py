@@ -45,7 +45,7 @@ def erfc(x: X, exp2: Formula) -> X:
     subnormal results are made of larger ones."""
     a = x.abs().binary("arith.minimumf", 10.1)
     square = a * a
-    high = square * -LOG2_E
+    high = square.fma(-LOG2_E, 0.0)  # as a product, LLVM fuses it with `high + 64.0`, and `low` counts twice
     low = square.fma(-LOG2_E, -high)
     low = a.fma(a, -square).fma(-LOG2_E, square.fma(-LOG2_E_REST, low))
     tiny = high.lt(-100.0)
