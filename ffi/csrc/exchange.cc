@@ -1,7 +1,6 @@
 #include "exchange.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "error.h"
 
@@ -14,10 +13,9 @@ constexpr auto kSpin = std::chrono::microseconds(100);  // devices mostly come a
 // The stream for copies of each device, and events that are not in use. They stay: executables may outlive statics.
 class Kept {
  public:
-  // Stream `number` of a device, of which there are as many as copies are made at once.
-  void* stream(Driver& driver, int ordinal, size_t number = 0) {
+  void* stream(Driver& driver, int ordinal) {
     std::lock_guard lock(mutex_);
-    void*& found = streams_[{ordinal, number}];
+    void*& found = streams_[ordinal];
     if (found == nullptr) found = driver.make_stream(ordinal);
     return found;
   }
@@ -37,22 +35,13 @@ class Kept {
 
  private:
   std::mutex mutex_;
-  std::map<std::pair<int, size_t>, void*> streams_;
+  std::map<int, void*> streams_;
   std::map<int, std::vector<void*>> events_;
 };
 
 Kept& kept() {
   static auto* const found = new Kept;
   return *found;
-}
-
-// How many copies of a device are under way at once (an experiment: one, unless COPIES_AT_ONCE says otherwise).
-size_t copies_at_once() {
-  static const size_t found = [] {
-    const char* text = std::getenv("COPIES_AT_ONCE");
-    return text == nullptr ? size_t{1} : std::max<size_t>(1, std::strtoul(text, nullptr, 10));
-  }();
-  return found;
 }
 
 // What has begun and is not finished, by device and the array that is written.
@@ -218,14 +207,9 @@ void Exchange::send(Round& round, size_t me) const {
   std::string error;
   try {
     for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, part.side, other.ready);
-    const size_t receivers = part.copied.size(), ways = std::min(copies_at_once(), receivers);
-    auto stream = [&](size_t way) { return way == 0 ? part.side : kept().stream(*part.driver, part.ordinal, way); };
-    for (size_t way = 1; way < ways; ++way)
-      for (const Round::Part& other : round.parts()) part.driver->await(part.ordinal, stream(way), other.ready);
-    for (size_t k = 1; k <= receivers; ++k) {  // the next first: not all send to one
-      void* const way = stream((k - 1) % ways);
-      copy(way, me, (me + k) % devices_, round);
-      part.driver->record(part.ordinal, part.copied[k - 1], way);
+    for (size_t k = 1; k <= part.copied.size(); ++k) {  // the next first: not all send to one
+      copy(part.side, me, (me + k) % devices_, round);
+      part.driver->record(part.ordinal, part.copied[k - 1], part.side);
     }
   } catch (const Error& found) {
     error = concat("GPU ", part.ordinal, ": ", found.what());
@@ -271,8 +255,8 @@ void finish_exchanges(int ordinal, int64_t run, void* stream, const Array* array
     for (size_t k = 1; k <= own.copied.size(); ++k) {
       const Round::Part& sender = parts[(pending.device + parts.size() - k) % parts.size()];
       if (step == 0 || static_cast<size_t>(step) == k) own.driver->await(ordinal, stream, sender.copied[k - 1]);
-      if (step == 0) own.driver->await(ordinal, stream, own.copied[k - 1]);
     }
+    if (step == 0 && !own.copied.empty()) own.driver->await(ordinal, stream, own.copied.back());  // behind the others
   }
   if (!any || !right)
     fail(Code::kInternal,
