@@ -1,32 +1,33 @@
 """Sums of large arrays over devices, [size] of a device or [devices, size], as those of `collective_parts`, but in
 steps: while one tile of a program travels, the program adds up what came a tile before, so that links and memory work
-at the same time. The signals of a program count tiles.
+at the same time. The signals of a program count steps.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import tuned
 from jtile.ops.collective_parts import accumulator, everywhere, programs_at_most, signal_others
 from jtile.ops.dispatch import first_unmet
 
-# Bytes of an array that is worth steps on two devices, and on more, where less was not measured, or from where on tiles
-# are large.
-LEAST, WIDE = 8 << 20, 24 << 20
+LEAST, WIDE = 8 << 20, 24 << 20  # bytes of an array that is worth steps, or from where on tiles are large
 TILE = 64 << 10  # bytes, of large tiles on two devices: a program sends as many tiles in a step as there are others
+DEVICES = 16  # at most: a program holds a tile of each
 WARPS = 16
 MOST = 512 << 20  # bytes of an array on more than two devices: engines need no memory of a call site
 
 
 def steps_meta(x: jax.Array, devices: int) -> dict[str, int]:
     """Tile and number of programs for parts [..., size] of an array."""
-    large = math.prod(x.shape) * x.dtype.itemsize >= WIDE and devices == 2
-    bn = (TILE if large else TILE // 2) // x.dtype.itemsize
+    large = math.prod(x.shape) * x.dtype.itemsize >= WIDE
+    bn = 2 * (TILE if large else TILE // 2) // jt.next_power_of_2(devices) // x.dtype.itemsize
     return dict(bn=bn, programs=max(1, min(programs_at_most(), jt.cdiv(x.shape[-1], bn))))
 
 
@@ -43,112 +44,100 @@ def few_bytes(x, *, axis: str) -> str | None:
     """Why an array is not for steps."""
     if not all(isinstance(s, int) for s in x.shape):
         return "sizes are not known"
-    size, two = math.prod(x.shape) * x.dtype.itemsize, jt.axis_size(axis) == 2
+    size, n = math.prod(x.shape) * x.dtype.itemsize, jt.axis_size(axis)
     return first_unmet(
-        (size >= (LEAST if two else WIDE), "there are few bytes"),
-        (two or size <= MOST, "it takes much memory"),
+        (n <= DEVICES, "there are many devices"),
+        (size >= LEAST, "there are few bytes"),
+        (n == 2 or size <= MOST, "it takes much memory"),
     )
 
 
 @jt.function
-def _push(to, came, axis, t, tile_of):
-    """Store tile t of a part into the part of this device on each other device, and signal each.
+def _send(to, axis, t, tiles):
+    """Store tiles, one for each other device beginning with the next, as tile t of the part of this device there.
 
     Args:
       to: `to(device)`: the tile view of the memory of a device, [devices, tiles].
-      tile_of: `tile_of(device, t)`: the tile for a device.
     """
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    for k in jt.range(n - 1):
-        d = (me + 1 + k) % n
-        to(d)[me, t] = tile_of(d, t)
-    signal_others(came, p, axis)
+    for k, d in enumerate(_others(axis)):
+        to(d)[jt.axis_index(axis), t] = tiles[k]
 
 
-@jt.function
-def _push_all(to, came, axis, t, tile):
-    """As `_push`, the same tile to all."""
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    for k in jt.range(n - 1):
-        to((me + 1 + k) % n)[me, t] = tile
-    signal_others(came, p, axis)
+def _others(axis: str) -> list:
+    """The other devices, beginning with the next one."""
+    n, me = jt.axis_size(axis), jt.axis_index(axis)
+    return [(me + 1 + k) % n for k in range(n - 1)]
 
 
 @jt.function
 def _arrived(came, axis, count):
-    """Wait until `count` tiles of this program have come from every other device."""
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    for k in jt.range(n - 1):
-        jt.wait(came[p, (me + 1 + k) % n], count)
+    """Wait until all other devices have signalled `count` steps to this program."""
+    for d in _others(axis):
+        jt.wait(came[jt.program_id(0), d], count)
 
 
 @jt.function
-def _put(O, B, came, axis, t, count):
-    """O[d, t] = B[d, t] of every other device d, when the `count`-th tile has come from it."""
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    for k in jt.range(n - 1):
-        d = (me + 1 + k) % n
-        jt.wait(came[p, d], count)
-        O[d, t] = B[d, t]
-
-
-@jt.function
-def _total(own, B, axis, t, dtype):
+def _total(own, B, t, axis, dtype):
     """The sum of `own` and tile t of all other devices, in the order of the devices."""
     n, me = jt.axis_size(axis), jt.axis_index(axis)
     wide = accumulator(dtype)
     if n == 2:  # two numbers have the same sum in either order
         return (own.astype(wide) + B[1 - me, t].astype(wide)).astype(dtype)
-    B[me, t] = own
-    acc = B[0, t].astype(wide)
-    for d in jt.range(1, n):
-        acc = acc + B[d, t].astype(wide)
-    return acc.astype(dtype)
+    # of this device nothing has come: what is loaded in its place is not used
+    parts = [jnp.where(d == me, own, B[jnp.where(d == me, (me + 1) % n, d), t]) for d in range(n)]
+    return functools.reduce(lambda acc, x: acc + x.astype(wide), parts[1:], parts[0].astype(wide)).astype(dtype)
 
 
-def _box(x, *, axis, programs, **_):
-    """Memory on each device for the parts of all devices, and a signal for each program and sender."""
-    return everywhere(x, axis=axis, programs=programs)
-
-
-@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_box)
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=everywhere)
 def sum_all_in_steps(x, o, box, came, *, axis: str, bn: int, programs: int):
     """x [size]: o [size], its sum over all devices, which each of them adds up."""
     # o = sum over d of x of device d
-    p = jt.program_id(0)
+    n, p = jt.axis_size(axis), jt.program_id(0)
     X, B, O = x.tiles(bn), box.tiles(None, bn), o.tiles(bn)
     tiles = (X.shape[0] - 1 - p) // programs + 1
     for s in jt.range(tiles + 1):
         if s < tiles:
             t = p + s * programs
-            tile = X[t]
-            _push_all(lambda d: box.on(axis, d).tiles(None, bn), came, axis, t, tile)
+            _send(lambda d: box.on(axis, d).tiles(None, bn), axis, t, [X[t]] * (n - 1))
+            signal_others(came, p, axis)
         if s > 0:
             t = p + (s - 1) * programs
             _arrived(came, axis, s)
-            O[t] = _total(X[t], B, axis, t, x.dtype)
+            O[t] = _total(X[t], B, t, axis, x.dtype)
 
 
 @jt.kernel(
     out_type=lambda x, **_: jt.like(x),
     grid=lambda x, *, programs, **_: programs,
-    scratch=lambda x, **options: _box(x, **options) * 2,
+    scratch=lambda x, **options: [everywhere(x, **options)[0], *everywhere(x, **options)],
 )
-def sum_all_in_two_steps(x, o, box, came, whole, done, *, axis: str, bn: int, programs: int):
-    """x [devices, size]: o [devices, size], its sum over all devices: device d adds up part d, and sends it to all."""
+def sum_all_in_two_steps(x, o, box, whole, came, *, axis: str, bn: int, programs: int):
+    """x [devices, size]: o [devices, size], its sum over all devices: device d adds up part d, and sends it to all.
+
+    One signal a step says that all has come which was sent in the step before. It is sent when the loads of the next
+    step are under way, so that nobody waits for what still travels: on four H200s 64 MiB take 327 us so, and 361 with a
+    signal behind each tile.
+    """
     # o_d = sum over e of x_d of device e
-    p, me = jt.program_id(0), jt.axis_index(axis)
+    n, p, me = jt.axis_size(axis), jt.program_id(0), jt.axis_index(axis)
     X, B, W, O = (r.tiles(None, bn) for r in (x, box, whole, o))
     tiles = (X.shape[1] - 1 - p) // programs + 1
     for s in jt.range(tiles + 2):
+        t, before, first = (p + (s - k) * programs for k in range(3))
         if s < tiles:
-            t = p + s * programs
-            _push(lambda d: box.on(axis, d).tiles(None, bn), came, axis, t, lambda d, t: X[d, t])
-        if (s > 0) & (s <= tiles):
-            t = p + (s - 1) * programs
+            terms = [X[d, t] for d in _others(axis)]
+            if s > 0:
+                signal_others(came, p, axis)
+            _send(lambda d: box.on(axis, d).tiles(None, bn), axis, t, terms)
+        else:
+            signal_others(came, p, axis)
+        if s > 0:
             _arrived(came, axis, s)
-            tile = _total(X[me, t], B, axis, t, x.dtype)
-            _push_all(lambda d: whole.on(axis, d).tiles(None, bn), done, axis, t, tile)
-            O[me, t] = tile
+        if (s > 0) & (s <= tiles):
+            tile = _total(X[me, before], B, before, axis, x.dtype)
+            _send(lambda d: whole.on(axis, d).tiles(None, bn), axis, before, [tile] * (n - 1))
+            O[me, before] = tile
         if s > 1:
-            _put(O, W, done, axis, p + (s - 2) * programs, s - 1)
+            sums = [W[d, first] for d in _others(axis)]
+            for k, d in enumerate(_others(axis)):
+                O[d, first] = sums[k]
