@@ -1,5 +1,6 @@
 """Scripts of NumPy with their import changed, computed on a GPU; beside NumPy itself, on the processor of its machine,
-and `jax.numpy` under `jax.jit` on the GPU."""
+and `jax.numpy` under `jax.jit` on the GPU, whose arguments and results stay there. Records: `--json
+benchmarks/records/h200/numpy.json`."""
 
 from __future__ import annotations
 
