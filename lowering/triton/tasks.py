@@ -40,7 +40,7 @@ def compile_tasks(
     Raises:
       UnsupportedError: the graph has too many arrays.
     """
-    f = dataclasses.replace(features_of(target), dependents=False)  # what stands behind a graph starts when it has ended
+    f = dataclasses.replace(features_of(target), dependents=False)  # what stands behind a graph starts when it ended
     arrays, most = sum(shape.arrays), single.MAX_PARAMETERS - 6
     if arrays > most:
         raise UnsupportedError(
