@@ -40,7 +40,7 @@ def groups_of(kind: str) -> int:
     return bits_of(kind) // 4
 
 
-TENSOR_CORES = False  # whether they multiply codes of up to 8 bits; off until a GPU has measured it
+TENSOR_CORES = False  # whether they multiply codes of up to 8 bits, and bfloat16; off until a GPU has timed it
 
 
 def on_tensor_cores(kind: str, count: int, rows: int) -> bool:
