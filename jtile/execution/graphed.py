@@ -141,17 +141,15 @@ def graph(
     Args:
       fun: a function of arrays, and pytrees of them, as `jax.jit` takes it.
       static_argnums, static_argnames: its arguments that are no arrays, as for `jax.jit`.
-      cores: how many cores the graph is made for; default: those of this process, of a GPU its multiprocessors. It runs
-        on any number of cores of a CPU; on a GPU so many blocks are launched, which must all have room at once.
+      cores: how many cores the graph is made for; default: those of this process. It runs on any number.
       assign: `"dynamic"`: a core takes the next band in the order of their predicted starts; `"static"`: every core has
-        the bands of its own that the predicted timeline gives it, and takes others where their core has not come. On
-        GPUs each block has bands of its own, and takes no others, whatever is asked for.
+        the bands of its own that the predicted timeline gives it, and takes others where their core has not come.
     Returns:
       A `Graphed`, called as `fun`. Without `fun`, a decorator.
     Raises:
       KernelTypeError: `fun` is no function.
       KernelValueError: `cores` is no number of cores, or `assign` neither of the two.
-      UnsupportedError, when it is called: the target runs no execution graphs; CPUs and NVIDIA's GPUs do.
+      UnsupportedError, when it is called: the target runs no execution graphs; CPUs do.
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)

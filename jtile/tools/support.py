@@ -142,11 +142,12 @@ def _graphs() -> str:
     able = [p for p in platforms.every() if p.graph_call is not None]
     pools = [f"{p.name}:*" for p in able if p.compile_graph is None]
     launches = [f"{p.name}:*" for p in able if p.compile_graph is not None]
-    return (
+    text = (
         f"[Execution graphs](graph.md) run on {_among([*pools, *launches])}. Kernels that print, assert, talk to other "
-        f"devices or have sizes that are not known before they run keep calls of their own; on {_among(launches)} so "
-        "do those at the block level and those with private memory."
+        "devices or have sizes that are not known before they run keep calls of their own"
     )
+    more = f"; on {_among(launches)} so do those at the block level and those with private memory" if launches else ""
+    return f"{text}{more}."
 
 
 def _short(names: list[str]) -> list[str]:
