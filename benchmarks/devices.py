@@ -30,7 +30,9 @@ from benchmarks.device_works import JTILE, MOSAIC, ONE, WORKS, XLA, Work, call, 
 CALLS = 8  # calls in a round of a loop inside jit, in turn: the loop counts in a kernel of its own
 LONG = 3e4  # microseconds of a sample, about
 MOST = 400  # the most rounds
-LARGE = 32 << 20  # bytes of an array of a device of which a round has one call
+# Bytes of an array of a device of which a round has one call: each call has memory of its own, but a round copies its
+# result, too, to where the next one takes it, which sums of XLA's do not need.
+LARGE = 128 << 20
 THREADS = 12  # that compile at once
 # what a record calls the time of a peer -> the peer
 PEERS = {"one_us": "one device, its time divided", "one_step_us": "one device", "plain_us": "plain `jnp`, cut by XLA",
