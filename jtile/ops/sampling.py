@@ -100,7 +100,7 @@ def sample_top_p(logits: jax.Array, key: jax.Array, *, p: Any = 1.0, temperature
     rows = logits.reshape(-1, logits.shape[-1])
     bn = fit(rows.shape[1], 2048 if machine().whole else 4096)
     bits = 1 if machine().whole else 3  # a GPU waits for passes over a row, a CPU computes
-    kernel = tuned(top_p_rows, num_warps=16)
+    kernel = tuned(top_p_rows, num_warps=32)
     found = kernel(rows, p.reshape(-1), (1 / temperature).reshape(-1), drawn.reshape(-1), bn=bn, bits=bits)
     return found.reshape(shape)
 

@@ -312,8 +312,8 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
 def _whole(weight: Sparse24Tensor) -> jax.Array:
     """The weight with its zeros, made by a kernel where its rows divide into blocks (H200: XLA took three times as
     long)."""
-    bp = math.gcd(weight.codes.shape[1], 128)
-    return weight.dense() if bp < 16 else tuned(sparse24_dense, num_warps=4)(weight.values, weight.codes, bn=8, bp=bp)
+    bp = math.gcd(weight.codes.shape[1], 64)
+    return weight.dense() if bp < 16 else tuned(sparse24_dense, num_warps=4)(weight.values, weight.codes, bn=16, bp=bp)
 
 
 def sparse24_matmul_reference(x, weight, *, out_dtype=None):
