@@ -76,8 +76,8 @@ class Alone:
         return x
 
     @staticmethod
-    def all_reduce_rms_norm(x, weight, axis, *, residual, eps, ahead=()):
-        del axis, ahead
+    def all_reduce_rms_norm(x, weight, axis, *, residual, eps):
+        del axis
         return ops.rms_norm(x, weight, eps=eps, residual=residual)
 
     @staticmethod

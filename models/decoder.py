@@ -5,7 +5,6 @@ A model's file says which attention and which MLP its blocks have; most have `At
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jtile import ops
-from jtile.ops import QuantizedTensor, dispatch, hopper_gemv
+from jtile.ops import QuantizedTensor
 
 from . import cache as kv
 from . import layers
@@ -168,21 +167,6 @@ def mlp_behind_norm(mlp, x, delta, norm, eps: float):
     return x, mlp(normed)
 
 
-@contextlib.contextmanager
-def _followed_by(*params):
-    """A block whose products are followed by products with these matrices."""
-    if hopper_gemv.FETCH is None:
-        yield
-        return
-    arrays = tuple(p.get_value() for p in params if isinstance(p, nnx.Param))
-    plain = all(isinstance(a, jax.Array) and a.ndim == 2 for a in arrays)
-    token = dispatch.following.set(arrays if plain else ())
-    try:
-        yield
-    finally:
-        dispatch.following.reset(token)
-
-
 def tokens_at(arrays, at):
     """The tokens `at`, int32 [batch], of arrays [batch, length, ...] in a tree: [batch, ...]; None: all tokens."""
     if at is None:
@@ -212,10 +196,8 @@ class Block(nnx.Module):
     def _run(self, x, delta, attend, at=None):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
         the attention; at: see `prefill`."""
-        with _followed_by(getattr(self.attention, "output", None)):
-            x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
-        with _followed_by(getattr(self.mlp, "gate", None), getattr(self.mlp, "up", None)):
-            attended, entry = attend(entered)
+        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
+        attended, entry = attend(entered)
         x, attended = tokens_at((x, attended), at)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 

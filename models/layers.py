@@ -60,13 +60,12 @@ def rms_norm(x, weight, eps: float):
     return ops.rms_norm(x, weight, eps=eps)
 
 
-def add_norm(x, delta, weight, eps: float, ahead: tuple = ()):
-    """(x + delta, its `rms_norm`), in one pass over memory; a delta of None adds nothing. ahead: weights that the next
-    product reads."""
+def add_norm(x, delta, weight, eps: float):
+    """(x + delta, its `rms_norm`), in one pass over memory; a delta of None adds nothing."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
     if isinstance(delta, Term):
-        return delta.add_norm(x, weight, eps, ahead)
+        return delta.add_norm(x, weight, eps)
     normed, x = ops.rms_norm(delta, weight, eps=eps, residual=x)
     return x, normed
 
@@ -79,7 +78,7 @@ def whole(y):
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
     """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs."""
     if delta is None or isinstance(delta, Term) or isinstance(weight, tuple | Adapted | Routed):
-        x, normed = add_norm(x, delta, norm, eps, (weight,))
+        x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
     with _made_before(x, weight):
         y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
@@ -197,7 +196,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
     if delta is None or isinstance(delta, Term) or _apart(gate, up):
-        x, normed = add_norm(x, delta, norm, eps, (gate, up))
+        x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation)
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)

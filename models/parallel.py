@@ -16,7 +16,7 @@ from flax import nnx
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import collective_norms, collectives
+from jtile.ops import collectives
 
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
@@ -28,11 +28,6 @@ WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searc
 def collective(name: str, talk: bool) -> Callable:
     """A function of `jtile.ops.collectives`, or its reference by XLA where kernels cannot talk to each other."""
     return getattr(collectives, name if talk else f"{name}_reference")
-
-
-def _matrices(weights) -> tuple[jax.Array, ...]:
-    """Those that are plain arrays, if all are."""
-    return tuple(weights) if all(isinstance(w, jax.Array) and w.ndim == 2 for w in weights) else ()
 
 
 @jax.tree_util.register_dataclass
@@ -52,15 +47,11 @@ class Term:
             return terms.sum(0).astype(self.value.dtype)
         return collective("all_reduce", self.talk)(self.value, self.axis)
 
-    def add_norm(self, x, weight, eps: float, ahead=()) -> tuple[jax.Array, jax.Array]:
-        """(x + the sum over the devices, the RMS norm of that with this weight); ahead: weights that are read next."""
+    def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
+        """(x + the sum over the devices, the RMS norm of that with this weight)."""
         size = self.value.size * self.value.dtype.itemsize
-        n = jt.axis_size(self.axis)
-        few = (size <= FUSED and (n - 2) * size <= SENT) or collective_norms.in_turns(size, n)
-        if not self.steady and few:
-            normed, x = collective("all_reduce_rms_norm", self.talk)(
-                self.value, weight, self.axis, residual=x, eps=eps, ahead=_matrices(ahead)
-            )  # fmt: skip
+        if not self.steady and size <= FUSED and (jt.axis_size(self.axis) - 2) * size <= SENT:
+            normed, x = collective("all_reduce_rms_norm", self.talk)(self.value, weight, self.axis, residual=x, eps=eps)
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
         return x, normed

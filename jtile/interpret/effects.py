@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jtile._errors import OutOfBoundsError
-from jtile.ir import Alloc, Assert, Atomic, Gather, LastArrival, Load, NumPrograms, Prefetch, Print, ProgramId, Store
+from jtile.ir import Alloc, Assert, Atomic, Gather, LastArrival, Load, NumPrograms, Print, ProgramId, Store
 from jtile.ir.elementwise import ELEMENTWISE, compute
 from jtile.ir.shapes import full_array
 
@@ -78,11 +78,6 @@ def _program_id(m: Machine, op: ProgramId):
 @rule(NumPrograms)
 def _num_programs(m: Machine, op: NumPrograms):
     return np.asarray(m.kernel.grid[op.axis] if op.axis < len(m.kernel.grid) else 1, np.int32)
-
-
-@rule(Prefetch)
-def _prefetch(m: Machine, op: Prefetch):
-    return ()  # there is no cache
 
 
 @rule(Print)

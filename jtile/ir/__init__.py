@@ -58,7 +58,7 @@ from .dynamic import MAX_SIZE, SizeOf, Source, bind_sizes, concrete, is_dynamic,
 from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
 from .extents import Extent, Size, UndecidedError, at_least, calls_of, evaluate, parse_size, symbol, symbols_of
 from .lanes import LANE_PRODUCTS, DotLanes
-from .memory import ATOMICS, Alloc, Assert, Atomic, LastArrival, Load, Prefetch, Print, Store, counters_of
+from .memory import ATOMICS, Alloc, Assert, Atomic, LastArrival, Load, Print, Store, counters_of
 from .parser import parse_kernel
 from .placement import roles_of, shared_bytes
 from .printer import print_kernel, print_op

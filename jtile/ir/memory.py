@@ -149,22 +149,6 @@ class Alloc(Op):
 
 
 @dataclasses.dataclass(eq=False)
-class Prefetch(Op):
-    """Ask for a tile of a Ref: a cache that all programs share may have it when it is read. Nothing depends on it. A
-    target may ask for less, and asks for nothing of a tile that is not wholly inside of the array."""
-
-    ref: Value
-    index: Index
-
-    mnemonic = "prefetch"
-    effect = "io"
-
-    def infer(self):
-        access(self.ref, self.index, None)
-        return ()
-
-
-@dataclasses.dataclass(eq=False)
 class Print(Op):
     """Print `format` with each `{}` (or `{:spec}`) filled by the next argument; the program id goes in front."""
 

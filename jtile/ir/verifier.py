@@ -14,7 +14,7 @@ from .core import OPS, Block, Index, Kernel, Op, Span, Value
 from .devices import TALKING, AxisBarrier
 from .dynamic import sources, used_symbols
 from .extents import Extent
-from .memory import Atomic, Load, Prefetch, Store, counters_of
+from .memory import Atomic, Load, Store, counters_of
 from .placement import check_copy, check_memory, check_roles, refuse
 from .protocol import check_protocol
 from .reductions import UserReduce, UserScan
@@ -122,7 +122,7 @@ def fits(x: Any, dtype: str) -> bool:
     return isinstance(x, int) and low <= x < low + (1 << d.bits)
 
 
-ACCESSES = (Load, Store, Atomic, Prefetch, AsyncLoad, AsyncStore)
+ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore)
 _CHANGES = (Store, Atomic, AsyncStore)
 _NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # cards with numbers of their own, to be checked
 _AWARE = (*ACCESSES, *TALKING, UserReduce, UserScan)  # cards with rules of their own for memory

@@ -311,7 +311,6 @@ _JVPS: dict[Any, Any] = {
     prims.last_arrival_p: _arrive_jvp,
     prims.signal_p: _shown_jvp(prims.signal_p),
     prims.wait_signal_p: _shown_jvp(prims.wait_signal_p),
-    prims.prefetch_p: _shown_jvp(prims.prefetch_p),
     prims.print_p: _shown_jvp(prims.print_p),
     prims.assert_p: _shown_jvp(prims.assert_p),
     prims.loop_hint_p: lambda primals, tangents, **p: (prims.loop_hint_p.bind(*primals, **p), tangents[0]),

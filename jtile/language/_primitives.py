@@ -88,7 +88,6 @@ dot_p = _primitive("dot")
 dot_scaled_p = _primitive("dot_scaled")
 reduce_p = _primitive("reduce", multiple=True)
 scan_p = _primitive("associative_scan", multiple=True)
-prefetch_p = _primitive("prefetch", multiple=True)
 print_p = _primitive("print", multiple=True)
 assert_p = _primitive("assert_", multiple=True)
 any_lane_p = _primitive("any_lane")
@@ -210,13 +209,6 @@ def _(*args, jaxpr, consts, axis, reverse):
     """`(*consts, *xs)`; `jaxpr` as in `reduce_p`."""
     del jaxpr, axis, reverse
     return [_aval(x.shape, x.dtype) for x in args[consts:]]
-
-
-@prefetch_p.def_effectful_abstract_eval
-def _(ref, *rest, dims):
-    """`(ref, *index) -> ()`."""
-    del ref, rest, dims
-    return [], {IO}
 
 
 @print_p.def_effectful_abstract_eval

@@ -160,7 +160,6 @@ _BATCHERS = {
     prims.load_p: _load,
     prims.store_p: _store,
     prims.atomic_p: _atomic,
-    prims.prefetch_p: lambda args, batched, **_: ([], []),  # what would be many is not asked for
     prims.print_p: _print,
     prims.assert_p: _assert,
 }

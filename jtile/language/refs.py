@@ -18,7 +18,7 @@ from jtile.language import _index
 from jtile.language._index import Access, At, Tile
 from jtile.language._numbers import kind_of, number
 from jtile.language._place import user_place
-from jtile.language._primitives import load_p, prefetch_p, store_p
+from jtile.language._primitives import load_p, store_p
 from jtile.language._sizes import as_value, is_dynamic, side, static
 
 if TYPE_CHECKING:
@@ -365,22 +365,6 @@ def _filled(x, out, mask, other):
         raise KernelTypeError(f"other has dtype {other.dtype.name}, but {x.name} has {x.dtype.name}", user_place())
     other = _index.broadcast(other, out.shape)
     return lax.select(_index.broadcast(mask, out.shape), out, other)
-
-
-def prefetch(x, index) -> None:
-    """Ask for elements of a Ref, or a tile of a view, that something reads later: a later part of the kernel, another
-    program, or the next kernel. They may then come from a cache. No result depends on it.
-
-    NVIDIA's GPUs from sm_90 on bring them to the cache that all multiprocessors share, while memory would be idle:
-    where kernels wait for each other, say. Other devices do nothing, and nothing is asked for of a tile that is not
-    wholly inside of the array. A kernel ends when what it has asked for is there, so ask early in it.
-
-    Args:
-      x, index: a Ref or a tile view, and an index as in `x[index]`; no gather.
-    """
-    x = as_ref(x)
-    a = x.access(index)
-    prefetch_p.bind(_tracer(x), *_operands(a), dims=a.dims)
 
 
 def store(x, index, value, mask=None) -> None:

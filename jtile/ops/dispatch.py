@@ -122,9 +122,6 @@ class Op:
         if other is None:
             return chosen.run(*operands, **options)
         fixed = tuple((name, type(value), value) for name, value in sorted(options.items()))
-        if ahead := following.get():
-            runs = _ahead(_with(chosen.run, fixed)), _alone(_with(other, fixed))
-            return _on(jt.target().platform, *runs, (ahead, *operands))
         return _on(jt.target().platform, _with(chosen.run, fixed), _with(other, fixed), operands)
 
     def choice(self, *operands: Any, **options: Any) -> Choice:
@@ -180,31 +177,6 @@ _found: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("jt
 @functools.cache
 def _apart() -> Any:
     return jax.make_user_context(None)
-
-
-# Matrices that kernels behind the products of a block read. An experiment: see `hopper_gemv.FETCH`.
-following: contextvars.ContextVar[tuple] = contextvars.ContextVar("jtile_ops_following", default=())
-reading_ahead: contextvars.ContextVar[tuple] = contextvars.ContextVar("jtile_ops_reading_ahead", default=())
-
-
-@functools.lru_cache(maxsize=1024)
-def _ahead(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` behind one more operand, the matrices that the next kernels read."""
-
-    def with_matrices(ahead, *operands):
-        token = reading_ahead.set(ahead)
-        try:
-            return run(*operands)
-        finally:
-            reading_ahead.reset(token)
-
-    return with_matrices
-
-
-@functools.lru_cache(maxsize=1024)
-def _alone(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` behind one more operand, of which it makes nothing."""
-    return lambda _, *operands: run(*operands)
 
 
 @functools.lru_cache(maxsize=1024)

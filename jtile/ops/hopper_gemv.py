@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_held
-from jtile.ops.dispatch import first_unmet, reading_ahead
+from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import BLOCK
@@ -56,17 +55,6 @@ _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
 
 
 Rings = list[list[jt.Shared]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fetch:
-    """What a program asks for when its rings are full: `own` more of its tiles, and `others` times `rows` rows of the
-    matrices that kernels behind it read. settled: only when all that fills the rings has come."""
-
-    own: int = 0
-    others: int = 0
-    settled: bool = False
-    rows: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +162,10 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 
 
 @jt.function
-def _produce(mem, weights, walk: Walk, kind: str, places: Places, begin, end):
+def _produce(mem, weights, walk: Walk, kind: str, places: Places):
     """Fills the rings, a round of all roles at a time."""
     buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
-    for k in jt.range(begin, end):
+    for k in jt.range(walk.tiles * chunks):
         n, chunk = first + k // chunks * programs, k % chunks
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(sum(ring.nbytes for ring in buffers))
@@ -187,20 +175,6 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places, begin, end):
                     for group, ring in enumerate(rings):
                         at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
                         jt.async_copy(array.tiles(*ring.shape).at[at], ring.at(k), mem.full.at(k))
-
-
-@jt.function
-def _fetch(mem, weights, walk: Walk, ahead, fetch: Fetch, slots: int):
-    """Asks for what is read behind what fills the rings."""
-    if fetch.settled:
-        mem.full.at(jnp.minimum(slots, walk.tiles * walk.chunks) - 1).wait()
-    begun = slots // walk.chunks
-    for n in range(begun, begun + fetch.own):
-        for w in weights:
-            jt.prefetch(w.codes.tiles(walk.rows, w.codes.shape[1]), (walk.first + n * walk.programs, 0))
-    for w in ahead or ():  # an empty tuple of operands is None here
-        for n in range(fetch.others):
-            jt.prefetch(w.tiles(fetch.rows, w.shape[1]), (walk.first + n * walk.programs, 0))
 
 
 @jt.function
@@ -260,9 +234,8 @@ def _normed_outputs(x, weights, norm, **options):
     return _outputs(x, weights, **options), jt.like(norm.residual)
 
 
-def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, ahead, y, *, kind: str, activation, out_dtype: str,
-          rows: int, roles: int, slots: int, early: bool = False, beside: bool = False,
-          fetch: Fetch | None = None):  # fmt: skip
+def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
+          roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     A weight has codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. With two
@@ -271,20 +244,20 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, ahead, y, *, kind:
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x), weights, epilogue, y, None, **options, ahead=ahead, fetch=fetch)
+    program(Rows(x), weights, epilogue, y, None, **options)
 
 
-def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, ahead, y, total, *, kind: str, activation, out_dtype: str,
-                 eps: float, rows: int, roles: int, slots: int, early: bool = False, beside: bool = False,
-                 fetch: Fetch | None = None):  # fmt: skip
+def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
+                 eps: float, rows: int, roles: int, slots: int, early: bool = False,
+                 beside: bool = False):  # fmt: skip
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options, ahead=ahead, fetch=fetch)
+    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
-            slots: int, early: bool = False, beside: bool = False, ahead=None, fetch: Fetch | None = None,
+            slots: int, early: bool = False, beside: bool = False,
             places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
     """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
@@ -300,25 +273,17 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _prepare(x, mem, j, kind, roles, chunks, early, rows)
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
-        rounds = tiles * chunks
-        if fetch is None:
-            _produce(mem, weights, walk, kind, places, 0, rounds)
-        else:
-            filled = jnp.minimum(slots, rounds)
-            _produce(mem, weights, walk, kind, places, 0, filled)
-            _fetch(mem, weights, walk, ahead, fetch, slots)
-            _produce(mem, weights, walk, kind, places, filled, rounds)
+        _produce(mem, weights, walk, kind, places)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
         _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
 
 
-def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False, ahead: int = 0) -> jt.Kernel:
-    """The kernel for operands with these fields; held: that for small matrices; ahead: matrices that it asks for."""
+def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:
+    """The kernel for operands with these fields; held: that for small matrices."""
     arrays = len(jax.tree.leaves(weights))
-    fields = arrays, epilogue.bias is not None, epilogue.residual is not None
-    return hopper_held.kernel(*fields) if held else _kernel(*fields, ahead)
+    return (hopper_held.kernel if held else _kernel)(arrays, epilogue.bias is not None, epilogue.residual is not None)
 
 
 def _grid(x, w, *_, rows: int, **__) -> int:
@@ -327,15 +292,15 @@ def _grid(x, w, *_, rows: int, **__) -> int:
 
 
 @functools.cache
-def _kernel(arrays: int, has_bias: bool, has_residual: bool, ahead: int = 0) -> jt.Kernel:
-    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual, *["_ _"] * ahead]
+def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
+    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
     return _tuned(_body, _outputs, f"{', '.join(specs)} -> m o", "hopper_gemv", _KEY)
 
 
 @functools.cache
-def normed_kernel(arrays: int, ahead: int = 0) -> jt.Kernel:
-    """The kernel with a norm in front, for weights of so many arrays; ahead: matrices that it asks for."""
-    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _{', _ _' * ahead} -> m o, m _ _"
+def normed_kernel(arrays: int) -> jt.Kernel:
+    """The kernel with a norm in front, for weights of so many arrays."""
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
     return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
 
 
@@ -427,10 +392,7 @@ def product(
     rows = hopper_held.choice(x, weights, kind)
     x, options = _arguments(x, weights, kind, rows)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
-    if rows is not None:
-        return kernel(weights, epilogue, True)(x, weights, epilogue, **options)
-    ahead, fetch = _ahead(weights, kind)
-    return kernel(weights, epilogue, False, len(ahead))(x, weights, epilogue, ahead, **options, **fetch)
+    return kernel(weights, epilogue, rows is not None)(x, weights, epilogue, **options)
 
 
 def normed_product(
@@ -442,29 +404,9 @@ def normed_product(
     x, options = _arguments(x, weights, kind, rows)
     norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n))
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
-    arrays = len(jax.tree.leaves(weights))
-    if rows is not None:
-        y, total = hopper_held.normed_kernel(arrays)(x, weights, norm, **options)
-    else:
-        ahead, fetch = _ahead(weights, kind)
-        y, total = normed_kernel(arrays, len(ahead))(x, weights, norm, ahead, **options, **fetch)
+    kernels = normed_kernel if rows is None else hopper_held.normed_kernel
+    y, total = kernels(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
     return y, total.reshape(m, inner)
-
-
-# An experiment, off: a function of the rows and columns of a matrix, whether it is gated, and how many matrices are
-# read behind it, which gives a `Fetch` or None.
-FETCH: Callable[..., Fetch | None] | None = None
-
-
-def _ahead(weights: tuple[Weight, ...], kind: str) -> tuple[tuple, dict]:
-    """The matrices that a product asks for, and how."""
-    if FETCH is None or bits_of(kind) != 16 or not gpu_tiles.overlaps() or not gpu_tiles.on_one_device():
-        return (), {}
-    ahead = reading_ahead.get()
-    fetch = FETCH(*weights[0].codes.shape, len(weights) > 1, len(ahead))
-    if fetch is None:
-        return (), {}
-    return ahead if fetch.others else (), {"fetch": fetch}
 
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> tuple[jax.Array, dict]:

@@ -240,7 +240,6 @@ _RULES = {
     "scan": _Forward.scan,
     "while": _Forward.while_,
     "cond": _Forward.cond,
-    "jtile_prefetch": _Forward.nothing,
     "jtile_print": _Forward.nothing,
     "jtile_assert_": _Forward.nothing,
 }

@@ -228,7 +228,7 @@ class Reverse:
         return outs, back
 
     def nothing(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
-        """Leave out a print, an assert or a prefetch, which the kernel itself has done."""
+        """Leave out a print or an assert, which the kernel itself has done."""
         return [], None
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -415,7 +415,6 @@ RULES: dict[str, Callable[..., tuple[list[Any], Pull | None]]] = {
     "jtile_store": Reverse.store,
     "jtile_atomic": Reverse.atomic,
     "jtile_dot": Reverse.dot,
-    "jtile_prefetch": Reverse.nothing,
     "jtile_print": Reverse.nothing,
     "jtile_assert_": Reverse.nothing,
     "convert_element_type": Reverse.convert,

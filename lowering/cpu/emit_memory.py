@@ -360,11 +360,6 @@ def _raw_load(p: Point, ref: Buffer, where: Val, spot: Spot, n: int, packed: boo
 # -- stores --------------------------------------------------------------------------------------------------------
 
 
-@emits(ir.Prefetch)
-def _prefetch(em: Emitter, op: ir.Prefetch) -> None:
-    """Nothing: a CPU's cores fetch ahead by themselves."""
-
-
 @emits(ir.Store)
 def _store(em: Emitter, op: ir.Store) -> None:
     shape = op.value.shape

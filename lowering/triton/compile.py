@@ -27,7 +27,6 @@ from . import (  # noqa: F401  their emitters register themselves
     emit_dot_scaled,
     emit_elementwise,
     emit_memory,
-    emit_prefetch,
     emit_reduce,
     emit_scan,
     emit_scatter,

@@ -43,25 +43,13 @@ def test_products(case, monkeypatch):
     kind, m, out, inner, options = CASES[case]
     x = np.asarray(normal(2, m, inner, dtype="float16" if kind == "float16" else "bfloat16"))
     weight, matrix = weights(kind, out, inner)
-    operands, n = ((weight,), NO_EPILOGUE, ()), 128 // hopper_gemv.bits_of(kind)
+    operands, n = ((weight,), NO_EPILOGUE), 128 // hopper_gemv.bits_of(kind)
     meta = dict(kind=kind, activation=None, out_dtype="float32")
     meta |= hopper_gemv.choices(m, inner, kind)[0] | options
-    kernel = hopper_gemv.kernel(*operands[:2])
+    kernel = hopper_gemv.kernel(*operands)
     y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = np.asarray(x, np.float32) @ np.asarray(matrix).T
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
-
-
-def test_what_is_read_next_is_asked_for(monkeypatch):
-    """Tiles behind those in the rings, and matrices of other kernels, also beyond the last row: no result changes."""
-    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
-    x, (weight, matrix) = np.asarray(normal(2, 1, 512, dtype="bfloat16")), weights("bfloat16", 44, 512)
-    meta = dict(kind="bfloat16", activation=None, out_dtype="float32", rows=4, roles=1, slots=3)
-    ahead = (jnp.ones((24, 128), jnp.bfloat16),)
-    for fetch in (hopper_gemv.Fetch(own=1, others=2, settled=True, rows=8), hopper_gemv.Fetch(own=9)):
-        kernel = hopper_gemv.kernel((weight,), NO_EPILOGUE, ahead=1)
-        y = kernel.interpret(x.reshape(1, 64, 8), (weight,), NO_EPILOGUE, ahead, fetch=fetch, **meta)
-        assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < 3e-6
 
 
 def test_bias_activation_residual_and_two_weights():

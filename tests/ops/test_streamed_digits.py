@@ -51,11 +51,11 @@ def test_products(case):
     norm = 1 + np.asarray(normal(5, inner)) / 4
     meta = dict(kind=kind, out_dtype="float32", rows=rows, roles=2, slots=2)
     y = hopper_gemv.kernel((weight,), NO_EPILOGUE).interpret(
-        x.reshape(m, inner // n, n), (weight,), NO_EPILOGUE, (), activation=None, **meta
+        x.reshape(m, inner // n, n), (weight,), NO_EPILOGUE, activation=None, **meta
     )
     normed = Norm(norm.reshape(inner // n, n), residual.reshape(m, inner // n, n))
     z, _ = hopper_gemv.normed_kernel(len(jax.tree.leaves((weight, up)))).interpret(
-        x.reshape(m, inner // n, n), (weight, up), normed, (), activation="relu", eps=1e-2, **meta
+        x.reshape(m, inner // n, n), (weight, up), normed, activation="relu", eps=1e-2, **meta
     )
     assert relative_error(y, x.astype(np.float32) @ np.asarray(matrix).T) < 1e-5
     s = x.astype(np.float32) + residual.astype(np.float32)
@@ -90,6 +90,6 @@ def test_what_it_compiles_to(kind, instruction, scale):
     weight, x = Weight(sd((16, 1024 * 4 // n), jnp.uint32), sd(*scale)), sd((1, 1024 // n, n), jnp.bfloat16)
     options = dict(kind=kind, activation=None, out_dtype="bfloat16", rows=8, roles=1, slots=2)
     kernel = hopper_gemv.kernel((weight,), NO_EPILOGUE)
-    sass = kernel.lower(x, (weight,), NO_EPILOGUE, (), target="cuda:sm_90", **options).texts["sass"]
+    sass = kernel.lower(x, (weight,), NO_EPILOGUE, target="cuda:sm_90", **options).texts["sass"]
     assert sass.count(instruction) == {"q4_0": 8, "fp8": 16}[kind]
     assert "LDS.128" in sass and "IDP" not in sass

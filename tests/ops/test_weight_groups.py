@@ -149,7 +149,7 @@ def test_one_row_against_a_stream(case):
     found = hopper_gemv.choices(1, inner, kind, False, hopper_gemv._scale_bytes(weight, inner, kind))[0]
     meta = dict(kind=kind, activation=None, out_dtype="float32") | found | options
     y = hopper_gemv.kernel((weight,), NO_EPILOGUE).interpret(
-        np.asarray(x).reshape(1, inner // n, n), (weight,), NO_EPILOGUE, (), seed=len(case), **meta
+        np.asarray(x).reshape(1, inner // n, n), (weight,), NO_EPILOGUE, seed=len(case), **meta
     )
     assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
 

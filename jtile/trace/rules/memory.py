@@ -77,12 +77,6 @@ def _(c: Lowering, k, **_):
     return k  # the rule of the loop around reads the hint
 
 
-@rule("jtile_prefetch")
-def _(c: Lowering, ref, *rest, dims):
-    c.b.add(ir.Prefetch(ref, to_index(dims, rest)))
-    return []
-
-
 @rule("jtile_print")
 def _(c: Lowering, *args, format):
     c.b.add(ir.Print(format, tuple(args)))

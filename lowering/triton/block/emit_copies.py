@@ -8,7 +8,6 @@ from jtile import ir
 
 from .. import tma, versions
 from ..addresses import lines
-from ..emit_prefetch import ANY, prefetch
 from ..ttir import bits
 from .code import Mem
 from .emit_devices import devices
@@ -58,11 +57,6 @@ def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
         with em.code.region():
             store(handle, where)
         em.code.do("}")
-
-
-@emits(ir.Prefetch)
-def _prefetch(em: BlockEmitter, op: ir.Prefetch) -> None:
-    prefetch(em, op, ANY)
 
 
 @emits(ir.StoreWait)
