@@ -20,7 +20,7 @@ def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndar
     chose in each mixture, [rows * t, k])."""
     model: Any = lm.model
     model.dtype = dtype
-    x, angles = model._enter(ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
+    x, angles = model.enter(ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
     found = []
     for block in model.blocks:
         graph, state = nnx.split(block)
