@@ -177,6 +177,8 @@ def choice(x, weights: tuple[Weight, ...], kind: str) -> int | None:
     """The rows of a program where these kernels compute the product of x [m, in], else None."""
     if not gpu_tiles.overlaps() or x.dtype not in (jnp.bfloat16, jnp.float16):
         return None
+    if kind == "fp8":  # gave NaN behind the ends of rows on an H200; mended since, and not yet compared there
+        return None
     m, inner = x.shape
     if not all(of_piece(a, inner, kind) for w in weights for a in by_block(w, kind)):
         return None

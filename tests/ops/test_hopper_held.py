@@ -64,6 +64,7 @@ def test_which_matrices():
         assert hopper_held.choice(x, (w,), "bfloat16") is None
         with jt.config(overlap=True):
             assert hopper_held.choice(x, (w,), "bfloat16")
+            assert hopper_held.choice(x, (w,), "fp8") is None
             assert hopper_held.choice(x.astype(np.float32), (w,), "bfloat16") is None
 
 
