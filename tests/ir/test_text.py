@@ -69,7 +69,6 @@ alias(%same = %kept) init(%total = 0, %low = -inf) @"a \\"b\\".py":3 {
   %s = load %total[] : f32
   store %o[tile(%i, 16), %c0:+16], %a mask=%m checked=false
   store %total[], %f
-  prefetch %x[tile(%i, 16), %c0:+16]
   %old = atomic add %low[%c0:+4], %four : tile<4xf32>
   %cas = atomic cas %low[%c0], %f compare=%f mask=%ctrue : f32
   %mem = alloc : ref<4x4xi4, scratch>
