@@ -64,7 +64,8 @@ class Ranges:
                         for k, v in enumerate(cond.invars[n_cond:]))  # fmt: skip
             if steps.get(place, 0) > 0 and first is not None and limit is not None and not moves:
                 end = limit[1] + (test.primitive.name in ("le", "ge"))
-                found.append(max(0, -(-(end - first[0]) // steps[place])))
+                if _holds(low.aval.dtype, (first[0], end - 1 + steps[place])):  # else the counter may wrap around
+                    found.append(max(0, -(-(end - first[0]) // steps[place])))
         return min((n for n in found if n <= INT32_MAX), default=None)
 
     def _visit(self, jaxpr: Any) -> None:

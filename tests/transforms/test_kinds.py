@@ -110,3 +110,26 @@ def test_second_derivatives_of_a_while_loop_that_tests_a_counter_too():
     x = floats(2, 3) * 2
     second = lambda f: jax.grad(lambda x: jnp.sin(jax.grad(lambda x: f(x).sum())(x)).sum())
     np.testing.assert_allclose(second(settled)(x), second(reference)(x), rtol=1e-5, atol=1e-6)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+def around(x, o):
+    y, k = x[...], jnp.uint8(0)
+    while (jnp.abs(y).sum() > 1.5) & (k < jnp.uint8(250)):
+        y, k = jnp.sin(y), k + jnp.uint8(100)  # 100, 200, 44: it is below 250 in any round
+    o[...] = y
+
+
+def test_a_counter_that_wraps_around_bounds_no_rounds():
+    x, y, rounds = jnp.full((2, 3), 0.3, jnp.float32), 0.3, 0
+    while 6 * y > 1.5:
+        y, rounds = np.sin(y), rounds + 1
+
+    def reference(x):
+        for _ in range(rounds):
+            x = jnp.sin(x)
+        return x
+
+    assert rounds > 3
+    got, want = (jax.grad(lambda x, f=f: f(x).sum())(x) for f in (around, reference))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
