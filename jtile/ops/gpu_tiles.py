@@ -44,10 +44,10 @@ def on_one_device() -> bool:
     return inside or jax.device_count() == 1 or _promised().value
 
 
-def beside(weights: Iterable[jax.Array]) -> contextlib.AbstractContextManager:
+def beside(weights: Iterable[Any]) -> contextlib.AbstractContextManager:
     """A block in which kernels are made for one device, if these weights of a program lie on one: then XLA shares out
-    no axis, whatever devices the host has besides."""
-    return _promised()(len({d for w in weights for d in w.devices()}) == 1)
+    no axis, whatever devices the host has besides. NumPy's arrays among them go to where the others are."""
+    return _promised()(len({d for w in weights if isinstance(w, jax.Array) for d in w.devices()}) == 1)
 
 
 @functools.cache
