@@ -190,21 +190,33 @@ def _steps(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | No
     return linear_attention_steps(q, k, v, g, beta, state, bv=bv, scale=scale, save=save)
 
 
-def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
+def _chunk(v, g, beta, chunk: int | None) -> int:
+    """The positions of a chunk."""
     # Work that grows with the length of chunks costs tensor cores little; a CPU has it besides the states' products.
     simple = beta is None and (g is None or g.shape[3] == 1)
     usual = (32 if simple else 16) if machine().whole else 16 if vector_cores() and beta is not None else 64
-    c = chunk_of(known(v.shape[1]), chunk or usual)
-    if beta is None and "warps" in jt.target().features:
-        return in_states(q, k, v, g, state, c=c, bv=columns(k.shape[3], v.shape[3]), scale=scale, save=save)
+    return chunk_of(known(v.shape[1]), chunk or usual)
+
+
+def _with_beta(q, k, v, g, beta, *_, **__) -> str | None:
+    return None if beta is None else "the delta rule makes states one after the other"
+
+
+def _in_states(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
+    sides = {"c": _chunk(v, g, beta, chunk), "bv": columns(k.shape[3], v.shape[3])}
+    return in_states(q, k, v, g, state, scale=scale, save=save, **sides)
+
+
+def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
+    c, bv = _chunk(v, g, beta, chunk), columns(k.shape[3], v.shape[3])
     mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
-    bv = columns(k.shape[3], v.shape[3])
     return linear_attention_chunks(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
 
 
 _op = Op(
     "linear_attention",
     Implementation("steps", _steps, _long),
+    Implementation("states of chunks", _in_states, _with_beta, needs=("warps",)),
     Implementation("chunks", _chunks),
 )
 

@@ -33,7 +33,8 @@ def weights(kind, out, inner, seed=1):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_products(case):
+def test_products(case, monkeypatch):
+    monkeypatch.setattr(hopper_held, "FLOAT8", True)
     kind, m, out, inner = CASES[case]
     x, residual = (np.asarray(normal(seed, m, inner, dtype="bfloat16")) for seed in (2, 3))
     (weight, matrix), (up, second) = (weights(kind, out, inner, seed) for seed in (1, 4))
