@@ -173,8 +173,8 @@ def _weights_of_thread(rows: int, pieces: int, weights: int) -> int:
     return weights * pieces * PIECE * rows // (32 * WARPS)
 
 
-# Whether matrices of 8-bit floats are held: they gave NaN behind the ends of rows on an H200, which is mended, but has not
-# been compared there since.
+# Whether matrices of 8-bit floats are held: they gave NaN behind the ends of rows on an H200, which is mended, but has
+# not been compared there since.
 FLOAT8 = False
 
 
