@@ -136,5 +136,8 @@ def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, *, chunk: int, r
     cos, sin = zip(*(angles[rope] for rope in ropes))
     out = jnp.zeros((tokens.shape[0], chunk), jnp.int32)
     carry = tokens, done, out, cache, (x, jnp.zeros_like(x), cos, sin)
+    # The loop must not be unrolled. XLA's kernel for its counter stands between `next_tokens` and the step behind it,
+    # whose attention reads the lengths early: without it, it started 3.6 us before these were written (H200, two steps
+    # in a round: the product in front of it has early roles only, and lets it start at once).
     tokens, done, out, cache, _ = jax.lax.fori_loop(0, chunk, lambda i, carry: run(step, i, carry), carry)
     return out, tokens, done, cache
