@@ -82,9 +82,12 @@ def test_a_step(stored):
 
 def test_which_steps_it_takes(short, monkeypatch):
     model = short("llama", 1).model
+    monkeypatch.setattr(next_tokens, "ON_GPUS", True)
     assert not next_tokens.fits(model, 2, Steps(), False)  # a CPU has no threads that share a row
     monkeypatch.setattr(next_tokens, "_threads", lambda: True)
     assert next_tokens.fits(model, 2, Steps(), False)
     assert not next_tokens.fits(model, 2, Steps(), True)
     assert not next_tokens.fits(model, 2, Steps(draws=True), False)
     assert not next_tokens.fits(model, next_tokens.ROWS + 1, Steps(), False)
+    monkeypatch.setattr(next_tokens, "ON_GPUS", False)
+    assert not next_tokens.fits(model, 2, Steps(), False)
