@@ -35,7 +35,7 @@ def of_batches(lm: LanguageModel, rows: int, load: Load) -> Answer:
     all their tokens before it takes others."""
     prompt, count = max(load.prompt.median, load.shared + 1), load.answer.median
     waiting: list[tuple[Call, asyncio.Queue]] = []
-    busy = asyncio.Lock()
+    locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}  # a load runs in an event loop of its own
 
     def batch(calls: list[Call], tell: Callable[[int], object]) -> None:
         ids = np.zeros((rows, prompt), np.int64)
@@ -50,7 +50,7 @@ def of_batches(lm: LanguageModel, rows: int, load: Load) -> Answer:
 
     async def take() -> None:
         loop = asyncio.get_running_loop()
-        async with busy:
+        async with locks.setdefault(loop, asyncio.Lock()):
             taken, waiting[:] = waiting[:rows], waiting[rows:]
             say = lambda what: loop.call_soon_threadsafe(lambda: [queue.put_nowait(what) for _, queue in taken])
             if taken:  # else another call has taken this one into its batch
