@@ -99,7 +99,7 @@ class _Cutter:
                 self._take_gathers(first)
             for first in [*self.members]:
                 self._take_makers(first)
-        groups, taken, left = [], [], []
+        groups, taken, alone, left = [], [], [], []
         made_by = {v: node.name for node in self.nodes for v in node.outs}
         for first, members in self.members.items():
             group = self._group(members)
@@ -115,6 +115,7 @@ class _Cutter:
                 groups.append(group)
                 taken.append(members)
             else:
+                alone.append(group)
                 left.append((first, members, why))
         units: list[Unit] = [*groups]
         for u, group in enumerate(groups):
@@ -122,7 +123,8 @@ class _Cutter:
             if found is not None:
                 units[u], more = found
                 taken[u] = sorted([*taken[u], *more])
-        self._take_products(units, taken, left)
+        if not self.everything:
+            self._take_products(units, taken, alone, left)
         for k, node in enumerate(self.nodes):
             used = {v for v in node.outs if v in self.results or v in self.users}
             loop = loop_of(node, used, everything=self.everything)
@@ -135,42 +137,38 @@ class _Cutter:
         inside = {k: plans for k in run if isinstance(k, int) and (plans := _inside(self.nodes[k]))}
         return Plan(self.program, run, left, inside)
 
-    def _take_products(self, units: list[Unit], taken: list[list[int]], left: list[tuple[int, list[int], str]]) -> None:
-        """Makes one kernel of each group of elementwise nodes, worth a kernel or not, and of the products that it
-        reads."""
-        if self.everything:
-            return
-        places = [*range(len(units)), *(None for _ in left)]
-        alone = [self._group(members) for _, members, _ in left]
-        gone = []
-        for place, unit, members in zip(places, [*units, *alone], [*taken, *(m for _, m, _ in left)], strict=True):
-            free = {k for k in range(len(self.nodes)) if not any(k in those for those in taken)}
-            found = self._product(unit, members, free) if isinstance(unit, Group) else None
-            if found is None:
+    def _take_products(
+        self, units: list[Unit], taken: list[list[int]], alone: list[Group], left: list[tuple[int, list[int], str]]
+    ) -> None:
+        """Makes one kernel of each group of elementwise nodes, and of the products that it reads. alone: the groups
+        that are `left` since they are not worth a kernel by themselves."""
+        count, gone, busy = len(units), set(), {k for those in taken for k in those}
+        groups = [*zip(units, taken, strict=True), *((group, of[1]) for group, of in zip(alone, left, strict=True))]
+        for place, (unit, members) in enumerate(groups):
+            found = self._product(unit, members, busy) if isinstance(unit, Group) else None
+            if found is None or self._sorted([found[1], *(those for those in taken if those is not members)]) is None:
                 continue
-            product, together = found
-            rest = [those for u, those in enumerate(taken) if u != place]
-            if self._sorted([together, *rest]) is None:
-                continue
-            if place is None:
-                units.append(product)
-                taken.append(together)
-                gone.append(members)
+            busy.update(found[1])
+            if place < count:
+                units[place], taken[place] = found
             else:
-                units[place], taken[place] = product, together
-        left[:] = [entry for entry in left if not any(entry[1] is members for members in gone)]
+                units.append(found[0])
+                taken.append(found[1])
+                gone.add(members[0])
+        left[:] = [entry for entry in left if entry[0] not in gone]
 
-    def _product(self, group: Group, members: list[int], free: set[int]) -> tuple[Product, list[int]] | None:
-        """(the products that a group of elementwise nodes reads, together with it; the numbers of all its nodes)."""
+    def _product(self, group: Group, members: list[int], busy: set[int]) -> tuple[Product, list[int]] | None:
+        """(the products that a group of elementwise nodes reads, together with it; the numbers of all its nodes). busy:
+        the nodes that other kernels have."""
         if group.windowed or group.gathers or group.layout.whole or group.layout.late:
             return None
-        makers = [self.maker[v] for v in group.inputs if self.maker.get(v) in free]
-        makers = sorted({k for k in makers if self.nodes[k].name == "dot_general"})
+        free = lambda v, name: (k := self.maker.get(v, -1)) >= 0 and k not in busy and self.nodes[k].name == name
+        makers = sorted({self.maker[v] for v in group.inputs if free(v, "dot_general")})
         lefts = {self.maker.get(self.nodes[k].ins[0]) for k in makers}
         if not makers or any(m is not None and self.nodes[m].name == "transpose" for m in lefts):
             return None  # XLA's products read a transposed array where it lies
-        turned = dict.fromkeys(m for k in makers if (m := self.maker.get(self.nodes[k].ins[1])) in free)
-        turned = [m for m in turned if self.nodes[m].name == "transpose"]
+        rights = [self.nodes[k].ins[1] for k in makers]
+        turned = list(dict.fromkeys(self.maker[v] for v in rights if free(v, "transpose")))
         alone = [m for m in turned if {*makers} >= {*self.users[self.nodes[m].outs[0]]}]
         together = sorted([*alone, *makers, *members])
         own = set(together)
