@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import QuantizedTensor
 from jtile.ops._shapes import fit
-from jtile.ops.argmax import TILE, first_of, keys_of, parts_of
+from jtile.ops.argmax import TILE, first_in_part, first_of, keys_of, parts_of
 from jtile.ops.operands import Weight
 
 from . import cache as kv
@@ -60,14 +60,7 @@ def next_tokens(
     tops, places int32 [rows, parts]: what the programs of a row have found."""
     # y_i: the first j with logits_ij = max_j logits_ij
     i, p, vocab = jt.program_id(0), jt.program_id(1), logits.shape[1]
-    X = logits.tiles(None, bn, pad=-jnp.inf)
-    each = jt.cdiv(X.shape[1], parts)
-    best, at = jt.full((bn,), -(2**31), jnp.int32), jt.full((bn,), vocab, jnp.int32)
-    for k in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
-        keys = keys_of(X[i, k])
-        more = keys > best
-        best, at = jnp.where(more, keys, best), jnp.where(more, k * bn + jt.arange(bn), at)
-    tops[i, p], places[i, p] = first_of(best, at)
+    tops[i, p], places[i, p] = first_in_part(logits, i, p, parts, bn, vocab)
     if jt.arrive(jt.counters("rows", tokens.shape[0]), i, parts):
         top, place = first_of(tops[i, :], places[i, :])
         chosen = jnp.where(top == keys_of(jnp.float32(jnp.nan)), jnp.int32(vocab), place)

@@ -30,6 +30,20 @@ def first_of(keys, places):
     return top, jnp.where(keys == top, places, jnp.int32(_LAST)).min()
 
 
+@jt.function
+def first_in_part(x, i, p, parts: int, bn: int, none: int):
+    """`first_of` the keys of part p of row i of x [rows, n], `bn` at a time; none: the place if no key is larger than
+    the least."""
+    X = x.tiles(None, bn, pad=-jnp.inf)
+    each = jt.cdiv(X.shape[1], parts)
+    best, at = jt.full((bn,), -(2**31), jnp.int32), jt.full((bn,), none, jnp.int32)
+    for k in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
+        keys = keys_of(X[i, k])
+        more = keys > best
+        best, at = jnp.where(more, keys, best), jnp.where(more, k * bn + jt.arange(bn), at)
+    return first_of(best, at)
+
+
 def _types(x, *, parts: int, **_):
     of = lambda *shape: jax.ShapeDtypeStruct((x.shape[0], *shape), jnp.int32)
     return of(), of(parts), of(parts)
@@ -40,14 +54,7 @@ def argmax_rows(x, y, tops, places, *, parts: int, bn: int):
     """y int32 [rows] of x [rows, n]; tops, places [rows, parts]: what the programs of a row have found."""
     # y_i: the first j with x_ij = max_j x_ij
     i, p = jt.program_id(0), jt.program_id(1)
-    X = x.tiles(None, bn, pad=-jnp.inf)
-    each = jt.cdiv(X.shape[1], parts)
-    best, at = jt.full((bn,), -(2**31), jnp.int32), jt.full((bn,), _LAST, jnp.int32)
-    for k in jt.range(p * each, jnp.minimum(p * each + each, X.shape[1])):
-        keys = keys_of(X[i, k])
-        more = keys > best
-        best, at = jnp.where(more, keys, best), jnp.where(more, k * bn + jt.arange(bn), at)
-    top, place = first_of(best, at)
+    top, place = first_in_part(x, i, p, parts, bn, _LAST)
     if parts == 1:
         y[i] = place
     else:
