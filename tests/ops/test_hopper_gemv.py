@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import normal
+from library import normal, stored_weight
 
 import jtile as jt
 from jtile import ops
@@ -28,21 +28,12 @@ CASES = {  # kind, rows of x, out, in, meta-parameters
 }
 
 
-def weights(kind, out, inner, seed=1):
-    """A weight, and the matrix that it says."""
-    w = np.asarray(normal(seed, out, inner))
-    if hopper_gemv.bits_of(kind) == 16:
-        return Weight(w.astype(jnp.dtype(kind))), w.astype(jnp.dtype(kind)).astype(np.float32)
-    w = QuantizedTensor.quantize(w, kind)
-    return Weight(w.packed().codes, w.scale, w.minimum), evaluated(QuantizedTensor.dequantize)(w)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_products(case, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)  # several tiles a program
     kind, m, out, inner, options = CASES[case]
     x = np.asarray(normal(2, m, inner, dtype="float16" if kind == "float16" else "bfloat16"))
-    weight, matrix = weights(kind, out, inner)
+    weight, matrix = stored_weight(kind, out, inner)
     operands, n = ((weight,), NO_EPILOGUE), 128 // hopper_gemv.bits_of(kind)
     meta = dict(kind=kind, activation=None, out_dtype="float32")
     meta |= hopper_gemv.choices(m, inner, kind)[0] | options
@@ -53,7 +44,7 @@ def test_products(case, monkeypatch):
 
 
 def test_bias_activation_residual_and_two_weights():
-    (weight, matrix), (second, up) = (weights("q4_1", 24, 256, seed) for seed in (1, 3))
+    (weight, matrix), (second, up) = (stored_weight("q4_1", 24, 256, seed) for seed in (1, 3))
     x, bias, residual = normal(2, 1, 256), normal(4, 1, 24), normal(5, 1, 24)
     y, z = (np.asarray(x) @ m.T for m in (matrix, up))
     with jt.config(arch="sm_90", interpret=True):
@@ -126,7 +117,7 @@ def test_rows_of_a_gated_mlp_of_floats():
 def test_scales_that_no_tensor_map_copies(kind, inner, monkeypatch):
     """The roles read them, where kernels overlap: rows of 3 and of 9 scales of 16 bits are no lines of 16 bytes."""
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)  # several tiles a program
-    weight, matrix = weights(kind, 40, inner)
+    weight, matrix = stored_weight(kind, 40, inner)
     x = np.asarray(normal(2, 1, inner, dtype="bfloat16"))
     with jt.config(arch="sm_90", interpret=True, overlap=True):
         assert hopper_gemv.misfit(x, weight, kind) is None

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import normal
+from library import normal, stored_weight
 
 import jtile as jt
 from jtile.ops import hopper_gemv, hopper_held
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
-from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -23,21 +22,12 @@ CASES = {  # kind, rows of x, out, in
 }
 
 
-def weights(kind, out, inner, seed=1):
-    """A weight, and the matrix that it says."""
-    w = np.asarray(normal(seed, out, inner))
-    if kind == "bfloat16":
-        return Weight(w.astype(jnp.bfloat16)), w.astype(jnp.bfloat16).astype(np.float32)
-    w = QuantizedTensor.quantize(w, kind)
-    return Weight(w.packed().codes, w.scale, w.minimum), evaluated(QuantizedTensor.dequantize)(w)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_products(case, monkeypatch):
     monkeypatch.setattr(hopper_held, "FLOAT8", True)
     kind, m, out, inner = CASES[case]
     x, residual = (np.asarray(normal(seed, m, inner, dtype="bfloat16")) for seed in (2, 3))
-    (weight, matrix), (up, second) = (weights(kind, out, inner, seed) for seed in (1, 4))
+    (weight, matrix), (up, second) = (stored_weight(kind, out, inner, seed) for seed in (1, 4))
     norm, bias = 1 + np.asarray(normal(5, inner)) / 4, np.asarray(normal(6, 1, out))
     with jt.config(arch="sm_90", interpret=True, overlap=True):
         assert hopper_gemv.misfit(x, weight, kind) is None

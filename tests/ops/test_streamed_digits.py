@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import normal
+from library import normal, stored_weight
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_gemv, streamed_numbers
 from jtile.ops.operands import NO_EPILOGUE, Norm, Weight
-from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -21,15 +20,6 @@ def on_tensor_cores(monkeypatch):
     hopper_gemv.choices.cache_clear()
     yield
     hopper_gemv.choices.cache_clear()
-
-
-def weights(kind, out, inner, seed=1):
-    """A weight, and the matrix that it says."""
-    w = np.asarray(normal(seed, out, inner))
-    if kind == "bfloat16":
-        return Weight(w.astype(jnp.bfloat16)), w.astype(jnp.bfloat16).astype(np.float32)
-    w = QuantizedTensor.quantize(w, kind)
-    return Weight(w.packed().codes, w.scale, w.minimum), evaluated(QuantizedTensor.dequantize)(w)
 
 
 CASES = {  # kind, rows of x, out, in, rows of a tile
@@ -45,7 +35,7 @@ CASES = {  # kind, rows of x, out, in, rows of a tile
 @pytest.mark.parametrize("case", CASES)
 def test_products(case):
     kind, m, out, inner, rows = CASES[case]
-    (weight, matrix), (up, second) = (weights(kind, out, inner, seed) for seed in (1, 4))
+    (weight, matrix), (up, second) = (stored_weight(kind, out, inner, seed) for seed in (1, 4))
     x, residual = (np.array(normal(seed, m, inner, dtype="bfloat16")) for seed in (2, 3))
     x[0, 5], n = 255 / 64, 128 // hopper_gemv.bits_of(kind)  # a digit of 127 and more
     norm = 1 + np.asarray(normal(5, inner)) / 4
@@ -66,7 +56,7 @@ def test_products(case):
 @pytest.mark.parametrize("kind", ["q4_0", "fp8"])
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 0.0, np.inf])
 def test_any_size_of_x(kind, scale):
-    weight, matrix = weights(kind, 8, 512)
+    weight, matrix = stored_weight(kind, 8, 512)
     x = np.array(normal(2, 1, 512, dtype="bfloat16"))
     with jt.config(arch="sm_90", interpret=True):
         x0 = (x.astype(np.float32) * np.float32(1 if np.isinf(scale) else scale)).astype(jnp.bfloat16)

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.ops import hopper_gemv
+from jtile.ops.operands import Weight
+from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -25,6 +28,15 @@ def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
     return jax.device_put(
         np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
     )
+
+
+def stored_weight(kind: str, out: int, inner: int, seed: int = 1) -> tuple[Weight, np.ndarray]:
+    """A weight [out, inner] of a kind, and the matrix that it says; "float16" and "bfloat16" are no codes."""
+    w = np.asarray(normal(seed, out, inner))
+    if hopper_gemv.bits_of(kind) == 16:
+        return Weight(w.astype(jnp.dtype(kind))), w.astype(jnp.dtype(kind)).astype(np.float32)
+    w = QuantizedTensor.quantize(w, kind)
+    return Weight(w.packed().codes, w.scale, w.minimum), evaluated(QuantizedTensor.dequantize)(w)
 
 
 def of_sums(dtype: str, exact: float) -> float:
