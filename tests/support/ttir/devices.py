@@ -10,6 +10,7 @@ import math
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -151,6 +152,41 @@ ACTS |= {text: (("i64", "i32"), _raise(fn)) for (fn, _), text in RAISE.items()}
 ACTS |= {LET: ((), _in_order), AFTER: ((), _in_order)}
 
 
+def own_view(memory: Memory) -> Memory:
+    """The same arrays, with notes of its own of what a program has read and stored."""
+    own = copy.copy(memory)
+    own._stores, own._loads, own._stored, own.loops = {}, {}, {}, []
+    return own
+
+
+def run_in_turns(
+    function: Any, programs: Sequence[tuple[Program, Sequence[int]]], turns: Turns, memory: Memory
+) -> None:
+    """Calls a function by all programs, a thread each, of which one goes on at a time; raises the first error."""
+
+    def body(machine: Program, args: Sequence[int]) -> None:
+        try:
+            turns.begin(machine.me)
+            values = [np.asarray(a, t.numpy) for a, (_, t) in zip(args, function.params, strict=True)]
+            with np.errstate(all="ignore"):
+                machine.call(function, values)
+        except EndedError:
+            pass
+        except BaseException as e:
+            turns.error = turns.error or e
+        finally:
+            turns.end(machine.me)
+
+    threads = [threading.Thread(target=body, args=of, daemon=True) for of in programs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    memory.finish()
+    if turns.error is not None:
+        raise turns.error
+
+
 class Site:
     """A call site on the devices of one group: blocks of memory that stay from call to call."""
 
@@ -184,40 +220,19 @@ class Site:
         `blocks`."""
         grid = value_of(self.record.grid)
         turns = Turns(len(parts) * grid, seed)
-        threads, each = [], len(parts[0].all)
+        programs, each = [], len(parts[0].all)
         for rank, part in enumerate(parts):
             at = [*base[each * rank : each * (rank + 1)], blocks[rank]]
             for block in range(grid):
-                me = len(threads)
-                own = copy.copy(memory)
-                own._stores, own._loads, own._stored, own.loops = {}, {}, {}, []
-                machine = Program(turns, me, read(self.text), own, grid, [], seed + me)
+                me = len(programs)
+                machine = Program(turns, me, read(self.text), own_view(memory), grid, [], seed + me)
                 machine.block = block
                 args = [at[-1] if p["kind"] == "devices" else _argument(p, at, part.symbols, []) for p in
                         self.record.params]  # fmt: skip
-                threads.append(threading.Thread(target=self._run, args=(machine, args), daemon=True))
+                programs.append((machine, args))
         _check_params(self.function, self.record)
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        memory.finish()
-        if turns.error is not None:
-            raise turns.error
+        run_in_turns(self.function, programs, turns, memory)
         return [part.outputs() for part in parts]
-
-    def _run(self, machine: Program, args: Sequence[int]) -> None:
-        try:
-            machine.turns.begin(machine.me)
-            values = [np.asarray(a, t.numpy) for a, (_, t) in zip(args, self.function.params, strict=True)]
-            with np.errstate(all="ignore"):
-                machine.call(self.function, values)
-        except EndedError:
-            pass
-        except BaseException as e:
-            machine.turns.error = machine.turns.error or e
-        finally:
-            machine.turns.end(machine.me)
 
     def _write(self, block: np.ndarray, base: Sequence[int], place: Sequence[int], rank: int) -> None:
         """What the host writes."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from jtile.lowering import starts
 from jtile.lowering.triton.emit_tasks import AGAIN, FETCH, POLL, SIGNAL, Tasks
 from jtile.lowering.triton.features import features
 
-from .devices import UNIT, EndedError, Program, Turns, _wait
+from .devices import UNIT, Program, Turns, _wait, own_view, run_in_turns
 from .launch import _argument, _check_params, read, value_of
 from .memory import SKEW, Memory
 from .ops_math import ACTS
@@ -73,32 +71,11 @@ class GraphSite:
 
     def _run(self, memory: Memory, base: Sequence[int], seed: int) -> None:
         grid = value_of(self.record.grid)
-        turns, threads = Turns(grid, seed), []
+        turns, programs = Turns(grid, seed), []
         for block in range(grid):
-            own = copy.copy(memory)
-            own._stores, own._loads, own._stored, own.loops = {}, {}, {}, []
-            machine = Program(turns, block, read(self.text), own, grid, [], seed + block)
+            machine = Program(turns, block, read(self.text), own_view(memory), grid, [], seed + block)
             machine.block = block
             args = [base[-1] if p["kind"] == "devices" else _argument(p, base, [], []) for p in self.record.params]
-            threads.append(threading.Thread(target=self._body, args=(machine, args), daemon=True))
+            programs.append((machine, args))
         _check_params(self.function, self.record)
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        memory.finish()
-        if turns.error is not None:
-            raise turns.error
-
-    def _body(self, machine: Program, args: Sequence[int]) -> None:
-        try:
-            machine.turns.begin(machine.me)
-            values = [np.asarray(a, t.numpy) for a, (_, t) in zip(args, self.function.params, strict=True)]
-            with np.errstate(all="ignore"):
-                machine.call(self.function, values)
-        except EndedError:
-            pass
-        except BaseException as e:
-            machine.turns.error = machine.turns.error or e
-        finally:
-            machine.turns.end(machine.me)
+        run_in_turns(self.function, programs, turns, memory)
