@@ -18,10 +18,12 @@ from benchmarks.data import size
 from benchmarks.gpu import timing, torch_peers
 from benchmarks.gpu.case import Case, Torch
 from benchmarks.gpu.machine import COLD_BYTES, Machine
+from benchmarks.gpu.merged import shared_work
 from benchmarks.harness import Result, WrongResultError, result
 from benchmarks.report import number
 
 _MOST_SETS = 16
+_SET_BYTES = 24 << 30  # of all sets of arguments, where each is used once
 _UNTUNED = {"xla_gpu_autotune_level": 0}  # compiler options of references, whose speed does not matter
 
 
@@ -47,6 +49,10 @@ def set_count(case: Case, options: Options) -> int:
     """The number of sets of arguments: one if they stay warm, else so many that no L2 cache holds all."""
     one = size(jax.eval_shape(case.make, 0))
     return 1 if case.warm else max(1, min(_MOST_SETS, math.ceil(options.cold_bytes / one)))
+
+
+class MergedCallsError(Exception):
+    """XLA made one piece of work of several calls of a function, so that their time says nothing of one call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +110,13 @@ def measure(
     make = ahead.make.result() if ahead else case.make
     sets = [make(seed) for seed in range(set_count(case, options))]
     calls = _calls(case, machine, sets[0], len(sets))
-    runners, reference = _runners(case, sets, calls, options, say, ahead)
+    try:
+        runners, reference = _runners(case, sets, calls, options, say, ahead)
+    except MergedCallsError as merged:
+        say(f"    {case.workload} {case.config}: {merged}: each set of arguments is used once")
+        sets = _one_a_call(case, sets, calls, make)
+        calls = len(sets)
+        runners, reference = _runners(case, sets, calls, options, say, None, last=True)
     errors = _errors(case, reference(*sets[0]), runners, say)
     samplers = {name: timing.sampler(runner) for name, runner in runners.items()}
     for sample in samplers.values():
@@ -118,12 +130,23 @@ def measure(
     return got
 
 
+def _one_a_call(case: Case, sets: Sequence[tuple], calls: int, make: Callable) -> list[tuple]:
+    """A set of arguments for each call, as far as there is room; the one that there is where all calls are warm."""
+    room = _SET_BYTES // max(size(jax.eval_shape(case.make, 0)), 1)
+    count = 1 if case.warm else max(len(sets), min(calls, _MOST_SETS, room))
+    return [*sets, *(make(seed) for seed in range(len(sets), count))]
+
+
 def _runners(
-    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable, ahead: Ahead | None
-) -> tuple[dict[str, Any], Callable]:
+    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable, ahead: Ahead | None, *,
+    last: bool = False,
+) -> tuple[dict[str, Any], Callable]:  # fmt: skip
     """(the runners by name, compiled and run once; the reference, compiled).
 
     Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles.
+
+    Raises:
+      MergedCallsError: XLA merged calls of a function; if this is the `last` attempt, of ours: peers are left out.
     """
     functions = _chosen(case, options, say)
     own: dict[str, Sequence[tuple]] = {}
@@ -141,20 +164,31 @@ def _runners(
             }
             reference = pool.submit(_compiled, jax.jit(case.reference), *sets[0], untuned=True)
     for name, args in own.items():
-        with _left_out_on_error(case, name, say):
+        with _left_out_on_error(case, name, say, but=() if last else MergedCallsError):
             f = functions[name]
             if isinstance(f, Torch):
                 out[name] = torch_peers.TorchRunner(f, args, calls)
             else:
-                out[name] = timing.JaxRunner(programs[name].result(), args, calls)
+                program = programs[name].result()
+                _refuse_merged(name, program, calls)
+                out[name] = timing.JaxRunner(program, args, calls)
     return out, reference.result()
 
 
+def _refuse_merged(name: str, program: Any, calls: int) -> None:
+    """Raises MergedCallsError where the results of several calls need the same work."""
+    if work := shared_work(program.as_text(), calls):
+        more = f" and {len(work) - 1} more" if work[1:] else ""
+        raise MergedCallsError(f"XLA merged calls of {name} ({work[0]}{more})")
+
+
 @contextlib.contextmanager
-def _left_out_on_error(case: Case, name: str, say: Callable) -> Iterator[None]:
-    """A block in which a peer may fail, which is then left out; errors of ours pass through."""
+def _left_out_on_error(case: Case, name: str, say: Callable, *, but: Any = ()) -> Iterator[None]:
+    """A block in which a peer may fail, which is then left out; errors of ours pass through, and errors `but`."""
     try:
         yield
+    except but:
+        raise
     except Exception as error:
         if name == "ours":
             raise

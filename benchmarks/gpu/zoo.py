@@ -25,8 +25,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _filters(tiny)
     yield from _convolutions(tiny)
     for make, of in zoo.array_cases(True, tiny):
-        # Of kernels without custom calls XLA makes one where several take the same arguments, barriers or not: each set
-        # of them is used once in a program (n_body by XLA read 53 us, and takes 1,025).
+        # Calls that XLA is known to merge; the others it is asked for: see `merged.py`.
         once: dict[str, Any] = {"calls": 1} if of["workload"] in ("n_body", "sample_top_p") else {}
         yield Case(**of, **once, make=make, reference=of["peers"]["xla"])
 

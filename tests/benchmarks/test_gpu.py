@@ -18,6 +18,7 @@ from benchmarks.data import normal
 from benchmarks.gpu import WORKLOADS, attention, choices, launch, measure, mosaic, suite, timing
 from benchmarks.gpu.case import Case, Torch
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.merged import shared_work
 from jtile.testing import Timing, relative_error
 from jtile.testing.evaluate import evaluated
 from jtile.tune.programs import trace
@@ -87,6 +88,60 @@ def test_equal_calls_in_a_program_are_not_merged():
     assert text.count(" exponential(") == 5
     one, two = timing.repeated(lambda x: x + 1, 3)([(x,), (2 * x,)])[:2]
     assert relative_error(one, x + 1) == relative_error(two, 2 * x + 1) == 0
+
+
+ONE_FUSION = """
+%both (p: f32[8], q: f32[8]) -> (f32[8], f32[8]) {
+  %p = f32[8]{0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %sum = f32[8]{0} add(%p, %q), metadata={op_name="add"}
+  ROOT %pair = (f32[8]{0}, f32[8]{0}) tuple(%sum, %sum)
+}
+
+%buffer (r: f32[8], s: f32[8]) -> (f32[8], f32[8]) {
+  %r = f32[8]{0} parameter(0)
+  %s = f32[8]{0} parameter(1)
+  %merged = (f32[8]{0}, f32[8]{0}) fusion(%r, %s), kind=kLoop, calls=%both
+  %first = f32[8]{0} get-tuple-element(%merged), index=0
+  %second = f32[8]{0} get-tuple-element(%merged), index=1
+  ROOT %results = (f32[8]{0}, f32[8]{0}) tuple(%first, %second)
+}
+
+ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f32[8]) {
+  %x = f32[8]{0} parameter(0), metadata={op_name="sets[0][0]"}
+  %y = f32[8]{0} parameter(1)
+  %call = (f32[8]{0}, f32[8]{0}) call(%x, %y), to_apply=%buffer
+  %one = f32[8]{0} get-tuple-element(%call), index=0
+  %two = f32[8]{0} get-tuple-element(%call), index=1
+  ROOT %out = (f32[8]{0}, /*index=1*/f32[8]{0}) tuple(%one, %two)
+}
+"""
+
+
+def test_calls_that_became_one_kernel_are_found():
+    assert shared_work(ONE_FUSION, 2) == ["merged"]
+    apart = ONE_FUSION.replace("tuple(%first, %second)", "tuple(%x.own, %y.own)").replace(
+        "  %merged", "  %x.own = f32[8]{0} negate(%r)\n  %y.own = f32[8]{0} negate(%s)\n  %merged"
+    )
+    assert not shared_work(apart, 2)
+    x = normal(0, 40)
+    equal = jax.jit(lambda x: [jnp.sin(x) + 1, jnp.sin(x) + 1]).lower(x).compile().as_text()
+    assert shared_work(equal, 2)
+    of_two = timing.repeated(lambda x: (jnp.cumsum(jnp.sin(x)), jax.lax.fori_loop(0, 3, lambda i, y: y * x, x)), 3)
+    assert not shared_work(of_two.lower([(x,)]).compile().as_text(), 3)
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_merged_calls_are_measured_apart(monkeypatch):
+    shared = iter([["fusion.1"], [], ["fusion.2"]])  # of ours; with sets of their own, of ours and of the peer
+    monkeypatch.setattr(measure, "shared_work", lambda text, calls: next(shared))
+    got, said = run(case(lambda x: 1 + x, calls=4))
+    assert "merged calls of ours (fusion.1): each set of arguments is used once" in said[0]
+    assert "xla is left out: MergedCallsError" in said[1]
+    assert (got.record.peers, got.record.timed) == ({}, "5 calls in a command buffer")
+    monkeypatch.setattr(measure, "shared_work", lambda text, calls: ["fusion.1"])
+    with pytest.raises(measure.MergedCallsError):
+        run(case(lambda x: 1 + x))
 
 
 def test_sets_of_arguments_exceed_the_cache():
