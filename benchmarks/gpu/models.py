@@ -152,7 +152,7 @@ class Work:
         """The operations of a prompt: two for each weight of the blocks and each token, and those of attention. Only
         the last token of a row goes through the last MLP, whose output is the next token's."""
         model, c = self.lm.model, attention_of(self.lm)
-        products = lambda module: sum(math.prod(w.shape) for w in _matrices(module))
+        products = lambda module: sum(math.prod(w.shape) for w in matrices(module))
         blocks: Any = model.blocks
         unused = lambda m: int(products(m.experts) * (1 - m.router.config.chosen / count_of(m)))
         weights = sum(products(block) for block in blocks) - sum(map(unused, mixtures(model)))
@@ -163,7 +163,7 @@ class Work:
         return 2 * self.rows * (weights * self.tokens - last * (self.tokens - 1)) + 2 * scores * sides
 
 
-def _matrices(module) -> list:
+def matrices(module) -> list:
     """The dense or quantised matrices and stacks of them of a module."""
     leaves = jax.tree.leaves(model_state(module), is_leaf=lambda w: isinstance(w, QuantizedTensor))
     return [w for w in leaves if w.ndim > 1]

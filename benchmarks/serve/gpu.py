@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.gpu import models
+from benchmarks.serve import bound
 from benchmarks.serve.load import Goal, Lengths, Load, all_decode, run, summary
 from benchmarks.serve.targets import of_batches, of_engine
 from jtile.models import Engine, LanguageModel
@@ -73,7 +74,7 @@ def _measured(
 ) -> Iterator[tuple[str, dict]]:
     engines = _Engines(lm, loads["all"], shapes, say)
     numbers, _ = engines.run(loads["all"])
-    yield "all", {"ours": numbers}
+    yield "all", {"ours": numbers, "bound": bound.of_load(lm, loads["all"], shapes[-1])}
     yield "decode", {"ours": engines.overhead(loads["decode"])}
     compared = (("shared", {"prefix_cache": False}), ("poisson", {"chunked_prefill": False}))
     for kind, without in compared if stored == models.DENSE else ():

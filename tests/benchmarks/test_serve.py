@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks.serve import bound, suite, targets
 from benchmarks.serve import load as loads
-from benchmarks.serve import suite, targets
 from benchmarks.serve.load import Call, Goal, Lengths, Load, Seen
 
 
@@ -164,3 +164,18 @@ def test_the_command_keeps_records_and_says_what_they_mean(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="no load has a name with nothing; there are: 1 client; 16"):
         suite.main(command._arguments(["serve", "--only", "nothing"]))
     assert "llama.cpp is left out" in said and "16 clients over one: " in said
+
+
+def test_the_bound_of_a_load():
+    """Its operations and bytes are those of a sum over tokens."""
+    from benchmarks.gpu import models
+
+    lm = models.make(models.TINY["tiny"])
+    load = Load("x", 3, Lengths(10), Lengths(4))
+    hidden, features, heads, kv_heads, d = 64, 96, 4, 2, 16
+    weights = hidden * (2 * hidden + 2 * kv_heads * d + 3 * features)
+    tokens = [2 * weights] * 13  # the last new token goes through no block
+    scores = [4 * heads * d * (i + 1) for i in range(10)]
+    reads = sum(2 * kv_heads * d * 2 * behind for behind in (11, 12, 13))
+    operations = 3 * (sum(tokens) + sum(scores) + 4 * 2 * 128 * hidden)
+    assert bound.work_of(lm, load) == (operations, 3 * reads)
