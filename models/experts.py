@@ -22,6 +22,8 @@ from .config import WeightSource
 from .parallel import ALONE, Axes, Term
 
 Matrix = jax.Array | QuantizedTensor
+# Whether few rows of all devices are normed and gathered in one kernel, and their sums made and sent in one: not timed.
+NORMED, SENT = False, False
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -211,6 +213,11 @@ class Mixture(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, the output of this mixture for the norm of that sum)."""
+        if NORMED and delta is not None and not isinstance(delta, Term) and self.shared is None:
+            rows = x.reshape(-1, x.shape[-1])
+            if self.over.gathers(rows):
+                total, normed = self.over.of_all_normed(rows, delta.reshape(rows.shape), norm, eps)
+                return total.reshape(x.shape), self.over.term(self._of_gathered(normed).reshape(x.shape))
         alone = self.over == ALONE and self.shared is None and not self.weighted_rows
         if delta is None or isinstance(delta, Term) or not alone or not hasattr(self.router, "probable"):
             x, normed = layers.add_norm(x, delta, norm, eps)
@@ -231,24 +238,37 @@ class Mixture(nnx.Module):
         If all devices together have few rows, every device takes all of them and computes what its own experts add.
         These two small collectives take less time than to send each row to the devices of its experts and back."""
         rows = x.reshape(-1, x.shape[-1])
-        gathers = self.over.gathers(rows)
-        if gathers:
-            rows = self.over.of_all(rows)
-        chosen, weights = self.router(rows)
-        if self.weighted_rows:
-            tokens, k = chosen.shape
-            rows = (rows.astype(jnp.float32)[:, None, :] * weights[:, :, None]).astype(x.dtype).reshape(tokens * k, -1)
-            chosen, weights = chosen.reshape(-1, 1), jnp.ones((tokens * k, 1), jnp.float32)
-        if self.over.expert is None:
-            y = self.experts(rows, chosen, weights)
-        elif gathers:
-            y = _of_own(rows, chosen - self.over.first(self._count()), weights, self.over.share(self._count()),
-                        self.experts.of_sorted)  # fmt: skip
+        if self.over.gathers(rows):
+            y = self._of_gathered(self.over.of_all(rows))
         else:
-            y = self.over.dispatched(rows, chosen, weights, self._count(), self.experts.of_sorted)
-        if self.weighted_rows and k > 1:
-            y = y.reshape(tokens, k, -1).astype(jnp.float32).sum(1)
-        if gathers:
-            y = self.over.own_sums(y)
+            y = self._unweighted(rows, self._run)
         y = y.astype(x.dtype).reshape(x.shape)
         return self.over.term(y if self.shared is None else y + self.shared(x))
+
+    def _run(self, rows, chosen, weights):
+        if self.over.expert is None:
+            return self.experts(rows, chosen, weights)
+        return self.over.dispatched(rows, chosen, weights, self._count(), self.experts.of_sorted)
+
+    def _unweighted(self, rows, run: Callable):
+        """`run(rows, chosen, weights)`, the weighted sums of experts; where weights multiply the inputs, as sums of
+        weight 1."""
+        chosen, weights = self.router(rows)
+        if not self.weighted_rows:
+            return run(rows, chosen, weights)
+        tokens, k = chosen.shape
+        weighted = (rows.astype(jnp.float32)[:, None, :] * weights[:, :, None]).astype(rows.dtype)
+        ones = jnp.ones((tokens * k, 1), jnp.float32)
+        y = run(weighted.reshape(tokens * k, -1), chosen.reshape(-1, 1), ones)
+        return y if k == 1 else y.reshape(tokens, k, -1).astype(jnp.float32).sum(1)
+
+    def _of_gathered(self, rows):
+        """This device's rows of the output, from the rows of all devices that share experts."""
+        count = self.over.share(self._count())
+        first = self.over.first(self._count())
+        if self.weighted_rows or not SENT:
+            run = lambda rows, chosen, weights: _of_own(rows, chosen - first, weights, count, self.experts.of_sorted)
+            return self.over.own_sums(self._unweighted(rows, run)).astype(rows.dtype)
+        chosen, weights = self.router(rows)
+        sorted_rows, places, sizes = ops.route(rows, chosen, count, first)
+        return self.over.own_sums_of(self.experts.of_sorted(sorted_rows, sizes), places, chosen, weights, count)

@@ -75,13 +75,24 @@ def whole(y):
     return y.whole() if isinstance(y, Term) else y
 
 
+def own(delta) -> tuple[jax.Array, str | None] | None:
+    """(what this device adds, the axis along which it is summed, or None), where a product behind the norm may be in
+    one kernel with that; None where it may not."""
+    if not isinstance(delta, Term):
+        return None if delta is None else (delta, None)
+    return (delta.value, delta.axis) if delta.streams else None
+
+
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
     """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs."""
-    if delta is None or isinstance(delta, Term) or isinstance(weight, tuple | Adapted | Routed):
+    term = own(delta)
+    if term is None or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
+    delta, axis = term
     with _made_before(x, weight):
-        y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
+        weight = _beside(x, weight)
+        y, x = ops.rms_norm_matmul(delta, norm, weight, residual=x, eps=eps, out_dtype=dtype, axis=axis)
     return x, y
 
 
@@ -195,12 +206,15 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 
 def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
-    if delta is None or isinstance(delta, Term) or _apart(gate, up):
+    term = own(delta)
+    if term is None or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation)
+    delta, axis = term
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)
-        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
+        options = dict(residual=x, eps=eps, activation=activation, axis=axis)
+        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, **options)
     return x, linear(hidden, down)
 
 

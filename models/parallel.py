@@ -21,6 +21,7 @@ from jtile.ops import collectives
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
+STREAMED = 0  # rows of a sum, at most, with which its norm and the product behind may be one kernel: not timed yet
 GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
 WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searched in those of all devices
 
@@ -39,6 +40,12 @@ class Term:
     axis: str = dataclasses.field(metadata=dict(static=True))
     steady: bool = dataclasses.field(default=False, metadata=dict(static=True))
     talk: bool = dataclasses.field(default=True, metadata=dict(static=True))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the sum, its norm and a product behind them may be one kernel: each of its programs reads all
+        terms."""
+        return not self.steady and self.talk and self.value.ndim == 2 and self.value.shape[0] <= STREAMED
 
     def whole(self) -> jax.Array:
         """The sum over the devices."""
@@ -151,9 +158,18 @@ class Axes:
         """The rows [tokens, hidden] of all devices that share experts: [devices * tokens, hidden]."""
         return collective("all_gather", self.talk)(x, self.expert)
 
+    def of_all_normed(self, x, delta, norm, eps: float):
+        """(x + delta, the norm of its rows [tokens, hidden] on all devices that share experts)."""
+        normed, total = collective("all_gather_rms_norm", self.talk)(delta, norm, self.expert, residual=x, eps=eps)
+        return total, normed
+
     def own_sums(self, y):
         """This device's rows of the sum of y [devices * tokens, hidden] over the devices that share experts."""
         return collective("reduce_scatter", self.talk)(y, self.expert)
+
+    def own_sums_of(self, y, places, chosen, weights, count: int):
+        """See `jtile.ops.collectives.chosen_sums`; count: the experts of a device."""
+        return collective("chosen_sums", self.talk)(y, places, chosen, weights, self.expert, count=count)
 
     def share(self, count: int) -> int:
         """How many of `count` experts a device has."""

@@ -28,7 +28,7 @@ from .block import (
     nbytes,
 )
 from .core import Block, Kernel, Op, Take, Value
-from .devices import On
+from .devices import MEETING, On, root
 from .memory import Atomic, LastArrival, Load, Store
 from .printer import print_op
 from .reductions import UserReduce, UserScan
@@ -173,6 +173,11 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
         for inner in before.walk() if early else ():
             if isinstance(inner, Store | Atomic | AsyncStore | LastArrival):
                 why = "writes memory while kernels in front of this one still run: leave that to a role that waits"
+                refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)
+            if isinstance(inner, (On, *MEETING)) or (
+                isinstance(inner, Load | AsyncLoad) and root(inner.ref).type.role == "symmetric"
+            ):
+                why = "meets other devices before the call that it belongs to is known: wait for the kernels in front"
                 refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)
     for outside in Block((), kernel.body.ops[:-1]).walk():
         if isinstance(outside, Load):

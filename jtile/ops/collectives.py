@@ -34,6 +34,10 @@ from jtile.ops.collective_products import matmul_all_reduce as matmul_all_reduce
 from jtile.ops.collective_products import matmul_all_reduce_reference as matmul_all_reduce_reference
 from jtile.ops.collective_products import matmul_reduce_scatter as matmul_reduce_scatter
 from jtile.ops.collective_products import matmul_reduce_scatter_reference as matmul_reduce_scatter_reference
+from jtile.ops.collective_rows import all_gather_rms_norm as all_gather_rms_norm
+from jtile.ops.collective_rows import all_gather_rms_norm_reference as all_gather_rms_norm_reference
+from jtile.ops.collective_rows import chosen_sums as chosen_sums
+from jtile.ops.collective_rows import chosen_sums_reference as chosen_sums_reference
 from jtile.ops.exchanged_parts import add, add_everywhere, add_once, gather, swap
 from jtile.ops.ring_attention import ring_attention as ring_attention
 from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference

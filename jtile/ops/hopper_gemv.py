@@ -12,6 +12,9 @@ An RMS norm may stand in front: of one or two rows every block computes it by it
 their way, and a kernel less stands between two products. The roles that multiply take the weights of the norm only;
 its scale is a factor of their sums, which the role that writes applies.
 
+In front of the norm may stand a sum over devices: a role of a few blocks sends this device's term to the others, and
+the roles that multiply wait for theirs, while the first rows of W are on their way.
+
 How the numbers of a lane are multiplied is said in `streamed_numbers`.
 """
 
@@ -44,7 +47,20 @@ from jtile.ops.streamed_numbers import (
     room,
     spread,
 )
-from jtile.ops.streamed_operands import IN_ORDER, PIECE, Places, Rows, Walk, by_block, in_lines, of_blocks, of_piece
+from jtile.ops.streamed_operands import (
+    IN_ORDER,
+    PIECE,
+    Others,
+    Places,
+    Rows,
+    Walk,
+    await_terms,
+    by_block,
+    in_lines,
+    of_blocks,
+    of_piece,
+    send_term,
+)
 
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
@@ -70,6 +86,7 @@ class _Memory:
       full, empty: a round of the words has come; has been read by all roles.
       done, taken: the sums of a tile of rows are there; have been read.
       squared: the squares are there.
+      summed: the terms of other devices are there; None where x is whole.
     """
 
     words: list[Rings]
@@ -82,6 +99,7 @@ class _Memory:
     done: jt.Barrier
     taken: jt.Barrier
     squared: jt.Barrier | None
+    summed: jt.Barrier | None
 
 
 def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
@@ -104,6 +122,7 @@ def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunk
         done=jt.barrier(turns, arrivals=roles),
         taken=jt.barrier(turns),
         squared=jt.barrier(1, arrivals=roles) if normed else None,
+        summed=None if rows_of_x.others is None else jt.barrier(1),
     )
 
 
@@ -121,6 +140,8 @@ def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, 
     weights = [x.weights(chunk * roles + j, whole) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
+    if mem.summed is not None:
+        mem.summed.at(0).wait()
     for i, rings in enumerate(mem.numbers[j]):
         pieces = [x.parts(i, chunk * roles + j, whole) for chunk in range(chunks)]  # at once
         if x.norm is not None:
@@ -256,6 +277,14 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: 
     program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
+def _summed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, box, came, *, axis: str, kind: str, activation,
+                 out_dtype: str, eps: float, rows: int, roles: int, slots: int, early: bool = False,
+                 beside: bool = False):  # fmt: skip
+    """`_normed_body` of the sum of x over the devices along an axis."""
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
+    program(Rows(x, norm, eps, Others(axis, box, came)), weights, NO_EPILOGUE, y, total, **options)
+
+
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
             places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
@@ -274,7 +303,13 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
         _produce(mem, weights, walk, kind, places)
+    if x.others is not None:
+        with jt.role("sender", warps=1, registers=aside or 24):
+            send_term(x, x.others, first, programs)
     with jt.role("writer", warps=2, registers=aside):
+        if x.others is not None:
+            await_terms(x, x.others)
+            mem.summed.at(0).arrive()
         if total is not None:
             _write_sums(x, total, first, programs)
         _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
@@ -302,6 +337,16 @@ def normed_kernel(arrays: int) -> jt.Kernel:
     """The kernel with a norm in front, for weights of so many arrays."""
     specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
     return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
+
+
+def _boxes(x, *_, axis: str, **__) -> list:
+    """Where other devices store their terms, and how many pieces each has stored."""
+    n = jt.axis_size(axis)
+    return [jt.symmetric((n, *x.shape), x.dtype), jt.signals((n,))]
+
+
+# The kernel with a norm and a sum over devices in front.
+summed_kernel = jt.kernel(out_type=_normed_outputs, grid=_grid, scratch=_boxes, name="hopper_sum_gemv")(_summed_body)
 
 
 def _tuned(body, out_type, sharding: str, name: str, key: tuple[str, ...]) -> jt.Kernel:
@@ -406,6 +451,19 @@ def normed_product(
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
     kernels = normed_kernel if rows is None else hopper_held.normed_kernel
     y, total = kernels(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
+    return y, total.reshape(m, inner)
+
+
+def summed_product(
+    x, weights: tuple[Weight, ...], norm: Norm, *, axis: str, kind: str, eps: float, activation=None,
+    out_dtype=jnp.float32,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`normed_product` of the sum of x over the devices along an axis."""
+    (m, inner), n = x.shape, 128 // bits_of(kind)
+    x, options = _arguments(x, weights, kind, None)
+    norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n))
+    options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
+    y, total = summed_kernel(x, weights, norm, axis=axis, **options)
     return y, total.reshape(m, inner)
 
 

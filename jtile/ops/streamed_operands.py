@@ -45,20 +45,52 @@ def in_lines(weight: Weight, kind: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Others:
+    """What other devices along `axis` add to x [m, in / n, n]: `box` [devices, m, in / n, n] of this device is where
+    they store it, and `came` [devices] counts the pieces that each has stored."""
+
+    axis: str
+    box: jt.Ref
+    came: jt.Ref
+
+    @property
+    def ranks(self) -> list:
+        """The other devices, the next one first."""
+        n, me = jt.axis_size(self.axis), jt.axis_index(self.axis)
+        return [(me + 1 + k) % n for k in range(n - 1)]
+
+    def sum(self, own, term):
+        """The sum of all terms in the order of the devices, float32; term: what device d has stored here."""
+        n, me = jt.axis_size(self.axis), jt.axis_index(self.axis)
+        if n == 2:  # two numbers have the same sum in either order
+            return own + term(1 - me)
+        # this device has stored nothing: what is loaded in its place is not used
+        terms = [jnp.where(d == me, own, term(jnp.where(d == me, (me + 1) % n, d))) for d in range(n)]
+        return functools.reduce(jnp.add, terms)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual."""
+    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual. others: x is this
+    device's term of a sum, to which they have added theirs."""
 
     x: jt.Ref
     norm: Norm | None = None
     eps: float = 0.0
+    others: Others | None = None
 
     @property
     def pieces(self) -> int:
         return jt.cdiv(self.x.shape[1] * self.x.shape[2], PIECE)
 
+    @property
+    def piece(self) -> tuple[int, int]:
+        """The sizes of a piece of a row [in / n, n]."""
+        return PIECE // self.x.shape[2], self.x.shape[2]
+
     def view(self, ref):
         """The pieces of [m, in / n, n]."""
-        return ref.tiles(None, PIECE // self.x.shape[2], self.x.shape[2])
+        return ref.tiles(None, *self.piece)
 
     def eights(self, at) -> list[tuple]:
         """Where the four tiles [lanes, `EIGHT`] of a piece are."""
@@ -67,9 +99,13 @@ class Rows:
 
     def before(self, i: int, at, eight: tuple | None = None):
         """Piece `at` of row i as float32, before the norm, or one of its `eights`."""
-        view = self.view if eight is None else lambda ref: ref.tiles(None, LANES, EIGHT)
+        sizes = self.piece if eight is None else (LANES, EIGHT)
+        view = lambda ref: ref.tiles(None, *sizes)
         place = (i, at, 0) if eight is None else (i, *eight)
         x = view(self.x)[place].astype(jnp.float32)
+        if self.others is not None:
+            box = self.others.box.tiles(None, None, *sizes)
+            x = self.others.sum(x, lambda d: box[(d, *place)].astype(jnp.float32))
         return x if self.norm is None else x + view(self.norm.residual)[place].astype(jnp.float32)
 
     def scale(self, squares: list):
@@ -84,11 +120,30 @@ class Rows:
         w = self.norm.weight
         if eights:
             return [w.tiles(LANES, EIGHT)[place] for place in self.eights(at)]
-        return [w.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]]
+        return [w.tiles(*self.piece)[at, 0]]
 
     def parts(self, i: int, at, eights: bool) -> list:
         """Piece `at` of row i before the norm, whole or as its `eights`."""
         return [self.before(i, at, eight) for eight in (self.eights(at) if eights else [None])]
+
+
+@jt.function
+def send_term(x: Rows, others: Others, first, programs):
+    """Stores x, this device's term, to the other devices: a program every `programs`-th piece."""
+    me = jt.axis_index(others.axis)
+    for at in jt.range(first, x.pieces, programs):
+        for d in others.ranks:
+            for i in range(x.x.shape[0]):
+                others.box.on(others.axis, d).tiles(None, None, *x.piece)[me, i, at, 0] = x.view(x.x)[i, at, 0]
+        for d in others.ranks:
+            jt.signal(others.came.on(others.axis, d)[me])
+
+
+@jt.function
+def await_terms(x: Rows, others: Others):
+    """Waits until all other devices have stored all pieces of their terms."""
+    for d in others.ranks:
+        jt.wait(others.came[d], x.pieces)
 
 
 @dataclasses.dataclass(frozen=True)

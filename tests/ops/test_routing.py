@@ -33,7 +33,7 @@ def same(got, expected):
 
 
 def in_programs(x, index, groups, bc, bn, run=routed_rows):
-    return run(x, index, index.reshape(-1), groups=groups, bc=bc, bn=bn)
+    return run(x, index, index.reshape(-1), None, groups=groups, bc=bc, bn=bn)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

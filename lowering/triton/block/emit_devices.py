@@ -32,10 +32,13 @@ class BlockDevices(Devices):
 
     def __init__(self, em: BlockEmitter):
         self._outside: dict[str, Any] = {}
+        self._inside: dict[str, Any] = {}  # what a role has read itself
         super().__init__(em)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _CAPTURED:
+            if name in self._inside:
+                return self._inside[name]
             found = self._outside[name]
             use = self.em.use
             return type(found)(map(use, found)) if isinstance(found, tuple | list) else use(found)
@@ -58,11 +61,38 @@ class BlockDevices(Devices):
         self.epoch_at = code.let(
             f"tt.addptr {epochs.name}, {self.program.name} : !tt.ptr<i32>, i32", (), "!tt.ptr<i32>"
         )
-        self.epoch = code.let(f"tt.load {self.epoch_at.name} : !tt.ptr<i32>", (), "i32")
-        self.signals = self.set_of(self.epoch, SETS, at.signals, at.signal_set)
-        self.memory = self.set_of(self.epoch, 2, at.memory, at.memory_set)
+        for name, value in self._of_call().items():
+            setattr(self, name, value)
         for v in em.kernel.shared:
             self.put(v, v, self.here, None)
+
+    def _of_call(self) -> dict[str, Val]:
+        """The number of the call, and where its sets of signals and of memory are."""
+        at = self.layout
+        epoch = self.em.code.let(f"tt.load {self.epoch_at.name} : !tt.ptr<i32>", (), "i32")
+        signals = self.set_of(epoch, SETS, at.signals, at.signal_set)
+        return {"epoch": epoch, "signals": signals, "memory": self.set_of(epoch, 2, at.memory, at.memory_set)}
+
+    def renew(self) -> None:
+        """Read the number of the call once more, in a role that has waited for the kernels in front: where launches
+        overlap, the call before this one of the same site may be among them."""
+        self._inside = self._of_call()
+        for v in self.em.kernel.shared:
+            self.put(v, v, self.here, None)
+
+    def leave(self) -> None:
+        """Forget, behind a role, what it has read itself."""
+        self._inside = {}
+
+    def end(self) -> None:
+        if self.early:  # all roles have waited by now
+            self.epoch = self._of_call()["epoch"]
+        super().end()
+
+    @property
+    def early(self) -> bool:
+        """Whether roles start while kernels in front still run."""
+        return any(any(op.early) for op in self.em.kernel.body.ops if isinstance(op, ir.Roles))
 
     def _clear(self) -> None:
         """Clear the signals of the call after the next one, each program some of them."""

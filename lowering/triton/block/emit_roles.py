@@ -53,8 +53,13 @@ def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
     if any(roles.early):
         late = any(isinstance(op, ir.KernelsWait) for op in roles.bodies[k].walk())
         asks = ("launch_dependents",) * (late and all(roles.early)) if roles.early[k] else ("wait", "launch_dependents")
+    devices = em.memo.get("devices")
     with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0, asks=asks) as code:
+        if devices and "wait" in asks:
+            devices.renew()
         em.block(roles.bodies[k])
+        if devices:
+            devices.leave()
         return code, em.captures or {}
 
 

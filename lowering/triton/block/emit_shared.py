@@ -183,6 +183,8 @@ def _role_barrier(em: BlockEmitter, op: ir.RoleBarrier) -> None:
 @emits(ir.KernelsWait)
 def _kernels_wait(em: BlockEmitter, op: ir.KernelsWait) -> None:
     em.launches("wait")
+    if op in em.within.ops and "devices" in em.memo:
+        em.memo["devices"].renew()
 
 
 @emits(ir.Clock)
