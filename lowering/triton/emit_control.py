@@ -36,6 +36,8 @@ class Range:
 @emits(ir.For)
 def _for(em: Emitter, op: ir.For) -> list[Val]:
     r = range_of(em, op)
+    if em.around or _carried(em, (op.lo, op.hi, op.step)):
+        r = dataclasses.replace(r, lo=em.kept(r.lo), hi=em.kept(r.hi), step=em.kept(r.step))
     inits = [em.val(v) for v in op.inits]
     results, yields = for_loop(em, op, r, inits, lambda args: em.block(op.body, args), _attributes(em, op))
     return _agreed(results, inits, yields)
@@ -60,6 +62,21 @@ def for_loop(
         yield_values(em, yields)
     code.do("}" + attributes)
     return results, yields
+
+
+def _carried(em: Emitter, bounds: Sequence[ir.Value]) -> bool:
+    """Whether a bound of a loop may depend on what a loop around it carries."""
+    loops = (op for op in em.kernel.body.walk() if isinstance(op, ir.For))
+    carries = em.memo.setdefault("carries", {p for op in loops for p in op.body.params[1:]})
+    todo, seen = list(bounds) if carries else [], set(bounds)
+    while todo:
+        v = todo.pop()
+        if v in carries or (v.op is not None and v.op.blocks()):
+            return True
+        new = [x for x in (v.op.operands() if v.op is not None else ()) if x not in seen]
+        todo += new
+        seen.update(new)
+    return False
 
 
 def _attributes(em: Emitter, op: ir.For) -> str:

@@ -106,7 +106,7 @@ class Tasks:
 
     def _emitter(self, kernel: ir.Kernel, stages: int | None, code: Code) -> Emitter:
         em = Emitter(kernel, self.features, self.record, num_stages=stages)
-        em.code = code
+        em.code, em.around = code, True
         return em
 
     def emit(self) -> tuple[str, Record]:
@@ -188,6 +188,7 @@ class Tasks:
         code.let_many(f"{head} -> ({kinds}) : i32 {{", [((), w.elem) for w in carried])
         with code.region():
             row, arrays = dict(zip(ROW, params)), params[len(ROW) :]
+            row |= {word: self.em.kept(row[word]) for word in ("end", "more")}  # bounds of loops
             later = self._row(code.shift(number, 1))  # it comes while the band waits and runs
             self._switch(range(len(self.kernels)), row, [code.scale(a, UNIT) for a in arrays])
             later = [*later[: len(ROW)], *map(self._place, later[len(ROW) :])]

@@ -14,6 +14,7 @@ from jtile import ir
 from jtile._errors import UnsupportedError
 
 from ..emitting import Marks, into
+from . import versions
 from .ttir import MAX_TILE, Code, Number, TensorTooLargeError, Val
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Emitter:
         self.sites: list[dict] = []
         self.params: list[tuple[Val, str]] = []  # parameters: a scalar, and attributes behind its type
         self.workspace: Val | None = None  # memory of all blocks for private Refs
+        self.around = False  # whether the whole kernel stands in a loop, which carries what the kernel goes by
         self.memo: dict[str, Any] = {}  # values that emitters of one family keep from op to op
         self.counters: Val | None = None  # where programs arrive, see `emit_arrivals.py`
         self.log: Val | None = None  # the log of print and assert, see `emit_debug.py`
@@ -168,6 +170,17 @@ class Emitter:
     def integer(self, v: ir.Value, elem: str = "i32") -> Val:
         """An integer value in another width, by its signedness."""
         return self.code.to_int(self.val(v), elem, signed=ir.DTYPES[v.dtype].kind == "i")
+
+    def kept(self, bound: Val) -> Val:
+        """A bound of a loop, which may change in a loop around it: what triton 3.6 takes for dead is given to an
+        instruction here that does nothing (`versions.forgets_bounds`)."""
+        if bound.number is not None or self.features.npu or not versions.forgets_bounds():
+            return bound
+        register = "v" if self.features.backend == "amd" else {"i32": "r", "i64": "l"}[bound.elem]
+        asm = f'"" {{constraints = "={register},0", packed_element = 1 : i32, pure = false}}'
+        return self.code.let(
+            f"tt.elementwise_inline_asm {asm} {bound.name} : {bound.elem} -> {bound.elem}", (), bound.elem
+        )
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 

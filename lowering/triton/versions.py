@@ -73,6 +73,12 @@ def constant_conditions() -> bool:
     return version() >= (3, 9)
 
 
+def forgets_bounds() -> bool:
+    """Whether values that a loop carries may stay what they were at first: triton 3.6, where it removes conversions of
+    layouts, takes for dead what only bounds of loops inside depend on (triton-lang/triton#9036)."""
+    return version() < (3, 9)
+
+
 def reduces_any_layout() -> bool:
     """Whether `tt.reduce` is right in every layout; see `layouts.py`."""
     return version() >= (3, 9)

@@ -1,5 +1,7 @@
 """Jumps under traced conditions and traced steps in machine code, against the interpreter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +63,18 @@ def steps(x, n, o):
             o[r, k] = x[k, r] + 1.0
 
 
-KERNELS = (jumps, steps)
+@jt.kernel(out_type=F32(4), grid=1)
+def turns(x, n, o):
+    """Bounds that the loop around carries: how many turns the next one takes is read at the end of each."""
+    lo, hi, total = 0, n[1, 2] + 2, jt.zeros(())
+    for r in jt.range(4):
+        for k in jt.range(lo, hi):
+            total = total + x[k, r]
+        lo, hi = n[r, 0].astype(jnp.int32), n[r, 1].astype(jnp.int32)
+        o[r] = total
+
+
+KERNELS = (jumps, steps, turns)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -86,3 +99,10 @@ def test_what_the_steps_reach():
 @pytest.mark.parametrize("target", ["cuda:sm_90", "rocm:gfx942"])
 def test_compiled_for_gpus(target):
     assert jumps.lower(X, N, target=target).image
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90", "rocm:gfx942"])
+def test_carried_bounds_are_not_forgotten(target):
+    """Triton 3.6 takes bounds for dead that only loops inside read: the loop around would carry the sum alone."""
+    text = turns.lower(X, N, target=target).texts["ttgir"]
+    assert re.search(r"scf\.yield .* : i32, i32, f32", text) and text.count("tt.load") == 4

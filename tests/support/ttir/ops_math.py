@@ -160,11 +160,13 @@ def flushed(fn):
     return lambda x: flush(in_double(fn, x.dtype, flush(x)))
 
 
+NOTHING = ""  # see Emitter.kept
 PTX = {
     "ex2.approx.ftz.f32 $0, $1;": flushed(np.exp2), "lg2.approx.ftz.f32 $0, $1;": flushed(np.log2),
     "tanh.approx.f32 $0, $1;": lambda x: in_double(np.tanh, x.dtype, x),
     "rcp.approx.ftz.f32 $0, $1;": flushed(np.reciprocal),
     "rsqrt.approx.f32 $0, $1;": lambda x: in_double(UNARY["rsqrt"], x.dtype, x),
+    NOTHING: lambda x: x,
 }  # fmt: skip
 
 
@@ -181,7 +183,8 @@ def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
         demand(stmt, [str(a) for a in args] == [*ACTS[text][0]], f"operands of {ACTS[text][0]}")
         demand(stmt, stmt.outs == [Type((), "i32")] and "pure = false" in stmt.text, "an i32, and effects")
         return stmt.outs
-    demand(stmt, args == stmt.outs and args[0].elem == "f32", "an operand and a result of f32")
+    kinds = ("i32", "i64") if text == NOTHING else ("f32",)
+    demand(stmt, args == stmt.outs and args[0].elem in kinds, f"an operand and a result of {' or '.join(kinds)}")
     return stmt.outs
 
 
