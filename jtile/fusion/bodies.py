@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 
 import jtile as jt
 
+from .choices import Tunable, digest_of
 from .gathers import table_shape
 from .loops import Loop
 from .products import ProductKernel
@@ -39,19 +41,32 @@ class GroupKernel:
     """The kernel of a group. Its arrays have a dimension for every axis of theirs that is longer than one element.
 
     Attributes:
-      kernel: the kernel. tiling: how its programs share the elements.
+      kernel: the kernel.
     """
 
     def __init__(self, group: Group):
-        self.group, self.tiling = group, self._tiling(group)
-        self._sums = Sums(group, self.tiling)
+        self.group, tiling = group, self._tiling(group)
+        self._sums = Sums(group, tiling)
         self.types = [self._sums.type_of(v) for v in group.outputs]
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
-        self.kernel = jt.call(body, out_type=self.types, grid=self.tiling.grid or 1, name=name)
+        key = digest_of(group.steps, group.outputs)
+        self._tunable = Tunable(body, self.types, tiling, name=name, key=key)
+        self.kernel = self._tunable.kernel
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the group for its inputs."""
-        return self._unpacked(self.kernel(*self._packed(args)))
+        return self._unpacked(self._tunable(*self._packed(args)))
+
+    @functools.cached_property
+    def choice(self) -> tuple[Tiling, str]:
+        """How its programs share the elements, and who chose that."""
+        values = self.group.inputs
+        types = [jax.ShapeDtypeStruct(shape, v.dtype) for v, shape in zip(values, self.shapes, strict=True)]
+        return self._tunable.choice(types)
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.choice[0]
 
     def interpret(self, args: Sequence[Any]) -> list[Any]:
         """The same by the interpreter."""
@@ -76,10 +91,10 @@ class GroupKernel:
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
         return [self._sums.finished(v, y) for v, y in zip(self.group.outputs, outs, strict=True)]
 
-    def _body(self, *refs) -> None:
+    def _body(self, tiling: Tiling, refs: Sequence[Any]) -> None:
         if self.group.windowed:
-            return window_body(self.group, self.tiling, refs)
-        group, frame = self.group, self.tiling.frame()
+            return window_body(self.group, tiling, refs)
+        group, frame = self.group, tiling.frame()
         frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))
         for value, ref in zip(group.loaded, refs):
             frame.load(value, ref)
@@ -93,20 +108,29 @@ class LoopKernel:
     """The kernel of a loop.
 
     Attributes:
-      kernel: the kernel. tiling: how its programs share the elements of a round.
+      kernel: the kernel.
     """
 
     def __init__(self, loop: Loop):
         self.loop = loop
-        self.tiling = loop_tiling(loop.layout)
         self.types = [jax.ShapeDtypeStruct(self._shape(r), v.dtype) for r, v in zip(loop.written, loop.outputs)]
-        self.kernel = jt.call(
-            self._body, out_type=self.types, grid=self.tiling.grid or 1, name=name_of("loop", loop.steps)
-        )
+        key = digest_of(loop.steps, loop.next, (loop.length, loop.reverse, len(loop.constants), len(loop.carry)))
+        name = name_of("loop", loop.steps)
+        self._tunable = Tunable(self._body, self.types, loop_tiling(loop.layout), name=name, key=key)
+        self.kernel = self._tunable.kernel
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the loop for its inputs."""
-        return self._unpacked(self.kernel(*self._packed(args)))
+        return self._unpacked(self._tunable(*self._packed(args)))
+
+    @functools.cached_property
+    def choice(self) -> tuple[Tiling, str]:
+        """How its programs share the elements of a round, and who chose that."""
+        return self._tunable.choice([jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in self._shapes()])
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.choice[0]
 
     def interpret(self, args: Sequence[Any]) -> list[Any]:
         """The same by the interpreter."""
@@ -117,23 +141,27 @@ class LoopKernel:
             return self.loop.layout.shape_of(self.loop.carry[written])
         return self.loop.length, *self.loop.layout.shape_of(written)
 
-    def _packed(self, args: Sequence[Any]) -> list[Any]:
+    def _shapes(self) -> list[tuple[Value, tuple[int, ...]]]:
+        """What the kernel reads, and the shapes of its arrays."""
         loop, layout = self.loop, self.loop.layout
-        given = dict(zip(loop.inputs, args, strict=True))
         values = [*loop.constants, *loop.carry, *loop.elements]
         rounds = [()] * (len(values) - len(loop.elements)) + [(loop.length,)] * len(loop.elements)
         return [
-            given[x].reshape((*n, *layout.shape_of(v)))
+            (x, (*n, *layout.shape_of(v)))
             for x, v, n in zip(loop.nodes[0].ins, values, rounds, strict=True)
             if isinstance(x, Value)
         ]
 
+    def _packed(self, args: Sequence[Any]) -> list[Any]:
+        given = dict(zip(self.loop.inputs, args, strict=True))
+        return [given[x].reshape(shape) for x, shape in self._shapes()]
+
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
         return [y.reshape(v.shape) for v, y in zip(self.loop.outputs, outs, strict=True)]
 
-    def _body(self, *refs) -> None:
-        loop, frame = self.loop, self.tiling.frame()
-        refs = iter(refs)
+    def _body(self, tiling: Tiling, refs: Sequence[Any]) -> None:
+        loop, frame = self.loop, tiling.frame()
+        refs: Any = iter(refs)
         for value, x in zip([*loop.constants, *loop.carry], loop.nodes[0].ins):
             frame.tiles[value] = frame.tile(value, next(refs)) if isinstance(x, Value) else frame.spread(x, value)
         start = tuple(frame.tiles[value] for value in loop.carry)

@@ -231,13 +231,14 @@ def _attention_of(chain: Chain) -> str:
 
 def _head_of(unit: Group | Loop | Product) -> str:
     kernel = kernel_of(unit)
-    tile = " x ".join(map(str, kernel.tiling.sides)) or "one element"
+    tiling, origin = kernel.choice
+    tile = " x ".join(map(str, tiling.sides)) or "one element"
     whole = f", {unit.layout.row} of them along axes that a program takes whole" if unit.layout.whole else ""
     rounds = f"; each runs all {unit.length} rounds" if isinstance(unit, Loop) else ""
     if isinstance(unit, Group) and unit.last:
         rounds = "; its programs share the axes that the last sums go along"
-    programs = f"{kernel.tiling.programs} programs, each with tiles of {tile} elements{whole}{rounds}"
-    return f"kernel {kernel.kernel.name}: {programs}"
+    programs = f"{tiling.programs} programs, each with tiles of {tile} elements{whole}{rounds}"
+    return f"kernel {kernel.kernel.name}: {programs}{origin}"
 
 
 def _equation(made: Node | Step) -> str:

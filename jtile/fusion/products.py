@@ -3,6 +3,7 @@ memory, unless something else needs it."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.matmul import tiles
 
+from .choices import Tunable, digest_of, points_of
 from .costs import product_worth
 from .frames import ROUNDED, WideFrame, wide
 from .layout import Axes, Layout, relate
@@ -94,7 +96,7 @@ class ProductKernel:
     """The kernel of a product. Its arrays have a dimension for rows, if they have rows, and one for columns.
 
     Attributes:
-      kernel: the kernel. tiling: how its programs share the elements.
+      kernel: the kernel.
     """
 
     def __init__(self, product: Product):
@@ -103,32 +105,61 @@ class ProductKernel:
         wide, gates = product.inputs[0].dtype.itemsize, len(product.products)
         sides = tiles(m, n, k, wide, gates, transposed=product.transposed)
         self._depth = min(sides["bk"] or k, k)
-        self.tiling = Tiling(layout, (sides["bm"], sides["bn"]))
+        tiling = Tiling(layout, (sides["bm"], sides["bn"]))
         types = [jax.ShapeDtypeStruct(layout.shape_of(v), v.dtype) for v in product.outputs]
         name = "_".join(["product", *dict.fromkeys(s.name for s in product.steps if s.name not in MOVES)][:5])
-        kernel = jt.call(self._body, out_type=types, grid=self.tiling.grid, name=name)
-        options = gpu_tiles.product_options(*self.tiling.sides, wide, gates) if gpu_tiles.measured_warps() else {}
-        self.kernel = kernel.with_options(**options) if options else kernel
+        key = digest_of([*product.products, *product.steps], product.outputs, product.transposed)
+        self._tunable = Tunable(
+            self._body, types, tiling, name=name, key=key, points=self._points, defaults=self._options(*tiling.sides)
+        )
+        self.kernel = self._tunable.kernel
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs for the inputs."""
-        return self._unpacked(self.kernel(*self._packed(args)))
+        return self._unpacked(self._tunable(*self._packed(args)))
+
+    @functools.cached_property
+    def choice(self) -> tuple[Tiling, str]:
+        """How its programs share the elements, and who chose that."""
+        shapes = self._shapes()
+        return self._tunable.choice(
+            [jax.ShapeDtypeStruct(n, v.dtype) for v, n in zip(self.product.inputs, shapes, strict=True)]
+        )
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.choice[0]
+
+    def _options(self, bm: int, bn: int) -> dict[str, int]:
+        """What the compiler of a GPU is told for such tiles."""
+        wide, gates = self.product.inputs[0].dtype.itemsize, len(self.product.products)
+        return gpu_tiles.product_options(bm, bn, wide, gates) if gpu_tiles.measured_warps() else {}
+
+    def _points(self) -> list[dict[str, Any]]:
+        """The search space: tiles, with the warps that suit them, and both orders of programs."""
+        found = points_of(self._tunable.model)
+        return [{**self._options(*point["tile"]), **point} for point in found if "num_warps" not in point]
 
     def interpret(self, args: Sequence[Any]) -> list[Any]:
         """The same by the interpreter."""
         return self._unpacked(self.kernel.interpret(*self._packed(args)))
 
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the arrays that the kernel reads."""
+        count, (m, _, k) = len(self.product.products) + 1, self.product.sizes
+        rights = self.product.inputs[1:count]
+        more = [self.product.layout.shape_of(v) for v in self.product.inputs[count:]]
+        return [(m, k), *(v.shape for v in rights), *more]
+
     def _packed(self, args: Sequence[Any]) -> list[Any]:
-        count, shape_of = len(self.product.products) + 1, self.product.layout.shape_of
-        rows = [x.reshape(-1, x.shape[-1]) for x in args[:count]]
-        return rows + [x.reshape(shape_of(v)) for v, x in zip(self.product.inputs[count:], args[count:], strict=True)]
+        return [x.reshape(shape) for x, shape in zip(args, self._shapes(), strict=True)]
 
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
         return [y.reshape(v.shape) for v, y in zip(self.product.outputs, outs, strict=True)]
 
-    def _body(self, x, *refs) -> None:
-        product, frame = self.product, self.tiling.frame(WideFrame)
-        (bm, bn), bk, (i, j) = self.tiling.sides, self._depth, (frame.ids[ROWS], frame.ids[COLUMNS])
+    def _body(self, tiling: Tiling, given: Sequence[Any]) -> None:
+        product, frame, (x, *refs) = self.product, tiling.frame(WideFrame), given
+        (bm, bn), bk, (i, j) = tiling.sides, self._depth, (frame.ids[ROWS], frame.ids[COLUMNS])
         count = len(product.products)
         rights, rest = refs[:count], refs[count:]
         transposed, k = product.transposed, x.shape[1]
@@ -136,10 +167,12 @@ class ProductKernel:
         def right(ref, p):
             return ref.tiles(bn, bk)[j, p].T if transposed else ref.tiles(bk, bn)[p, j]
 
-        totals = [jnp.zeros((bm, bn), wide(x.dtype))] * count
-        for p in jt.range(jt.cdiv(k, bk), stages=3):
+        def more(p, totals):
             rows = x.tiles(bm, bk)[i, p]
-            totals = [jt.dot(rows, right(ref, p), total) for ref, total in zip(rights, totals, strict=True)]
+            return [jt.dot(rows, right(ref, p), total) for ref, total in zip(rights, totals, strict=True)]
+
+        zeros = [jnp.zeros((bm, bn), wide(x.dtype))] * count
+        totals = jt.fori(jt.cdiv(k, bk), more, zeros, stages=3)
         for step, total in zip(product.products, totals, strict=True):
             frame.tiles[step.outs[0]] = total
         for value, ref in zip(product.inputs[count + 1 :], rest):

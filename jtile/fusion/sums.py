@@ -72,9 +72,9 @@ class Sums:
             written = self._of[value].run([written], axes=(0,))[0].astype(value.dtype)
         return written.reshape(value.shape)
 
-    def body(self, *refs) -> None:
-        """The body of the kernel."""
-        group, tiling, layout = self.group, self.tiling, self.group.layout
+    def body(self, tiling: Tiling, refs: Sequence[Any]) -> None:
+        """The body of the kernel, whose programs share the elements by a tiling of as many shares."""
+        group, layout = self.group, self.group.layout
         frame, share = tiling.frame(), jt.program_id(0)
         ins = list(zip(group.loaded, refs))
         frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))

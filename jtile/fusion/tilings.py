@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,20 @@ class Tiling:
     Attributes:
       sides: those of a program's tile, along all axes.
       shares: how many programs, at most, share the blocks of the axes whose sums are added up at the end.
-      grid: the number of programs: the shares first, then along each other axis that no program takes whole.
+      order: the axes that programs share without sums, as the grid has them: programs that run one after another differ
+        in the last one.
+      grid: the number of programs: the shares first, then along each axis of `order`.
     """
 
-    def __init__(self, layout: Layout, sides: tuple[int, ...], shares: int = 0):
+    def __init__(self, layout: Layout, sides: tuple[int, ...], shares: int = 0, order: Sequence[int] | None = None):
         self.layout, self.sides, self.shares = layout, sides, shares
-        self._axes = [a for a in range(len(sides)) if a not in layout.whole | layout.late]
-        self.grid = (*(shares,) * bool(layout.late), *(self.blocks(a) for a in self._axes))
+        own = (a for a in range(len(sides)) if a not in layout.whole | layout.late)
+        self.order = tuple(own) if order is None else tuple(order)
+        self.grid = (*(shares,) * bool(layout.late), *(self.blocks(a) for a in self.order))
+
+    def of(self, sides: Sequence[int], order: Sequence[int]) -> Tiling:
+        """The tiling with other sides, and another order of programs."""
+        return Tiling(self.layout, tuple(sides), self.shares, order)
 
     def blocks(self, axis: int) -> int:
         """How many tiles an axis has."""
@@ -48,8 +55,8 @@ class Tiling:
 
     def frame(self, kind: type[Frame] = Frame) -> Frame:
         """The frame, of a `kind`, of the program that is being traced."""
-        first = len(self.grid) - len(self._axes)
-        return kind(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes, first)}, {})
+        first = len(self.grid) - len(self.order)
+        return kind(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self.order, first)}, {})
 
     def places(self, number) -> dict[int, Any]:
         """The place of a tile, by its number, along each of the axes whose sums are added up at the end."""
