@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 
-import jtile as jt
-
 from .choices import Tunable, digest_of
 from .gathers import table_shape
 from .loops import Loop
 from .products import ProductKernel
 from .steps import MOVES, Step, Value
-from .sums import Sums
+from .sums import Sums, shares_of
 from .tilings import Tiling, group_tiling, loop_tiling, window_tiling
 from .units import Group, Product, Unit
 from .windowed import ends_within, window_body
@@ -26,7 +24,7 @@ from .windows import long_shape
 def name_of(first: str, steps: Sequence[Step]) -> str:
     """The name of a kernel in profilers: `first`, and the names of the first few functions that its steps compute."""
     names = dict.fromkeys(s.name.removeprefix("reduce_") for s in steps if s.name not in MOVES | {"copy"})
-    return "_".join([first, *[*names][:4]])
+    return "_".join([first, *[*names][:4]]).replace("-", "_")
 
 
 def kept_tiles(group: Group) -> int:
@@ -50,17 +48,17 @@ class GroupKernel:
         self.types = [self._sums.type_of(v) for v in group.outputs]
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
         key = digest_of(group.steps, group.outputs)
-        self._tunable = Tunable(body, self.types, tiling, name=name, key=key)
+        self._tunable = Tunable(body, self.types, tiling, name=name, key=key, scratch=self._sums.scratch)
         self.kernel = self._tunable.kernel
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the group for its inputs."""
-        return self._unpacked(self._tunable(*self._packed(args)))
+        return self._unpacked(self._tunable(*self._packed(args)), args)
 
     @functools.cached_property
     def choice(self) -> tuple[Tiling, str]:
         """How its programs share the elements, and who chose that."""
-        values = self.group.inputs
+        values = self.group.read
         types = [jax.ShapeDtypeStruct(shape, v.dtype) for v, shape in zip(values, self.shapes, strict=True)]
         return self._tunable.choice(types)
 
@@ -70,12 +68,13 @@ class GroupKernel:
 
     def interpret(self, args: Sequence[Any]) -> list[Any]:
         """The same by the interpreter."""
-        return self._unpacked(self.kernel.interpret(*self._packed(args)))
+        return self._unpacked(self.kernel.interpret(*self._packed(args)), args)
 
     def _tiling(self, group: Group) -> Tiling:
         if group.windowed:
             return window_tiling(group.layout, ends_within(group).within)
-        return group_tiling(group.layout, kept_tiles(group))
+        tiling = group_tiling(group.layout, kept_tiles(group))
+        return Tiling(tiling.layout, tiling.sides, shares_of(group.scatters, tiling.shares))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -86,10 +85,12 @@ class GroupKernel:
         return [*map(layout.shape_of, group.loaded), *(table_shape(step, layout) for step in group.gathers)]
 
     def _packed(self, args: Sequence[Any]) -> list[Any]:
-        return [x.reshape(shape) for x, shape in zip(args, self.shapes, strict=True)]
+        return [x.reshape(shape) for x, shape in zip(args, self.shapes)]
 
-    def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
-        return [self._sums.finished(v, y) for v, y in zip(self.group.outputs, outs, strict=True)]
+    def _unpacked(self, outs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        group = self.group
+        into = dict(zip((step.outs[0] for step in group.scatters), args[len(group.read) :], strict=True))
+        return [self._sums.finished(v, y, into) for v, y in zip(group.outputs, outs, strict=True)]
 
     def _body(self, tiling: Tiling, refs: Sequence[Any]) -> None:
         if self.group.windowed:
@@ -100,7 +101,7 @@ class GroupKernel:
             frame.load(value, ref)
         for step in group.steps:
             frame.run(step)
-        for value, ref in zip(group.outputs, refs[len(group.inputs) :], strict=True):
+        for value, ref in zip(group.outputs, refs[len(group.read) :], strict=True):
             frame.store(value, ref)
 
 

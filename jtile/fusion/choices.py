@@ -16,7 +16,7 @@ from jtile.ops._shapes import fit, machine
 from jtile.tune.choose import lookup
 from jtile.tune.space import Call
 
-from .steps import Constant, Operand, Step, Value
+from .steps import Constant, Operand, Step
 from .tilings import Tiling
 
 FACTORS = (1, 0.25, 4, 0.5, 2, 16)  # of the side that the model chooses
@@ -59,6 +59,7 @@ class Tunable:
         *,
         name: str,
         key: str,
+        scratch: Sequence[jax.ShapeDtypeStruct] = (),
         points: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ):
@@ -71,7 +72,7 @@ class Tunable:
         def grid(*_, tile, order):
             return tiling.of(tile, order).grid or 1
 
-        made = jt.call(run, out_type=list(types), grid=grid, name=name)
+        made = jt.call(run, out_type=list(types), grid=grid, name=name, scratch=[*scratch] or None)
         space = points or (lambda: points_of(tiling))
         self.kernel = made.autotune(space=lambda *_, **__: [*space()], key=lambda *_, **__: key)
 

@@ -35,6 +35,8 @@ LARGE_PRODUCTS_ON_GPUS = False
 PRODUCTS_ON_GPUS, PRODUCTS_ANYWHERE = True, False
 LEAST_SIDE, LEAST_RESULT = 512, 1 << 22
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
+LARGEST_TABLE, LEAST_UPDATES = 1 << 13, 8  # elements of a scatter's table, and updates for each, on CPUs
+SCATTERS_ANYWHERE = False  # whether kernels scatter whatever the sizes, for tests
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
@@ -180,6 +182,19 @@ def picks_well(step: Step) -> bool:
     offsets = step.params["dimension_numbers"].offset_dims
     rows = any(step.outs[0].shape[i] != 1 for i in offsets)
     return not rows or ROWS_ON_CPUS or "warps" in jt.target().features
+
+
+def scatter_worth(step: Step) -> bool:
+    """Whether what a group computes is added to a table in its kernel. Each program has a table of its own, which takes
+    little time to fill and to join with the others; XLA's code for CPUs adds in one thread what it has written before,
+    that for GPUs in all threads what it computes."""
+    if SCATTERS_ANYWHERE:
+        return True
+    table, updates = size_of(step.outs[0]), size_of(step.ins[-1])
+    window = step.params["dimension_numbers"].update_window_dims
+    rows = any(step.ins[-1].shape[i] != 1 for i in window)  # XLA adds a row in vectors
+    few = table <= LARGEST_TABLE and table * LEAST_UPDATES <= updates and not rows
+    return few and updates >= LEAST and "warps" not in jt.target().features
 
 
 def takes_large_products() -> bool:

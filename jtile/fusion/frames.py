@@ -108,6 +108,10 @@ class Frame:
             return jnp.zeros(self.shape_of(out), out.dtype) if step.name in PLACES else tiles[0]
         return step.run(tiles, axes=tuple(gone))[0].reshape(self.shape_of(out))
 
+    def axis_of(self, value: Operand, dimension: int) -> int | None:
+        """The axis of a dimension of a value; None for one of one element."""
+        return self._places(value)[dimension]
+
     def gone(self, step: Step) -> list[int]:
         """The axes along which a step sums."""
         place = self._places(step.ins[0])

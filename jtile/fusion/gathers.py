@@ -15,6 +15,9 @@ import numpy as np
 
 from .steps import Node, Operand, Step, Value, is_tile, nodes_of
 
+# By the name of a scatter that a group may have: how two numbers of one element become one.
+JOINS = {f"scatter{sign}{name}": how for sign in "-_" for name, how in (("add", "sum"), ("max", "max"), ("min", "min"))}
+
 
 def is_gather(step: Step) -> bool:
     """Whether an equation picks along one axis of an array, for which a group can load elements."""
@@ -82,8 +85,8 @@ def _flattened(step: Step, indices: Sequence[Operand]) -> list[Node]:
 
 
 def tiles_of(step: Step) -> tuple[Operand, ...]:
-    """The operands of a step that are tiles: all but the table of a gather."""
-    return step.ins[1:] if step.name == "gather" else step.ins
+    """The operands of a step that are tiles: all but the table of a gather or scatter."""
+    return step.ins[1:] if step.name == "gather" or step.name in JOINS else step.ins
 
 
 def _along(step: Step) -> int:

@@ -8,23 +8,24 @@ from collections.abc import Iterable, Sequence
 
 from .chains import Chain, chain_of
 from .costs import (
-    has_room,
     not_worth,
-    once_is_quicker,
     picks_well,
     reads_parts,
+    scatter_worth,
     takes_large_products,
     windows_not_worth,
 )
-from .gathers import is_gather, tiles_of, with_flat_indices
+from .gathers import JOINS, is_gather, tiles_of, with_flat_indices
 from .inner import functions_of
-from .layout import Layout, layout_of
+from .laying import laid_out, settled_of
+from .layout import Layout
 from .loops import loop_of
 from .products import product_of
-from .steps import ELEMENTWISE, MOVES, REDUCTIONS, Node, Program, Step, Value, program_of, size_of
+from .scatters import scatter_of
+from .steps import ELEMENTWISE, MOVES, Node, Program, Step, Value, program_of, size_of
 from .units import Group, Plan, Product, Unit
 from .vector_products import with_sums
-from .windows import has_windows, traffic, window_layout, with_windows
+from .windows import has_windows, traffic, with_windows
 
 LARGE = 65536  # elements from which on an array is worth reading only once for several results
 
@@ -76,6 +77,7 @@ class _Cutter:
         # the layouts of groups to which elementwise steps on their values can be added without a change of the layout
         self.settled: dict[int, Layout] = {}
         self.picked: set[int] = set()  # gathers that are steps of a group
+        self.scattered: dict[int, Step] = {}  # scatters that are: the step of each
 
     def _ancestors(self) -> list[int]:
         """For each node the set of nodes that it depends on, as the bits of an int."""
@@ -90,6 +92,12 @@ class _Cutter:
     def _makers(self, node: Node) -> list[int]:
         return [self.maker[x] for x in dict.fromkeys(node.ins) if isinstance(x, Value) and x in self.maker]
 
+    def _makers_of_tiles(self, k: int) -> list[int]:
+        """The nodes that make what a kernel reads for a node: not the table that a scatter adds to."""
+        made = self._makers(self.nodes[k])
+        into = self.scattered[k].ins[0] if k in self.scattered else None
+        return [m for m in made if into not in self.nodes[m].outs]
+
     def plan(self) -> Plan:
         for k, node in enumerate(self.nodes):
             if node.steps and not node.free:
@@ -99,6 +107,7 @@ class _Cutter:
                 self._take_gathers(first)
             for first in [*self.members]:
                 self._take_makers(first)
+            self._take_scatters()
         groups, taken, alone, left = [], [], [], []
         made_by = {v: node.name for node in self.nodes for v in node.outs}
         for first, members in self.members.items():
@@ -215,11 +224,11 @@ class _Cutter:
             if (layout or group) and self._runs(members, firsts):
                 for first in firsts:
                     del self.members[first]
-                self._put(members, layout or _settled(group))
+                self._put(members, layout or settled_of(group))
                 return
         group = self._group([k])
         if group is not None:
-            self._put([k], _settled(group))
+            self._put([k], settled_of(group))
 
     def _take_gathers(self, first: int) -> None:
         """Puts into a group the gathers that nothing else reads, and with them what makes their indices: all together
@@ -254,6 +263,34 @@ class _Cutter:
                 return together
             self.picked.difference_update(gathers)
         return None
+
+    def _take_scatters(self) -> None:
+        """Puts scatters into the groups that compute their updates or their indices: all of these groups together if
+        that goes, or one."""
+        made = {v: node for node in self.nodes for v in node.outs}
+        for k, node in enumerate(self.nodes):
+            found = scatter_of(node, made) if not node.steps else None
+            if found is None or not scatter_worth(found[0]):
+                continue
+            step, before = found
+            more = {k, *(self.maker[v] for one in before for v in one.outs)}
+            makers = [self.maker[x] for x in reversed(step.ins[1:]) if isinstance(x, Value) and x in self.maker]
+            firsts = [*dict.fromkeys(self.group_of[m] for m in makers if m in self.group_of)]
+            self.scattered[k] = step
+            if not any(
+                self._takes(more, some) for some in ([firsts] if len(firsts) > 1 else []) + [[f] for f in firsts]
+            ):
+                del self.scattered[k]
+
+    def _takes(self, more: set[int], firsts: Sequence[int]) -> bool:
+        """Makes one group of groups and of these nodes besides, if that goes."""
+        together = sorted({*more, *(m for first in firsts for m in self.members[first])})
+        if not self._is_convex(together) or not self._group(together) or not self._runs(together, firsts):
+            return False
+        for first in firsts:
+            del self.members[first]
+        self._put(together, None)
+        return True
 
     def _take_makers(self, first: int) -> None:
         """Puts into a group with windows those groups whose values nothing else reads, as long as it computes little
@@ -420,7 +457,8 @@ class _Cutter:
         own = set(members)
         read = dict.fromkeys(x for step in steps for x in tiles_of(step) if isinstance(x, Value) and x not in made)
         tables = [x for step in steps if step.name == "gather" and isinstance(x := step.ins[0], Value)]
-        if not made.isdisjoint(tables):
+        into = [x for step in steps if step.name in JOINS and isinstance(x := step.ins[0], Value)]
+        if not made.isdisjoint([*tables, *into]):
             return None
         written = [
             v
@@ -428,11 +466,13 @@ class _Cutter:
             for v in self.nodes[k].outs
             if v in self.results or any(user not in own for user in self.users.get(v, ()))
         ]
-        layout, last = _laid_out(steps, [*read], written)
-        return None if layout is None or not written else Group(nodes, [*read, *tables], written, layout, last)
+        layout, last = laid_out(steps, [*read], written)
+        return None if layout is None or not written else Group(nodes, [*read, *tables, *into], written, layout, last)
 
     def _node(self, k: int) -> Node:
         node = self.nodes[k]
+        if k in self.scattered:
+            return dataclasses.replace(node, steps=(self.scattered[k],))
         return dataclasses.replace(node, steps=(node.eqn,)) if k in self.picked else node
 
     def _constants(self, members: Sequence[int]) -> list[Node]:
@@ -440,38 +480,7 @@ class _Cutter:
         found: set[int] = set()
         todo = list(members)
         while todo:
-            new = {m for m in self._makers(self.nodes[todo.pop()]) if self.nodes[m].free} - found
+            new = {m for m in self._makers_of_tiles(todo.pop()) if self.nodes[m].free} - found
             found |= new
             todo += new
         return [self.nodes[m] for m in sorted(found)]
-
-
-def _settled(group: Group | None) -> Layout | None:
-    """The layout of a group to which elementwise steps may come without another choice of what programs take whole."""
-    if group is None or group.last or group.windowed:
-        return None
-    layout = group.layout
-    return layout if not layout.whole or len(layout.sizes) - 1 in layout.whole else None
-
-
-def _laid_out(steps: Sequence[Step], read: list[Value], written: list[Value]) -> tuple[Layout | None, list[Step]]:
-    """The layout of a kernel's steps, and those that sum along axes which its programs share. Such sums are kept for
-    what no program has room for, or does not have side by side in memory."""
-    inner = {x for step in steps for x in step.ins}
-    ends = {step.outs[0]: step for step in steps if step.name in REDUCTIONS and step.outs[0] not in inner}
-    if has_windows(steps):
-        last = [*ends.values()]
-        return window_layout(steps, written, last), last
-    whole = layout_of(steps, [*read, *written])
-    if whole is None or not all(map(whole.covers, written)) or not has_room(whole) or not once_is_quicker(whole, steps):
-        whole = None
-    if not ends or (whole is not None and (not whole.whole or len(whole.sizes) - 1 in whole.whole)):
-        return whole, []
-    shared = layout_of(steps, [*read, *written], last=set(ends.values()))
-    if shared is None or not shared.late or not has_room(shared):
-        return whole, []
-    axes = {v: set(shared.axes[v]) for step in ends.values() for v in (*step.ins, *step.outs) if isinstance(v, Value)}
-    last = [step for step in ends.values() if shared.late & axes[step.ins[0]] - axes[step.outs[0]]]  # type: ignore[index]
-    if all(shared.covers(v, shared.late if ends.get(v) in last else frozenset()) for v in written):
-        return shared, last
-    return whole, []

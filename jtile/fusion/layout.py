@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from .gathers import index_dimensions, table_dimensions, tiles_of
+from .gathers import JOINS, index_dimensions, table_dimensions, tiles_of
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
 MOST_AXES = 6
@@ -79,7 +79,11 @@ def layout_of(
     for x, y in same:
         for i in range(len(x.shape)):
             axes.join(x, i, y, i)
-    of_steps = (v for step in steps for v in (*tiles_of(step), *step.outs) if isinstance(v, Value))
+    tables_of = {step.outs[0] for step in steps if step.name in JOINS}  # what is scattered into has axes of its own
+    ends = [v for v in ends if v not in tables_of]
+    of_steps = (
+        v for step in steps for v in (*tiles_of(step), *step.outs) if isinstance(v, Value) and v not in tables_of
+    )
     values = list(dict.fromkeys([*of_steps, *ends]))
     of = {v: [axes.find((v, i)) for i, n in enumerate(v.shape) if n != 1] for v in values}
     if any(len(set(roots)) < len(roots) for roots in of.values()):
@@ -136,12 +140,25 @@ def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None
     elif step.name == "gather":
         for i, j in enumerate(index_dimensions(step)):
             axes.join(step.ins[1], i, out, j)
+    elif step.name in JOINS:
+        _relate_scatter(step, axes, whole, alone)
     elif step.name == "iota":
         alone.append((out, step.params["dimension"]))
     else:  # the step only adds or drops dimensions of one element
         before, after = ([i for i, n in enumerate(v.shape) if n != 1] for v in (step.ins[0], out))
         for i, j in zip(before, after, strict=True):
             axes.join(step.ins[0], i, out, j)
+
+
+def _relate_scatter(step: Step, axes: Axes, whole: list, alone: list) -> None:
+    """The indices have the dimensions of the updates that do not lie in the table; all of the updates are added up."""
+    (_, *parts, updates), window = step.ins, step.params["dimension_numbers"].update_window_dims
+    of_index = [i for i in range(len(updates.shape)) if i not in window]
+    for part in parts:
+        for i, j in enumerate(of_index):
+            axes.join(part, i, updates, j)
+    whole += [(updates, i) for i in range(len(updates.shape))]
+    alone += [(updates, i) for i in window]
 
 
 def _relate_product(step: Step, axes: Axes) -> None:

@@ -3,7 +3,9 @@ what it has, and XLA adds up the sums of the programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +15,14 @@ import numpy as np
 import jtile as jt
 
 from .frames import Frame
+from .gathers import JOINS
+from .scatters import add_tile
 from .steps import Step, Value
 from .tilings import Tiling
 from .units import Group
 from .windowed import WindowFrame
 
+LEAST_PARTS = 2  # programs that have a table of their own to add to
 TOGETHER = {
     "reduce_sum": jnp.add,
     "reduce_prod": jnp.multiply,
@@ -30,7 +35,7 @@ TOGETHER = {
 
 def neutral(step: Step, dtype: np.dtype) -> Any:
     """The neutral element of a step that sums: 0 for sums, -inf for maxima, say."""
-    kind = step.name.removeprefix("reduce_")
+    kind = JOINS.get(step.name) or step.name.removeprefix("reduce_")
     if kind in ("sum", "or", "prod"):
         return kind == "prod"
     if kind == "and":
@@ -48,6 +53,14 @@ def dtype_of_sums(step: Step) -> np.dtype:
     return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
+def shares_of(scatters: Sequence[Step], shares: int) -> int:
+    """How many programs share the updates of scatters: to fill and to join their tables takes little of the time."""
+    for step in scatters:
+        most = math.prod(step.ins[-1].shape) // (2 * math.prod(step.outs[0].shape))
+        shares = min(shares, max(most, LEAST_PARTS))
+    return shares
+
+
 class Sums:
     """The body of a kernel whose group sums along axes that programs share.
 
@@ -61,24 +74,40 @@ class Sums:
 
     def type_of(self, value: Value) -> jax.ShapeDtypeStruct:
         """The type of what the kernel writes for an output: for a sum, one part for each program."""
-        shape = self.group.layout.shape_of(value)
-        if value not in self._of:
-            return jax.ShapeDtypeStruct(shape, value.dtype)
-        return jax.ShapeDtypeStruct((self.tiling.shares, *shape), dtype_of_sums(self._of[value]))
+        step = self._of.get(value)
+        if step is None:
+            return jax.ShapeDtypeStruct(self.group.layout.shape_of(value), value.dtype)
+        shape = value.shape if step.name in JOINS else self.group.layout.shape_of(value)
+        return jax.ShapeDtypeStruct((self.tiling.shares, *shape), dtype_of_sums(step))
 
-    def finished(self, value: Value, written: Any) -> Any:
-        """An output of the group, computed from what the kernel has written for it."""
-        if value in self._of:
-            written = self._of[value].run([written], axes=(0,))[0].astype(value.dtype)
-        return written.reshape(value.shape)
+    @property
+    def scratch(self) -> list[jax.ShapeDtypeStruct]:
+        """The tables of a program: one for each scatter."""
+        return [jax.ShapeDtypeStruct(s.outs[0].shape, dtype_of_sums(s)) for s in self.group.scatters]
+
+    def finished(self, value: Value, written: Any, tables: Mapping[Value, Any]) -> Any:
+        """An output of the group, computed from what the kernel has written for it, and the table that it was scattered
+        into."""
+        step = self._of.get(value)
+        if step is None:
+            return written.reshape(value.shape)
+        if step.name not in JOINS:
+            return step.run([written], axes=(0,))[0].astype(value.dtype).reshape(value.shape)
+        how = JOINS[step.name]
+        total = getattr(jnp, how)(written, axis=0, **({"dtype": written.dtype} if how == "sum" else {}))
+        return TOGETHER[f"reduce_{how}"](total, tables[value].astype(written.dtype)).astype(value.dtype)
 
     def body(self, tiling: Tiling, refs: Sequence[Any]) -> None:
         """The body of the kernel, whose programs share the elements by a tiling of as many shares."""
         group, layout = self.group, self.group.layout
         frame, share = tiling.frame(), jt.program_id(0)
-        ins = list(zip(group.loaded, refs))
+        ins, behind = list(zip(group.loaded, refs)), len(group.read) + len(group.outputs)
         frame.tables = dict(zip(group.gathers, refs[len(group.loaded) :]))
-        outs = dict(zip(group.outputs, refs[len(group.inputs) :], strict=True))
+        outs = dict(zip(group.outputs, refs[len(group.read) : behind], strict=True))
+        mine = dict(zip(group.scatters, refs[behind:], strict=True))
+        for step, ref in mine.items():
+            ref[...] = jnp.full(ref.shape, neutral(step, ref.dtype), ref.dtype)
+        added = [step for step in self.last if step not in mine]
         made = {v: step for step in group.steps for v in step.outs}
         for value, ref in ins:
             if not group.windowed and not layout.late & set(layout.axes[value]):
@@ -96,10 +125,14 @@ class Sums:
             for value, ref in outs.items():
                 if value not in self._of:
                     own.store(value, ref)
-            return tuple(self._more(own, step, so_far) for step, so_far in zip(self.last, sums, strict=True))
+            for step, ref in mine.items():
+                add_tile(own, step, ref, self._ends(own))
+            return tuple(self._more(own, step, so_far) for step, so_far in zip(added, sums, strict=True))
 
-        sums = jax.lax.fori_loop(share * each, until, one, tuple(self._none(frame, step) for step in self.last))
-        for step, total in zip(self.last, sums, strict=True):
+        sums = jax.lax.fori_loop(share * each, until, one, tuple(self._none(frame, step) for step in added))
+        for step, ref in mine.items():
+            outs[step.outs[0]][share] = ref[...]
+        for step, total in zip(added, sums, strict=True):
             (out,) = step.outs
             tile = step.run([total], axes=tuple(frame.gone(step)))[0]
             frame.tiles[out] = tile.reshape(frame.shape_of(out))
@@ -120,11 +153,13 @@ class Sums:
     def _more(self, frame: Frame, step: Step, so_far):
         """The sum with the elements of one more tile; those behind the end of an axis change nothing."""
         (x,) = step.ins
-        tile = frame.spread(x, x).astype(so_far.dtype)
-        for a in self.group.layout.late:
-            if self.group.layout.sizes[a] % frame.sides[a]:
-                inside = frame.numbers(a) < self.group.layout.sizes[a]
-                tile = jnp.where(
-                    jnp.broadcast_to(inside, tile.shape), tile, jnp.full_like(tile, neutral(step, tile.dtype))
-                )
+        tile, ends = frame.spread(x, x).astype(so_far.dtype), self._ends(frame)
+        if ends is not None:
+            tile = jnp.where(jnp.broadcast_to(ends, tile.shape), tile, jnp.full_like(tile, neutral(step, tile.dtype)))
         return TOGETHER[step.name](so_far, tile)
+
+    def _ends(self, frame: Frame) -> Any:
+        """Which elements of a tile lie within the axes along which programs add up; None where all do."""
+        sizes = self.group.layout.sizes
+        inside = [frame.numbers(a) < sizes[a] for a in self.group.layout.late if sizes[a] % frame.sides[a]]
+        return functools.reduce(jnp.logical_and, inside) if inside else None

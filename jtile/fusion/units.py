@@ -7,6 +7,7 @@ import functools
 import math
 
 from .chains import Chain
+from .gathers import JOINS
 from .layout import Layout
 from .loops import Loop
 from .steps import Node, Program, Step, Value
@@ -19,7 +20,8 @@ class Group:
 
     Attributes:
       nodes: the nodes, in order; those that make constants for them first.
-      inputs, outputs: what the kernel reads and writes; behind all other inputs the table of each gather.
+      inputs, outputs: what the kernel reads and writes; behind all other inputs the table of each gather, and behind
+        these that of each scatter, which the kernel does not read.
       layout: which axes the values have.
       last: sums along axes that no program takes whole.
     """
@@ -44,10 +46,20 @@ class Group:
         """The steps of the group that pick from tables."""
         return [step for step in self.steps if step.name == "gather"]
 
+    @functools.cached_property
+    def scatters(self) -> list[Step]:
+        """The steps of the group that add to tables."""
+        return [step for step in self.steps if step.name in JOINS]
+
+    @property
+    def read(self) -> list[Value]:
+        """The inputs of the kernel: those of the group without the tables of scatters."""
+        return self.inputs[: len(self.inputs) - len(self.scatters)]
+
     @property
     def loaded(self) -> list[Value]:
-        """The inputs of the group without the tables of gathers."""
-        return self.inputs[: len(self.inputs) - len(self.gathers)]
+        """The inputs of the group without the tables of gathers and scatters."""
+        return self.inputs[: len(self.inputs) - len(self.gathers) - len(self.scatters)]
 
     @property
     def by_equations(self) -> bool:
