@@ -48,7 +48,8 @@ class GroupKernel:
         self.types = [self._sums.type_of(v) for v in group.outputs]
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
         key = digest_of(group.steps, group.outputs)
-        self._tunable = Tunable(body, self.types, tiling, name=name, key=key, scratch=self._sums.scratch)
+        own = {"scratch": self._sums.scratch, "compared": self._sums.joined}
+        self._tunable = Tunable(body, self.types, tiling, name=name, key=key, **own)
         self.kernel = self._tunable.kernel
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
@@ -66,9 +67,9 @@ class GroupKernel:
     def tiling(self) -> Tiling:
         return self.choice[0]
 
-    def interpret(self, args: Sequence[Any]) -> list[Any]:
-        """The same by the interpreter."""
-        return self._unpacked(self.kernel.interpret(*self._packed(args)), args)
+    def interpret(self, args: Sequence[Any], **choice: Any) -> list[Any]:
+        """The same by the interpreter; `choice`: a tile, and an order of programs."""
+        return self._unpacked(self.kernel.interpret(*self._packed(args), **choice), args)
 
     def _tiling(self, group: Group) -> Tiling:
         if group.windowed:
@@ -133,9 +134,9 @@ class LoopKernel:
     def tiling(self) -> Tiling:
         return self.choice[0]
 
-    def interpret(self, args: Sequence[Any]) -> list[Any]:
-        """The same by the interpreter."""
-        return self._unpacked(self.kernel.interpret(*self._packed(args)))
+    def interpret(self, args: Sequence[Any], **choice: Any) -> list[Any]:
+        """The same by the interpreter; `choice`: a tile, and an order of programs."""
+        return self._unpacked(self.kernel.interpret(*self._packed(args), **choice))
 
     def _shape(self, written: int | Value) -> tuple[int, ...]:
         if isinstance(written, int):

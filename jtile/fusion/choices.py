@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -62,8 +63,10 @@ class Tunable:
         scratch: Sequence[jax.ShapeDtypeStruct] = (),
         points: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        compared: Callable[[Sequence[Any]], Any] | None = None,
     ):
-        """body(tiling, refs); points: those of the search space; defaults: options for the compiler."""
+        """body(tiling, refs); points: those of the search space; defaults: options for the compiler; compared: what
+        does not depend on the tiling, of what the kernel writes."""
         self.model, self._defaults = tiling, dict(defaults or {})
 
         def run(*refs, tile=tiling.sides, order=tiling.order):
@@ -75,6 +78,7 @@ class Tunable:
         made = jt.call(run, out_type=list(types), grid=grid, name=name, scratch=[*scratch] or None)
         space = points or (lambda: points_of(tiling))
         self.kernel = made.autotune(space=lambda *_, **__: [*space()], key=lambda *_, **__: key)
+        self.kernel._tuning = dataclasses.replace(self.kernel._tuning, compared=compared)
 
     def __call__(self, *args: Any) -> Any:
         return jt.tuned(self.kernel, self._defaults, *args)
@@ -86,6 +90,8 @@ class Tunable:
         if entry is None:
             return own, ""
         own = own.of(entry.config.get("tile", own.sides), entry.config.get("order", own.order))
+        if (own.sides, own.order) == (self.model.sides, self.model.order):
+            return own, "; jt.tune found nothing better"
         speed = entry.default_us / entry.time_us
         return own, f"; jt.tune chose this, {speed:.2f} times as fast as what the model chooses"
 

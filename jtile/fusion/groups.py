@@ -15,6 +15,7 @@ from .costs import (
     takes_large_products,
     windows_not_worth,
 )
+from .cuts import MODELS, Cut, cut_of
 from .gathers import JOINS, is_gather, tiles_of, with_flat_indices
 from .inner import functions_of
 from .laying import laid_out, settled_of
@@ -27,22 +28,27 @@ from .units import Group, Plan, Product, Unit
 from .vector_products import with_sums
 from .windows import has_windows, traffic, with_windows
 
+BY_TUNER = "jt.tune found that XLA's code is quicker"
 LARGE = 65536  # elements from which on an array is worth reading only once for several results
 
 
-def plan_of(program: Program, *, everything: bool = False) -> Plan:
+def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = None) -> Plan:
     """Cuts a program greedily: a node joins the group of what it reads, where all values have axes in common.
-    `everything`: groups that compute something are kernels, worth it or not."""
+    `everything`: groups that compute something are kernels, worth it or not; `cut`: what is decided otherwise, by
+    default what `jt.tune` has found."""
     if everything:
         return _Cutter(program, everything).plan()
+    cut = cut_of(program) if cut is None else cut
     nodes = with_sums(with_flat_indices(program.nodes, program.outputs), takes_large_products())
     program = dataclasses.replace(program, nodes=nodes)
-    plan = _Cutter(program).plan()
     nodes = with_windows(program.nodes, program.outputs)
-    if not any(has_windows(node.steps) for node in nodes):
-        return plan
-    other = _Cutter(dataclasses.replace(program, nodes=nodes)).plan()
-    return other if _moved(other) <= _moved(plan) else plan
+    plain = lambda: _Cutter(program, cut=cut).plan()
+    if cut.windows is False or not any(has_windows(node.steps) for node in nodes):
+        return plain()
+    other = _Cutter(dataclasses.replace(program, nodes=nodes), cut=cut, windows=True).plan()
+    if cut.windows:
+        return other
+    return other if _moved(other) <= _moved(plan := plain()) else plan
 
 
 def _moved(plan: Plan) -> tuple[int, int]:
@@ -63,8 +69,9 @@ def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
 
 
 class _Cutter:
-    def __init__(self, program: Program, everything: bool = False):
+    def __init__(self, program: Program, everything: bool = False, cut: Cut = MODELS, windows: bool = False):
         self.program, self.nodes, self.everything = program, program.nodes, everything
+        self.cut, self.windows = cut, windows
         self.maker = {v: k for k, node in enumerate(self.nodes) for v in node.outs}
         self.users: dict[Value, list[int]] = {}
         for k, node in enumerate(self.nodes):
@@ -113,13 +120,7 @@ class _Cutter:
         for first, members in self.members.items():
             group = self._group(members)
             assert group is not None
-            read = [*group.loaded, *(step.outs[0] for step in group.gathers)]
-            if group.windowed:
-                why = windows_not_worth(group.steps, read, group.outputs, group.layout)
-            else:
-                why = not_worth(group.steps, read, group.outputs, group.layout, everything=self.everything)
-                if not self.everything:
-                    why = why or reads_parts(group.loaded, made_by, group.layout)
+            why = self._why_not(group, made_by, first in self.cut.kernels)
             if why is None:
                 groups.append(group)
                 taken.append(members)
@@ -140,11 +141,24 @@ class _Cutter:
             if loop is not None:
                 units.append(loop)
                 taken.append([k])
+        left += [(those[0], those, BY_TUNER) for those in taken if those[0] in self.cut.xla]
+        kept = [u for u, those in enumerate(taken) if those[0] not in self.cut.xla]
+        units, taken = [units[u] for u in kept], [taken[u] for u in kept]
         order = self._sorted(taken)
         assert order is not None
         run = [units[u] if u >= 0 else -1 - u for u in order]
         inside = {k: plans for k in run if isinstance(k, int) and (plans := _inside(self.nodes[k]))}
-        return Plan(self.program, run, left, inside)
+        return Plan(self.program, run, left, inside, [those[0] for those in taken], self.windows, self.cut.origin)
+
+    def _why_not(self, group: Group, made_by: dict[Value, str], forced: bool) -> str | None:
+        """Why a group is not worth a kernel, or None. forced: one that can be a kernel is one."""
+        read = [*group.loaded, *(step.outs[0] for step in group.gathers)]
+        if self.everything or forced:
+            return not_worth(group.steps, read, group.outputs, group.layout, everything=True)
+        if group.windowed:
+            return windows_not_worth(group.steps, read, group.outputs, group.layout)
+        why = not_worth(group.steps, read, group.outputs, group.layout)
+        return why or reads_parts(group.loaded, made_by, group.layout)
 
     def _take_products(
         self, units: list[Unit], taken: list[list[int]], alone: list[Group], left: list[tuple[int, list[int], str]]

@@ -140,9 +140,9 @@ class ProductKernel:
         found = points_of(self._tunable.model)
         return [{**self._options(*point["tile"]), **point} for point in found if "num_warps" not in point]
 
-    def interpret(self, args: Sequence[Any]) -> list[Any]:
-        """The same by the interpreter."""
-        return self._unpacked(self.kernel.interpret(*self._packed(args)))
+    def interpret(self, args: Sequence[Any], **choice: Any) -> list[Any]:
+        """The same by the interpreter; `choice`: a tile, and an order of programs."""
+        return self._unpacked(self.kernel.interpret(*self._packed(args), **choice))
 
     def _shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the arrays that the kernel reads."""

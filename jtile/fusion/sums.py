@@ -88,14 +88,23 @@ class Sums:
     def finished(self, value: Value, written: Any, tables: Mapping[Value, Any]) -> Any:
         """An output of the group, computed from what the kernel has written for it, and the table that it was scattered
         into."""
+        total, step = self._joined(value, written), self._of.get(value)
+        if step is not None and step.name in JOINS:
+            total = TOGETHER[f"reduce_{JOINS[step.name]}"](total, tables[value].astype(total.dtype))
+        return total.astype(value.dtype).reshape(value.shape)
+
+    def joined(self, outs: Sequence[Any]) -> list[Any]:
+        """What the kernel has written, without the programs' parts."""
+        return [self._joined(v, written) for v, written in zip(self.group.outputs, outs, strict=True)]
+
+    def _joined(self, value: Value, written: Any) -> Any:
         step = self._of.get(value)
         if step is None:
-            return written.reshape(value.shape)
+            return written
         if step.name not in JOINS:
-            return step.run([written], axes=(0,))[0].astype(value.dtype).reshape(value.shape)
+            return step.run([written], axes=(0,))[0]
         how = JOINS[step.name]
-        total = getattr(jnp, how)(written, axis=0, **({"dtype": written.dtype} if how == "sum" else {}))
-        return TOGETHER[f"reduce_{how}"](total, tables[value].astype(written.dtype)).astype(value.dtype)
+        return getattr(jnp, how)(written, axis=0, **({"dtype": written.dtype} if how == "sum" else {}))
 
     def body(self, tiling: Tiling, refs: Sequence[Any]) -> None:
         """The body of the kernel, whose programs share the elements by a tiling of as many shares."""

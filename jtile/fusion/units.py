@@ -112,12 +112,17 @@ class Plan:
       order: what runs one after another: a unit, or the number of a node that stays XLA's.
       left: for each group that is not worth a kernel (the number of the first node, those of all nodes, why).
       inside: by a node's number, and the name of a parameter, the plans of the functions in it, if one has a kernel.
+      firsts: the number of the first node of each kernel. windows: whether kernels read slices and pads in place.
+      origin: what to say of who cut it.
     """
 
     program: Program
     order: list[Unit | int]
     left: list[tuple[int, list[int], str]]
     inside: dict[int, dict[str, tuple[Plan, ...]]]
+    firsts: list[int]
+    windows: bool = False
+    origin: str = ""
 
     @property
     def units(self) -> list[Unit]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.tune import device
-from jtile.tune.programs import trace
+from jtile.tune.programs import searches_of
 from jtile.tune.progress import bar
 from jtile.tune.search import Candidate, search
 from jtile.tune.store import Entry, new_generation, user_path
+
+CUTTING = 0.4  # share of a time limit in which the cuts of programs are searched
 
 
 def autotune(
@@ -112,7 +115,8 @@ def _row(t: Tuned) -> tuple[str, ...]:
 
 
 def tune(f: Callable[..., Any], *args: Any, time_limit: float | None = None, progress: bool = True) -> Report:
-    """Search for the best parameters of every kernel that `f(*args)` calls, and keep them; see `jt.autotune`.
+    """Search for the best parameters of every kernel that `f(*args)` calls, and keep them; see `jt.autotune`. Of what
+    `jt.fuse` makes first the cut is searched, which groups are kernels, and then their tiles.
 
     `f`, and every other jitted function, is traced anew at its next call and takes the winners.
 
@@ -135,24 +139,45 @@ def tune(f: Callable[..., Any], *args: Any, time_limit: float | None = None, pro
         raise KernelValueError(
             f"jt.tune cannot measure on {device.kind()!r}, which this machine does not have: unset the option arch"
         )
-    programs, calls = trace(f, *args)
-    tunable = {call.kernel.name for call in calls}
-    fixed = dict.fromkeys(p.name for p in programs if p.name not in tunable)
+    programs, calls, cuts = searches_of(f, *args)
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     done: list[Tuned] = []
     skipped: list[str] = []
     path = user_path(device.kind())
     try:
         with bar(enabled=progress) as show:
-            for k, call in enumerate(calls):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    skipped.append(call.name)
-                    continue
-                label = f"{call.kernel.name} ({k + 1}/{len(calls)})"
-                share = None if math.isinf(left) else left / (len(calls) - k)
-                found = search(call, time_limit=share, progress=lambda *at, label=label: show(label, *at))
-                done.append(Tuned(call.kernel.name, call.name, found.entry, found.candidates))
+            if cuts:
+                _each(cuts, deadline, show, done, skipped, share=CUTTING)
+                programs, calls, _ = searches_of(f, *args)
+            searches = {call.name: functools.partial(_search, call) for call in calls}
+            _each(searches, deadline, show, done, skipped)
     finally:
         new_generation()
+    tunable = {call.kernel.name for call in calls}
+    fixed = dict.fromkeys(p.name for p in programs if p.name not in tunable)
     return Report(device.kind(), path and str(path), tuple(done), tuple(fixed), tuple(skipped))
+
+
+def _search(call: Any, **options: Any) -> Tuned:
+    found = search(call, **options)
+    return Tuned(call.kernel.name, call.name, found.entry, found.candidates)
+
+
+def _each(
+    searches: Mapping[str, Callable[..., Tuned]],
+    deadline: float,
+    show: Callable[..., None],
+    done: list[Tuned],
+    skipped: list[str],
+    share: float = 1.0,
+) -> None:
+    """Runs searches one after another, each with its part of the time that is left, or of a share of it."""
+    end = deadline if math.isinf(deadline) else time.monotonic() + share * (deadline - time.monotonic())
+    for k, (name, run) in enumerate(searches.items()):
+        left = end - time.monotonic()
+        if left <= 0:
+            skipped.append(name)
+            continue
+        label = f"{name.split('#')[0]} ({k + 1}/{len(searches)})"
+        limit = None if math.isinf(left) else left / (len(searches) - k)
+        done.append(run(time_limit=limit, progress=lambda *at, label=label: show(label, *at)))

@@ -47,20 +47,31 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     Raises:
       KernelTypeError: called inside of a trace, or `f` is no function.
     """
-    found, calls = trace_sizes(f, *args)
+    programs, calls, _ = searches_of(f, *args)
+    return programs, calls
+
+
+def searches_of(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call], dict[str, Callable[..., Any]]]:
+    """The result of `trace`, and of every program that `jt.fuse` cuts the search for another cut."""
+    found, calls, cuts = _trace_sizes(f, *args)
     programs: Counter[Any] = Counter()
     for one, times in found.items():
         programs[one.program] += times
-    return programs, calls
+    return programs, calls, cuts
 
 
 def trace_sizes(f: Callable[..., Any], *args: Any) -> tuple[Counter[Sized], list[Call]]:
     """The result of `trace`, where a program with dynamic sizes counts apart for all shapes of its operands."""
+    return _trace_sizes(f, *args)[:2]
+
+
+def _trace_sizes(f: Callable[..., Any], *args: Any) -> tuple[Counter[Sized], list[Call], dict[str, Callable[..., Any]]]:
     jaxpr, found = traced(f, args)
     programs = counted_calls(jaxpr)
     every = {p.program.name for p, _ in _programs(jaxpr, 1, lambda _: None)}
     elsewhere = every - {p.program.name for p in programs}
-    return programs, [call for call in found.calls.values() if call.kernel.name not in elsewhere]
+    calls = [call for call in found.calls.values() if call.kernel.name not in elsewhere]
+    return programs, calls, found.programs
 
 
 def counted_calls(jaxpr: Any) -> Counter[Sized]:

@@ -137,7 +137,7 @@ class _Search:
     def check(self) -> None:
         """Run each candidate once: one whose result differs from the default's is out."""
         assert self.runner is not None
-        expected = self.runner.warm(-1, self.programs[-1])
+        expected = self.call.compared(self.runner.warm(-1, self.programs[-1]))
         self.runner.round(-1, self.programs[-1])
         tick = self._tick("check", len(self.programs))
         for k, program in list(self.programs.items()):
@@ -145,7 +145,7 @@ class _Search:
             if k < 0 or self._late():
                 continue
             try:
-                error = measure.difference(self.runner.warm(k, program), expected)
+                error = measure.difference(self.call.compared(self.runner.warm(k, program)), expected)
             except (RuntimeError, ValueError) as e:  # the launch has failed
                 self.fate[k] = "failed", f"{type(e).__name__}: {str(e).splitlines()[0]}"
                 continue

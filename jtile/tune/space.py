@@ -34,12 +34,14 @@ Config = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tuning:
-    """The arguments of `jt.autotune` for a kernel, documented there."""
+    """The arguments of `jt.autotune` for a kernel, documented there; `compared`: what candidates have to agree in, as a
+    function of their results, where these are parts that depend on the choice."""
 
     space: Any
     key: Any = None
     data: Callable[..., Any] | None = None
     override: bool = False
+    compared: Callable[[Any], Any] | None = None
 
     def check(self, kernel: Any) -> None:
         """Raises KernelTypeError, KernelValueError for a space or key that does not fit the kernel."""
@@ -126,9 +128,11 @@ def check_names(sig: Any, config: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Recorder:
-    """Every call of a tunable kernel, by the name of its entry."""
+    """Every call of a tunable kernel, and of every program of `jt.fuse` a function that searches its cut, by the names
+    of their entries."""
 
     calls: dict[str, Call] = dataclasses.field(default_factory=dict)
+    programs: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
 
 class Call:
@@ -202,6 +206,11 @@ class Call:
         options = {k: v for k, v in full.items() if k in OPTIONS}
         meta = {k: v for k, v in full.items() if k not in OPTIONS}
         return self.kernel._variant(options)._resolve(self.tree, self.types, {**self.given, **meta})
+
+    def compared(self, results: Any) -> Any:
+        """What the results of candidates have to agree in."""
+        of = self.kernel._tuning.compared
+        return results if of is None else of(results)
 
     def data(self) -> Any:
         """Arrays to measure with that the kernel's author gives, flat; None: random ones."""

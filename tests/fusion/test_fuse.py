@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jtile as jt
 from benchmarks.fuse import chain, layer_norm, mandelbrot, programs
 from jtile.errors import KernelTypeError
-from jtile.fusion import groups
+from jtile.fusion import laying
 from jtile.fusion.bodies import GroupKernel, kernel_of
 from jtile.fusion.fused import _by_equations, evaluate
 from jtile.fusion.groups import plan_of
@@ -198,8 +198,8 @@ def test_chains_of_many_values_that_are_read_again_take_small_tiles():
 
 def test_long_chains_are_laid_out_a_few_times(monkeypatch):
     """Not anew for each of the 156 equations."""
-    layouts, layout_of = [], groups.layout_of
-    monkeypatch.setattr(groups, "layout_of", lambda *args, **named: layouts.append(args) or layout_of(*args, **named))
+    layouts, layout_of = [], laying.layout_of
+    monkeypatch.setattr(laying, "layout_of", lambda *args, **named: layouts.append(args) or layout_of(*args, **named))
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     assert kernels(jt.fuse(mandelbrot), x, x) == 1
     assert len(layouts) < 10
