@@ -22,6 +22,7 @@ from jtile.ops.step_attention import step_attention
 from . import kernels
 from .parallel import collective, held, held_part
 from .selection import IndexQuery, select
+from .sums import Parts
 
 SMALLEST_BUCKET = 16
 SCALED = ("float8_e4m3fn", "int8")  # dtypes of a cache with scales
@@ -127,9 +128,10 @@ class Slots:
         """The projection qkv [batch * t, (heads + 2 kv_heads) head_dim] of the next t tokens of each row, with the cos
         and sin [batch * t, head_dim / 2] of their positions: returns the rotated queries [batch * t, heads, head_dim],
         and the slots with keys and values, written in place in the cache's dtype."""
-        qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
         weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         options = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "ring": self.entry.ring}
+        qkv, options = (qkv.value, options | {"dtype": qkv.dtype}) if isinstance(qkv, Parts) else (qkv, options)
+        qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
         entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else kernels.rope_append
         held = *entry.arrays, *entry.scales
         q, *held = kernel(qkv, cos, sin, self._free(), *held, weights, self.table, **options)
@@ -148,6 +150,10 @@ class Slots:
         entry, several = self.entry, qkv.shape[0] != self.lengths.shape[0]
         masked = window is not None or softcap is not None or sinks is not None
         alone = self.splits is None and self.tiles is None and self.context is None
+        if isinstance(qkv, Parts) and not entry.scales:
+            q, slots = self.append(qkv, cos, sin, heads, kv_heads, norms)
+            return slots.attend(q, window, scale, softcap, sinks), slots
+        qkv = qkv.whole() if isinstance(qkv, Parts) else qkv
         if several or masked or entry.scales or entry.ring or not alone:
             q, slots = self.append(qkv, cos, sin, heads, kv_heads, norms)
             return slots.attend(q, window, scale, softcap, sinks), slots

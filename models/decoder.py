@@ -5,6 +5,7 @@ A model's file says which attention and which MLP its blocks have; most have `At
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 from flax import nnx
 
 from jtile import ops
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, gpu_tiles
 
 from . import cache as kv
 from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
 from .parallel import ALONE, Axes
+from .sums import Parts
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -66,7 +68,8 @@ class Attention(nnx.Module):
     def enter(self, x, delta, norm, eps: float):
         """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim], with the gates behind it if the
         attention is gated); x, delta [..., hidden]."""
-        x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value())
+        plain = self.bias is None and not self.config.gated and self.config.rope.tempered is None
+        x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value(), parts=plain)
         return x, layers.with_bias(qkv, _value(self.bias))
 
     def _gates(self, projected):
@@ -84,6 +87,8 @@ class Attention(nnx.Module):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
+        if self.output_bias is None and self.over.tensor is None:
+            return layers.linear_or_parts(mixed, self.output.get_value())
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin, slots: int | None = None):
@@ -147,16 +152,20 @@ class GatedMLP(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, the output of this MLP for the norm of that sum)."""
-        x, y = layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation)
+        parts = self.over.tensor is None
+        x, y = layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, parts)
         return x, self.over.term(y)
 
     def _weights(self):
         return self.gate.get_value(), self.up.get_value(), self.down.get_value()
 
 
-def enter(attention, x, delta, norm, eps: float):
-    """(x + delta, the operand of `attention`): the norm of the sum, or what the attention makes of it in one kernel."""
-    return getattr(attention, "enter", layers.add_norm)(x, delta, norm.get_value(), eps)
+def enter(attention, x, delta, norm, eps: float, hold: bool = False):
+    """(x + delta, the operand of `attention`): the norm of the sum, or what the attention makes of it in one kernel.
+
+    hold: what is in front of it writes the lengths of the cache, which the attention behind it may read early."""
+    with gpu_tiles.holding() if hold else contextlib.nullcontext():
+        return getattr(attention, "enter", layers.add_norm)(x, delta, norm.get_value(), eps)
 
 
 def mlp_behind_norm(mlp, x, delta, norm, eps: float):
@@ -183,7 +192,7 @@ class Block(nnx.Module):
     cache. mlp: a module that is called as `GatedMLP` is.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
-    array may be None, or a `Term`: its sum over devices is in the same kernel, too.
+    array may be None, a `Term`, or `Parts`: their sums are in the same kernel, too.
     """
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
@@ -193,10 +202,10 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = norm("input_layernorm"), attention
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
 
-    def _run(self, x, delta, attend, at=None):
+    def _run(self, x, delta, attend, at=None, hold: bool = False):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
-        the attention; at: see `prefill`."""
-        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
+        the attention; at: see `prefill`; hold: see `enter`."""
+        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps, hold)
         attended, entry = attend(entered)
         x, attended = tokens_at((x, attended), at)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
@@ -210,10 +219,10 @@ class Block(nnx.Module):
         more |= {"slots": slots} if isinstance(self.attention, Attention) else {}
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more), at)
 
-    def step(self, x, delta, cos, sin, slots: kv.Slots):
+    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
-        longer part of the cache)."""
-        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots))
+        longer part of the cache). hold: see `enter`."""
+        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots), hold=hold)
 
 
 class Decoder(nnx.Module):
@@ -373,6 +382,7 @@ class Decoder(nnx.Module):
           of: int32 [n], numbers of some of the batch * t tokens; only their logits are computed.
           shares: logits of one token a row may stay cut over devices, as `parallel.Shares`.
           entered: (x, delta, angles) where something else has done what `enter` does: x + delta are the embeddings.
+            It may have written the lengths of the cache, too.
         Returns:
           Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
         """
@@ -383,12 +393,14 @@ class Decoder(nnx.Module):
         x, delta, angles = entered or (None, None, None)
         if entered is None:
             x, angles = self.enter(tokens.reshape(-1), positions)
-        entries = []
+        entries, hold = [], entered is not None
         for block, entry in zip(self.blocks, cache.entries, strict=True):
-            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry))
+            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), hold=hold)
+            hold = False  # what is behind the first kernel starts when those in front of it have ended
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         if of is not None:
+            delta = layers.whole(delta) if isinstance(delta, Parts) else delta
             x, delta = jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), (x, delta))
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)

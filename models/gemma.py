@@ -110,11 +110,11 @@ class Block(nnx.Module):
         self.attention_norm, self.attention, self.attended_norm = norm("input"), attention, norm("post_attention")
         self.mlp_norm, self.mlp, self.mixed_norm = norm("pre_feedforward"), mlp, norm("post_feedforward")
 
-    def _run(self, x, delta, attend, at=None):
+    def _run(self, x, delta, attend, at=None, hold: bool = False):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
-        the attention; at: see `decoder.Block.prefill`."""
+        the attention; at: see `decoder.Block.prefill`; hold: see `decoder.enter`."""
         norm = lambda y, weight: layers.rms_norm(layers.whole(y), weight.get_value(), self.eps)
-        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
+        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps, hold)
         attended, entry = attend(entered)
         x, attended = tokens_at((x, attended), at)
         x, mixed = mlp_behind_norm(self.mlp, x, norm(attended, self.attended_norm), self.mlp_norm, self.eps)
@@ -124,6 +124,6 @@ class Block(nnx.Module):
         """See `decoder.Block`."""
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, slots), at)
 
-    def step(self, x, delta, cos, sin, slots):
+    def step(self, x, delta, cos, sin, slots, hold=False):
         """See `decoder.Block`."""
-        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots))
+        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots), hold=hold)

@@ -24,6 +24,7 @@ from jtile.ops.quantized_tensor import BLOCKS
 from . import kernels
 from .cache import HeadNorms
 from .parallel import Term
+from .sums import Parts, in_parts, parts_of
 
 
 @jax.tree_util.register_dataclass
@@ -64,27 +65,34 @@ def add_norm(x, delta, weight, eps: float):
     """(x + delta, its `rms_norm`), in one pass over memory; a delta of None adds nothing."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
-    if isinstance(delta, Term):
+    if isinstance(delta, Term | Parts):
         return delta.add_norm(x, weight, eps)
     normed, x = ops.rms_norm(delta, weight, eps=eps, residual=x)
     return x, normed
 
 
 def whole(y):
-    """The sum over devices if `y` is this device's `Term` of one; otherwise `y`, which is whole already."""
-    return y.whole() if isinstance(y, Term) else y
+    """The sum if `y` is `Parts` of one, or this device's `Term` of one over devices; otherwise `y`, which is whole
+    already."""
+    return y.whole() if isinstance(y, Term | Parts) else y
 
 
 def own(delta) -> tuple[jax.Array, str | None] | None:
     """(what this device adds, the axis along which it is summed, or None), where a product behind the norm may be in
     one kernel with that; None where it may not."""
+    if delta is None or isinstance(delta, Parts):
+        return None
     if not isinstance(delta, Term):
-        return None if delta is None else (delta, None)
+        return delta, None
     return (delta.value, delta.axis) if delta.streams else None
 
 
-def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
-    """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs."""
+def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, parts: bool = False):
+    """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs. parts: the
+    product may be `Parts`."""
+    if parts and parts_of(x, weight) > 1:
+        x, normed = add_norm(x, delta, norm, eps)
+        return x, linear_or_parts(normed, weight)
     term = own(delta)
     if term is None or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
@@ -94,6 +102,11 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
         weight = _beside(x, weight)
         y, x = ops.rms_norm_matmul(delta, norm, weight, residual=x, eps=eps, out_dtype=dtype, axis=axis)
     return x, y
+
+
+def linear_or_parts(x, weight: Weight) -> jax.Array | Parts:
+    """`linear`, or `Parts` of it where a kernel behind it is to add them up."""
+    return in_parts(x, weight) if parts_of(x, weight) > 1 else linear(x, weight)
 
 
 def linear(x, weight: Weight, dtype=None):
@@ -204,18 +217,20 @@ def attention(q, k, v, window: int | None = None, scale: float | None = None, so
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
+def add_norm_gated_mlp(
+    x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu", parts: bool = False
+):
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
     term = own(delta)
     if term is None or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
-        return x, gated_mlp(normed, gate, up, down, activation)
+        return x, gated_mlp(normed, gate, up, down, activation, parts)
     delta, axis = term
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)
         options = dict(residual=x, eps=eps, activation=activation, axis=axis)
         hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, **options)
-    return x, linear(hidden, down)
+    return x, linear_or_parts(hidden, down) if parts else linear(hidden, down)
 
 
 def _apart(gate: Weight, up: Weight) -> bool:
@@ -224,12 +239,14 @@ def _apart(gate: Weight, up: Weight) -> bool:
     return len(storages) == 2 or any(isinstance(w, Adapted | Routed) for w in (gate, up))
 
 
-def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
-    """down(activation(gate(x)) * up(x)); `activation` is one of `ACTIVATIONS`."""
+def gated_mlp(
+    x, gate: Weight, up: Weight, down: Weight, activation: str = "silu", parts: bool = False
+) -> jax.Array | Parts:
+    """down(activation(gate(x)) * up(x)); `activation` is one of `ACTIVATIONS`. parts: it may be `Parts`."""
     if _apart(gate, up):
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
         with _made_before(x, gate, up):
             gate, up = _beside(x, gate), _beside(x, up)
             hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
-    return linear(hidden, down)
+    return linear_or_parts(hidden, down) if parts else linear(hidden, down)

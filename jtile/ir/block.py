@@ -267,7 +267,9 @@ class RoleBarrier(Op):
 @dataclasses.dataclass(eq=False)
 class KernelsWait(Op):
     """Wait until the kernels in front of this one have ended: what stands behind it in this role, an early one, sees
-    their results. Nothing where launches do not overlap."""
+    their results. `hold`: the kernel behind starts after this. Nothing where launches do not overlap."""
+
+    hold: bool = False
 
     mnemonic = "kernels_wait"
     effect = "io"

@@ -254,7 +254,7 @@ def layout(card: type[Op]) -> Layout:
     rest = [n for n in attrs if n not in typed]
     bare = [n for n in rest if n in ("fn", "format") and n not in _defaults(card)] if card is not Map else []
     if not positional and not bare:
-        bare = rest[:1]
+        bare = [n for n in rest[:1] if _defaults(card).get(n) not in ("false", "true")]
     before = {n: ", " if i else "" for i, (n, _) in enumerate(positional)}
     if card in ARROWS:
         before[positional[1][0]] = ARROWS[card]

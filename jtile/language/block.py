@@ -107,15 +107,19 @@ def role_barrier() -> None:
     prims.role_barrier_p.bind()
 
 
-def wait_for_kernels() -> None:
+def wait_for_kernels(*, hold: bool = False) -> None:
     """Wait, in an early role, until the kernels in front of this one have ended.
 
     What stands behind it sees their results, and may write arrays. A kernel whose roles are all early lets the one
     behind it start at once, so that early roles there overlap with the kernels in front of this one, too. Where
     launches do not overlap, it does nothing.
+
+    Args:
+      hold: the kernel behind is let start after this wait, so that its early roles, and those of all kernels behind it,
+        see what the kernels in front of this one have written.
     """
     _level.in_role("jt.wait_for_kernels")
-    prims.kernels_wait_p.bind()
+    prims.kernels_wait_p.bind(hold=hold)
 
 
 def fence_shared() -> None:

@@ -3,6 +3,9 @@ written to their slots."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -60,23 +63,44 @@ def put(cache, place, value, *part: slice) -> None:
     jt.store(cache, (row, at, *part, ...), value.astype(cache.dtype), mask=there)
 
 
-def _step_types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, **_):
-    return jt.like(qkv, shape=(qkv.shape[0], heads, qkv.shape[2])), jt.like(keys), jt.like(values)
+def _step_types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, dtype=None, **_):
+    q = jax.ShapeDtypeStruct((qkv.shape[-3], heads, qkv.shape[-1]), dtype or qkv.dtype)
+    return q, jt.like(keys), jt.like(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Projection:
+    """The projection of new tokens [tokens, heads, head_dim], or float32 parts of it [parts, tokens, heads, head_dim],
+    which are added up, and then rounded to `dtype`, where they are read."""
+
+    ref: jt.Ref
+    dtype: str | None
+
+    @property
+    def shape(self) -> tuple:
+        return self.ref.shape[-3:]
+
+    def __getitem__(self, at: tuple):
+        if len(self.ref.shape) == 3:
+            return self.ref[at]
+        found = functools.reduce(jnp.add, [self.ref[(part, *at)] for part in range(self.ref.shape[0])])
+        return found.astype(self.dtype or found.dtype)
 
 
 @jt.kernel(
     out_type=_step_types,
-    grid=lambda qkv, *_, **__: (qkv.shape[0],),
+    grid=lambda qkv, *_, **__: (qkv.shape[-3],),
     alias={"keys": "new_keys", "values": "new_values"},
 )
 def rope_append(
     qkv, cos, sin, lengths, keys, values, norms, table, q, new_keys, new_values,
-    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False,
+    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False, dtype: str | None = None,
 ):  # fmt: skip
     """The next t tokens of each row: rotates q and k of qkv [batch * t, heads + 2 kv_heads, head_dim] by float32 cos,
     sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
-    pages, in place and in their dtype. `norms`: see `heads_of`; the others: see `slot_of`."""
-    p = jt.program_id(0)
+    pages, in place and in their dtype. `norms`: see `heads_of`; `dtype`: of q, where qkv are parts, see `_Projection`;
+    the others: see `slot_of`."""
+    p, qkv = jt.program_id(0), _Projection(qkv, dtype)
     place, half = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv.shape[2] // 2
     turn = cos[p, :][None], sin[p, :][None]
     if norms:

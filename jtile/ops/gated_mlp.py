@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, quantized, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, hopper_wide, quantized, spaces
 from jtile.ops._shapes import sums_in, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_derivative
@@ -140,10 +140,21 @@ def _not_few_rows(x, gate, up, *, activation: str, tb: bool) -> str | None:
 
 
 # act(x gate) * (x up) of x [m, k] and two matrices
+def _wide_tiles(x, gate, up, *, activation: str, tb: bool):
+    """The result for up to 64 rows of x; both matrices are read once."""
+    del tb
+    return hopper_wide.product(x, (gate, up), activation=activation)
+
+
+def _not_wide_tiles(x, gate, up, *, activation: str, tb: bool) -> str | None:
+    return _not_alike(gate, up, tb) or hopper_wide.misfit(x, (gate, up))
+
+
 _gated_product = Op(
     "gated_mlp",
     Implementation("rows against a stream of the matrices", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
     Implementation("few rows against it, by tensor cores", _few_rows, _not_few_rows, BLOCK_LEVEL, portable=False),
+    Implementation("rows against it, in wide tiles", _wide_tiles, _not_wide_tiles, BLOCK_LEVEL, portable=False),
     Implementation("tiles", _in_tiles),
 )
 

@@ -36,6 +36,22 @@ def overlaps() -> bool:
         return bool(now.overlap)
 
 
+def holds() -> bool:
+    """Whether a kernel called here lets the one behind it start only after it has waited itself; see `holding`."""
+    return _holding().value
+
+
+def holding() -> contextlib.AbstractContextManager:
+    """A block whose kernels let the ones behind them start only when those in front have ended: early roles behind read
+    what these write."""
+    return _holding()(True)
+
+
+@functools.cache
+def _holding() -> Any:
+    return jax.make_user_context(False)
+
+
 def on_one_device() -> bool:
     """Whether no axis of the operands may be shared out by XLA among several devices: there is one, or what is called
     here is the part of one, inside of `jax.shard_map`, or `beside` has promised it."""

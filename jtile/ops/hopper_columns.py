@@ -62,7 +62,7 @@ def pieces(n: int, most: int) -> list[tuple[int, int]]:
     return whole
 
 
-def _piece(x, at: int, width: int):
+def piece(x, at: int, width: int):
     """x[:, at : at + width], by halves: registers are renamed, no number moves."""
     while (half := x.shape[1] // 2) >= width:
         x, at = (x[:, half:], at - half) if at >= half else (x[:, :half], at)
@@ -87,7 +87,7 @@ def _sum(mem: _Memory, rows, rounds: int, form: Form, sides: _Sides):
 def _leave(total, bias, y, leaving: dict[int, jt.Shared], row, column, form: Form, activation) -> None:
     """Write what follows from the sums of 64 rows from `row` on, and of the columns from `column` on."""
     for at, width in pieces(form.columns, LEAVING):
-        one, here = _piece(total, at, width), jt.ds(column + at, width)
+        one, here = piece(total, at, width), jt.ds(column + at, width)
         if bias is not None:
             added = bias[0, jt.ds(row, ROWS)][:, None] if form.turned else bias[0, here][None, :]
             one = one + added.astype(jnp.float32)

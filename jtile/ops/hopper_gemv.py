@@ -471,7 +471,7 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     """x as the kernels take it, and their meta-parameters; rows: those of a program where a small matrix is held."""
     n = 128 // bits_of(kind)
     if rows is not None:
-        return x.reshape(x.shape[0], x.shape[1] // n, n), {"rows": rows}
+        return x.reshape(x.shape[0], x.shape[1] // n, n), {"rows": rows} | ({"hold": True} if gpu_tiles.holds() else {})
     lines = _scale_bytes(weights[0], x.shape[1], kind)
     options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
     beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))

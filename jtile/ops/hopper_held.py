@@ -90,7 +90,7 @@ def _write_sums(x: Rows, total, i: int, parts, tile):
                 total.tiles(None, LANES, EIGHT)[i, *place] = part.astype(total.dtype)
 
 
-def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int):
+def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, hold: bool):
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     tile, inner, m = jt.program_id(0), x.x.shape[1] * x.x.shape[2], x.x.shape[0]
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
@@ -102,7 +102,7 @@ def _program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activ
         of_rows = [w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights] if last else []
         bias = None if epilogue.bias is None else epilogue.bias.tiles(None, rows)[0, tile].astype(jnp.float32)
         held = _made(stored, norm, rows, kind)
-        jt.wait_for_kernels()
+        jt.wait_for_kernels(hold=hold)
         for i in range(m):
             planes, squares = _planes(x, i, kind, total, tile)
             add = lambda found: functools.reduce(jnp.add, found)
@@ -130,15 +130,16 @@ def _grid(x, weights, *_, rows: int, **__) -> int:
     return jt.cdiv(weights[0].codes.shape[0], rows)
 
 
-def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int):
-    """`hopper_gemv` of a small matrix, with `rows` rows of it for each program."""
-    _program(Rows(x), weights, epilogue, y, None, kind=kind, activation=activation, rows=rows)
+def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
+          hold: bool = False):  # fmt: skip
+    """`hopper_gemv` of a small matrix, with `rows` rows of it for each program; hold: see `gpu_tiles.holding`."""
+    _program(Rows(x), weights, epilogue, y, None, kind=kind, activation=activation, rows=rows, hold=hold)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
-                 eps: float, rows: int):  # fmt: skip
+                 eps: float, rows: int, hold: bool = False):  # fmt: skip
     """The same behind an RMS norm of x + residual, whose sum it writes to `total`."""
-    options = dict(kind=kind, activation=activation, rows=rows)
+    options = dict(kind=kind, activation=activation, rows=rows, hold=hold)
     _program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 

@@ -166,6 +166,7 @@ kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
       store_shared %C, %2
       fence_shared
       kernels_wait
+      kernels_wait hold=true
       role_barrier
       async_store %o[tile(%i, 64), %c0:+64] <- %C fn="add" checked=false
       async_store %o[tile(%i, 64), %c0:+64] <- %C

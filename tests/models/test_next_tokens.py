@@ -1,13 +1,20 @@
 """What stands between two greedy steps on GPUs: the loop with one kernel for it makes the tokens of the other loop."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
+import launch_order
 import numpy as np
 import pytest
 
+import jtile as jt
+from benchmarks.gpu import models
+from jtile.models import cache as kv
 from jtile.models import next_tokens, programs
-from jtile.models.sampling import Steps
-from jtile.ops import QuantizedTensor
+from jtile.models.generate import CHUNK, Choice
+from jtile.models.sampling import Sampling, Steps
+from jtile.ops import QuantizedTensor, gpu_tiles
 from jtile.ops.operands import Weight
 
 
@@ -83,6 +90,7 @@ def test_a_step(stored):
 def test_which_steps_it_takes(short, monkeypatch):
     model = short("llama", 1).model
     monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    monkeypatch.setattr(next_tokens, "_threads", lambda: False)
     assert not next_tokens.fits(model, 2, Steps(), False)  # a CPU has no threads that share a row
     monkeypatch.setattr(next_tokens, "_threads", lambda: True)
     assert next_tokens.fits(model, 2, Steps(), False)
@@ -91,3 +99,43 @@ def test_which_steps_it_takes(short, monkeypatch):
     assert not next_tokens.fits(model, next_tokens.ROWS + 1, Steps(), False)
     monkeypatch.setattr(next_tokens, "ON_GPUS", False)
     assert not next_tokens.fits(model, 2, Steps(), False)
+
+
+SMALL = dict(num_hidden_layers=2, vocab_size=512, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+SHAPES = {  # whose products are held in registers, or come in rings
+    "held": ("Llama-3.2-1B", SMALL | dict(intermediate_size=512)),
+    "rings": ("Llama-3.2-1B", SMALL | dict(intermediate_size=9216)),
+    "mixture": ("Qwen3-30B-A3B", SMALL | dict(num_experts=8, moe_intermediate_size=256, head_dim=64)),
+}
+
+
+def decoding(lm):
+    """The jaxpr of a loop of steps of one row."""
+    a, choice = models.attention_of(lm), Choice.of(Sampling(), 1, lm.config.vocab_size, (), False)
+    entry = (jnp.zeros((1, 100, a.kv_heads, a.head_dim), lm.dtype),) * 2
+    begin = lambda: kv.from_prefill([entry] * lm.config.num_layers, jnp.full((1,), 100, jnp.int32), kv.Layout(128))
+    memory, of = programs.Memory(jax.eval_shape(begin), {}), jax.ShapeDtypeStruct
+    args = memory, of((1,), jnp.int32), of((1,), jnp.bool_), np.int32(0), np.int32(0), choice.numbers, choice.ends
+    programs.decode.clear_cache()
+    options = dict(chunk=CHUNK, steps=choice.steps, logprobs=False)
+    return programs.decode.trace(lm._structure, lm._weights, *args, **options).jaxpr.jaxpr
+
+
+@pytest.mark.skipif(jax.device_count() > 1, reason="kernels that read early are for one device")
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_early_read_of_what_it_writes(name, monkeypatch):
+    """By the order in which kernels let the ones behind them start, whatever XLA puts in between: none reads early what
+    a kernel in front may still write. Without `gpu_tiles.holding` attention behind a product that is held would."""
+    monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    shape, cut = SHAPES[name]
+    with jt.config(arch="sm_90"):
+        lm = models.make(models.SHAPES[shape] | cut)
+        order = launch_order.launches(decoding(lm))
+        names = [one.name for one in order]
+        assert names.count("next_tokens") == 2 and names.count("hopper_step") == 4
+        assert launch_order.hazards(order) == []
+        if name == "held":
+            monkeypatch.setattr(gpu_tiles, "holding", contextlib.nullcontext)
+            found = launch_order.hazards(launch_order.launches(decoding(lm)))
+            assert found and all("hopper_step" in text and "next_tokens" in text for text in found)
+    programs.decode.clear_cache()

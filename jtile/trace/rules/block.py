@@ -56,8 +56,8 @@ def _(c: Lowering):
 
 
 @rule("jtile_kernels_wait")
-def _(c: Lowering):
-    c.b.add(ir.KernelsWait())
+def _(c: Lowering, *, hold):
+    c.b.add(ir.KernelsWait(hold))
     return []
 
 

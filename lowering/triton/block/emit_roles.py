@@ -52,7 +52,9 @@ def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
     asks: tuple[str, ...] = ()
     if any(roles.early):
         late = any(isinstance(op, ir.KernelsWait) for op in roles.bodies[k].walk())
-        asks = ("launch_dependents",) * (late and all(roles.early)) if roles.early[k] else ("wait", "launch_dependents")
+        held = any(isinstance(op, ir.KernelsWait) and op.hold for body in roles.bodies for op in body.walk())
+        at_once = late and all(roles.early) and not held
+        asks = ("launch_dependents",) * at_once if roles.early[k] else ("wait", "launch_dependents")
     devices = em.memo.get("devices")
     with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0, asks=asks) as code:
         if devices and "wait" in asks:

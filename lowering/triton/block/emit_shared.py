@@ -185,6 +185,8 @@ def _kernels_wait(em: BlockEmitter, op: ir.KernelsWait) -> None:
     em.launches("wait")
     if op in em.within.ops and "devices" in em.memo:
         em.memo["devices"].renew()
+    if op.hold:
+        em.launches("launch_dependents")
 
 
 @emits(ir.Clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -204,10 +205,10 @@ def test_a_kernel_says_that_it_waits_for_those_in_front(early):
 def test_a_block_of_early_roles_beside_another():
     """A role that waits by itself lets the kernel behind start first; roles that name their registers take no more."""
 
-    def body(x, o):
+    def body(x, o, *, hold=False):
         X, full = jt.alloc((64, 64), x.dtype), jt.barrier(1)
         with jt.role("main", registers=104, early=True):
-            jt.wait_for_kernels()
+            jt.wait_for_kernels(hold=hold)
             full.at(0).wait()
             o[...] = X.load()
         with jt.role("copies", warps=1, registers=24, early=True):
@@ -219,6 +220,9 @@ def test_a_block_of_early_roles_beside_another():
     ptx, launch = found.texts["ptx"], found.launch
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
     assert ptx.count("griddepcontrol.") == 2 and ".maxnreg 64" in ptx and launch["resources"]["blocks"] > 1
+    held = jt.call(functools.partial(body, hold=True), out_type=x, grid=(1,)).lower(x, target="cuda:sm_90").texts["ptx"]
+    assert held.index("griddepcontrol.launch_dependents") > held.index("griddepcontrol.wait")
+    assert held.count("griddepcontrol.") == 2
     assert json.loads(launch["record"])["attributes"] == {"programmatic": True}
     with jt.config(overlap=True):
         overlapping = jt.call(body, out_type=x, grid=(1,)).lower(x, target="cuda:sm_90").launch

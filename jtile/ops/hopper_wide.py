@@ -1,0 +1,217 @@
+"""Up to 64 rows of x times a matrix in memory, on Hopper at the block level: y = x Wᵀ, W read once, in wide tiles.
+
+Such a product is as fast as W comes from memory, if what comes besides does not take longer: a multiprocessor gets 85
+bytes a nanosecond, and a tile of 32 rows of W brings twice as many bytes of x as of W. So a tile has as many rows of W
+as make one round of the multiprocessors: any multiple of 8, up to 128 of each weight. Where a matrix has too few rows
+for that, several programs share a tile (split-K), and each gives float32 sums over its part of the terms: whatever
+reads the result adds them up.
+
+Rows of x are the rows of the instructions, of which there are 64; for those that are missing, copies give zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import gpu_tiles
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, has
+from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.hopper_columns import piece, pieces
+
+ROWS, TERMS = 64, 64  # rows of an instruction; terms of a round
+WIDEST = 128  # rows of a weight in a tile
+MOST_PARTS = 8
+# Rows of x that are taken: none until they have been measured.
+TAKEN = range(0)
+_RINGS = 216 << 10  # bytes of shared memory for both rings
+_REGISTERS = 216
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Tiles of `columns` rows of each weight, a multiple of 8, whose sums are made in `parts`; `slots` of the rings."""
+
+    columns: int
+    parts: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Buffers and barriers of a program.
+
+    Attributes:
+      rings: for each weight a ring of rows of it. x: the ring of x.
+      full, empty: a round of W has come; has been read. x_full: a round of x has come.
+    """
+
+    rings: list[jt.Shared]
+    x: jt.Shared
+    full: jt.Barrier
+    empty: jt.Barrier
+    x_full: jt.Barrier
+
+
+@jt.function
+def _sums(mem: _Memory, rounds, form: Form):
+    """The sums of a program for each weight, in the first columns of a tile."""
+    sums = tuple(jt.zeros((ROWS, ring.shape[0]), jnp.float32) for ring in mem.rings)
+    for k in jt.range(rounds):
+        mem.full.at(k).wait()
+        mem.x_full.at(k).wait()
+        sums = tuple(
+            jt.dot_async(mem.x.at(k), ring.at(k)[: form.columns].T, total) for ring, total in zip(mem.rings, sums)
+        )
+        sums = jt.dot_wait(*sums, pending=0)
+        sums = sums if isinstance(sums, tuple) else (sums,)
+        mem.empty.at(k).arrive()
+    return sums
+
+
+def _write(sums, y, part, tile, form: Form, activation) -> None:
+    """Write what the sums of a tile give: float32 sums of a part, or the result."""
+    there = jt.arange(ROWS)[:, None] < y.shape[1]
+    for at, width in pieces(form.columns, 64):
+        first = tile * form.columns + at
+        one, *other = (piece(total, at, width) for total in sums)
+        out = ACTIVATIONS[activation](one)
+        out = out * other[0] if other else out
+        inside = there & (first + jt.arange(width)[None, :] < y.shape[2])
+        jt.store(y, (part, jt.ds(0, ROWS), jt.ds(first, width)), out.astype(y.dtype), mask=inside)
+
+
+@jt.function
+def _bring_weights(mem: _Memory, weights, tile, first, rounds, form: Form):
+    """The role that fills the rings of W."""
+    nbytes = len(weights) * form.columns * TERMS * weights[0].dtype.itemsize
+    for k in jt.range(rounds):
+        mem.empty.at(k).wait(before=True)
+        mem.full.at(k).expect(nbytes)
+        for w, ring in zip(weights, mem.rings):
+            for at, width in pieces(form.columns, WIDEST):
+                row = tile * form.columns + at
+                row = jnp.where(row < w.shape[0], row, 0)  # what is outside takes a tensor map longer
+                buffer = ring.at(k)[at : at + width]
+                jt.async_copy(w.at[jt.ds(row, width), jt.ds((first + k) * TERMS, TERMS)], buffer, mem.full.at(k))
+
+
+@jt.function
+def _bring_rows(mem: _Memory, x, first, rounds):
+    """The role that fills the ring of x."""
+    for k in jt.range(rounds):
+        mem.empty.at(k).wait(before=True)
+        mem.x_full.at(k).expect(mem.x.nbytes)
+        jt.async_copy(x.tiles(ROWS, TERMS).at[0, first + k], mem.x.at(k), mem.x_full.at(k))
+
+
+def _types(x, weights, *, form: Form, out_dtype: str, **_):
+    return jax.ShapeDtypeStruct((form.parts, x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
+
+
+def _grid(x, weights, *, form: Form, **_):
+    return form.parts * jt.cdiv(weights[0].shape[0], form.columns)
+
+
+@jt.kernel(out_type=_types, grid=_grid)
+def hopper_wide(x, weights: tuple, y, *, form: Form, activation, out_dtype: str, early: bool = False):
+    """y [parts, m, n] of x [m, k], m <= 64, and weights [n, k]: one, or two of a gated product (y = act(x Gᵀ) * (x Uᵀ),
+    in one part)."""
+    # Y_s = X_s W_sᵀ, a sum over rounds of 64 terms
+    tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
+    wide = jt.next_power_of_2(form.columns)
+    ring = lambda rows: jt.alloc((rows, TERMS), x.dtype, slots=form.slots)
+    mem = _Memory(
+        rings=[ring(wide) for _ in weights],
+        x=ring(ROWS),
+        full=jt.barrier(form.slots),
+        empty=jt.barrier(form.slots),
+        x_full=jt.barrier(form.slots),
+    )
+    rounds = jt.cdiv(x.shape[1], TERMS)
+    each = jt.cdiv(rounds, form.parts)
+    first = part * each
+    count = jnp.minimum(rounds - first, each)
+    with jt.role("consumer", warps=4, registers=_REGISTERS):
+        _write(_sums(mem, count, form), y, part, tile, form, activation)
+    with jt.role("producer", warps=1, registers=24, early=early):
+        _bring_weights(mem, weights, tile, first, count, form)
+    with jt.role("feeder", warps=1, registers=24):
+        _bring_rows(mem, x, first, count)
+
+
+def slots(columns: int, weights: int, itemsize: int = 2) -> int:
+    """Slots that the rings have room for."""
+    return min(_RINGS // ((weights * jt.next_power_of_2(columns) + ROWS) * TERMS * itemsize), 12)
+
+
+def choice(n: int, k: int, weights: int) -> Form | None:
+    """The form for weights [n, k], or None where no form fills three quarters of the multiprocessors in one round."""
+    units, found = gpu_tiles.processors(), []
+    for parts in (1, 2, 4, MOST_PARTS) if weights == 1 else (1,):
+        columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
+        if columns <= WIDEST and k >= 4 * parts * TERMS:
+            busy = parts * jt.cdiv(n, columns)
+            found.append(((busy >= 0.9 * units) * columns, Form(columns, parts, slots(columns, weights))))
+    best = max(found, key=lambda one: one[0], default=(0, None))
+    return best[1] if best[0] else None
+
+
+def misfit(x, weights: tuple) -> str | None:
+    """Why the kernel does not compute x [m, k] times these [n, k], None where it does and is the quickest."""
+    m, k = x.shape
+    sizes = m, k, *weights[0].shape
+    if not all(isinstance(n, int) and n > 0 for n in sizes):
+        return "sizes are 0, or not known"
+    sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
+    return first_unmet(
+        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
+        (m in TAKEN, f"{m} rows are as quick otherwise"),
+        (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
+        (k % 8 == 0, f"rows of {k} are no lines of copies"),
+        (choice(weights[0].shape[0], k, len(weights)), "tiles of other sides are as quick"),
+    )
+
+
+def product(x, weights: tuple, *, activation=None) -> jax.Array:
+    """The product of x [m, k] and weights [n, k]: [m, n] in x's dtype, if one part makes it; else the float32 sums of
+    each part, [parts, m, n]."""
+    form = choice(weights[0].shape[0], x.shape[1], len(weights))
+    assert form is not None
+    out = x.dtype.name if form.parts == 1 else "float32"
+    y = hopper_wide(x, weights, form=form, activation=activation, out_dtype=out, early=gpu_tiles.overlaps())
+    return y[0] if form.parts == 1 else y
+
+
+def parts_of(x, w) -> int:
+    """In how many parts `in_parts` makes the sums of x [m, k] times w [n, k]; 1: that is not for it."""
+    there = has(jt.target(), *BLOCK_LEVEL) and misfit(x, (w,)) is None
+    form = choice(*w.shape, 1) if there else None
+    return 1 if form is None else form.parts
+
+
+def _wide(x, w, *, parts: int):
+    del parts
+    return product(x, (w,))
+
+
+def _not_wide(x, w, *, parts: int) -> str | None:
+    return first_unmet((parts > 1 and parts == parts_of(x, w), "the sums are made in other parts"))
+
+
+def _whole(x, w, *, parts: int):
+    from jtile.ops.matmul import matmul  # imported here, since that module imports this one
+
+    y = matmul(x, w, transpose_b=True, out_dtype=jnp.float32)
+    return jnp.concatenate([y[None], jnp.zeros((parts - 1, *y.shape), y.dtype)])
+
+
+# Float32 sums [parts, m, n] that are x [m, k] times the transposed w [n, k] when they are added up.
+in_parts = Op(
+    "product in parts",
+    Implementation("wide tiles", _wide, _not_wide, BLOCK_LEVEL, portable=False),
+    Implementation("whole sums", _whole),
+)

@@ -1,0 +1,37 @@
+"""Projections of a step in parts: what reads them adds them up, with the tokens of the models' other steps."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtile.models import programs, sums
+from jtile.ops import hopper_wide
+from jtile.ops.norms import rms_norm_reference
+from jtile.testing import relative_error
+
+
+def normal(*shape, seed, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def test_the_norm_behind_them():
+    z, x, w = normal(3, 5, 96, seed=0), normal(5, 96, seed=1, dtype="bfloat16"), normal(96, seed=2)
+    total, normed = sums.Parts(z, "bfloat16").add_norm(x, w, 1e-5)
+    want, exact = rms_norm_reference(x.astype(jnp.float32), w, eps=1e-5, residual=z.sum(0))
+    assert total.dtype == normed.dtype == jnp.bfloat16
+    assert relative_error(total, exact) < 4e-3 and relative_error(normed, want) < 4e-3
+
+
+@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("qwen3", {"page_size": 16}), ("gemma2", {})])
+def test_generation(short, outputs, monkeypatch, name, options):
+    """The kernels for parts stand in a model where products make some."""
+    ids = outputs(name)["input_ids"][:2]
+    lm = short(name, 2, **options)
+    whole = lm.generate(ids, 6, eos=None)
+    lm._executables.clear()
+    asked = []
+    monkeypatch.setattr(hopper_wide, "parts_of", lambda x, w: asked.append(w.shape) or 3)
+    programs.decode.clear_cache()
+    assert np.array_equal(lm.generate(ids, 6, eos=None), whole)
+    programs.decode.clear_cache()
+    assert len(set(asked)) > 2
