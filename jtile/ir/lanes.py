@@ -1,4 +1,4 @@
-"""The card of products of words, lane by lane, by the tensor cores: an instruction of a warp that reads registers."""
+"""The card of products of codes in words by the tensor cores: instructions of a warp that read registers."""
 
 from __future__ import annotations
 
@@ -9,67 +9,74 @@ import numpy as np
 from .core import Op, Value, tile
 from .types import DTYPES, TileType
 
-# For each way to multiply the words of lanes: the tiles of b for one of a, and the dtype of sums.
-LANE_PRODUCTS = {"integers": (1, "int32"), "bfloat16": (1, "float32"), "float8_e4m3fn": (2, "float32")}
-# The dtypes of the numbers that words of a and of b hold.
-_NUMBERS = {
-    "integers": ("uint8", "int8"),
-    "bfloat16": ("bfloat16", "bfloat16"),
-    "float8_e4m3fn": ("float8_e4m3fn", "float16"),
+# For each kind of codes in words: the tiles of factors, and the dtype of their numbers.
+QUAD_PRODUCTS = {
+    "int4": (2, "int8"),
+    "uint4": (2, "int8"),
+    "int8": (1, "int8"),
+    "float8_e4m3fn": (2, "float16"),
 }
+ROWS, PLANES, LANES, WORDS = 8, 2, 32, 4  # of a tile of terms, and of factors
 
 
 @dataclasses.dataclass(eq=False)
-class DotLanes(Op):
-    """Sums of products of the numbers that words hold, lane by lane, on the tensor cores: for tiles of words a [rows,
-    lanes, words] and b [planes, lanes, words], of which `kind` says the numbers, acc + sum_k a[r, l, k] b[p, l, k] is
-    [rows, planes, lanes].
+class DotQuads(Op):
+    """Sums of products of the codes that words hold, over four lanes at a time, on the tensor cores.
 
-    `integers`: four uint8 in a word of a and four int8 in one of b, of as many tiles as there are of a. `bfloat16`: two
-    in each. `float8_e4m3fn`: four in a word of a, and two float16 in those of b, which has two tiles for each of a: for
-    the lower halves of the words of a, and for the upper ones.
+    Two tiles of words [8, lanes, words] are the first and the last 8 of 16 rows a, tiles of factors [2, lanes, words]
+    two planes b. The sum over the four lanes of quad q and over part p of their codes of a[r] b[d] is element [r, d, 2q
+    + p] of the result, float32 [16, 2, 16]. The words of factors hold int8, or float16 where codes are 8-bit floats.
+
+    `int4`, `uint4`: 8 codes of 4 bits in a word, less 8 or as they are. Part 0 are the lower 4 bits of each byte, of
+    which the first tile of factors has the bytes, part 1 the upper ones with the second tile. `int8`: 4 codes, less
+    128; parts are the first and the last two words. `float8_e4m3fn`: 4 codes; parts are the lower halves of words, with
+    the first tile of factors, and the upper ones.
     """
 
-    terms: tuple[Value, ...]
+    first: Value
+    second: Value
     factors: tuple[Value, ...]
-    acc: Value | None
     kind: str
 
-    mnemonic = "dot_lanes"
+    mnemonic = "dot_quads"
     level = "block"
 
     def infer(self):
-        a, b = [tile(v) for v in self.terms], [tile(v) for v in self.factors]
-        count, dtype = LANE_PRODUCTS[self.kind]
+        a, b = [tile(self.first), tile(self.second)], [tile(v) for v in self.factors]
+        count, _ = QUAD_PRODUCTS[self.kind]
         shown = f"{', '.join(map(str, a))} and {', '.join(map(str, b))}"
-        if not a or len(b) != count * len(a) or len(set(a)) != 1 or len(set(b)) != 1:
-            raise TypeError(f"dot_lanes takes tiles of one type, {count} of b for each of a, got {shown}")
-        if a[0].rank != 3 or b[0].rank != 3 or a[0].shape[1:] != b[0].shape[1:]:
-            raise TypeError(f"dot_lanes cannot multiply {shown}")
-        if {a[0].dtype, b[0].dtype} != {"uint32"}:
-            raise TypeError(f"dot_lanes takes words, uint32, got {shown}")
-        out = TileType((a[0].shape[0], b[0].shape[0], a[0].shape[1]), dtype)
-        if self.acc is not None and tile(self.acc) != out:
-            raise TypeError(f"the accumulator of this product is {out}, got {tile(self.acc)}")
-        return (out,)
+        if len(b) != count:
+            raise TypeError(f"dot_quads takes {count} tiles of factors for {self.kind}, got {shown}")
+        for side, rows in ((a, ROWS), (b, PLANES)):
+            if any(t != TileType((rows, LANES, WORDS), "uint32") for t in side):
+                raise TypeError(
+                    f"dot_quads takes words, uint32 {ROWS}x{LANES}x{WORDS} and {PLANES}x{LANES}x{WORDS}, got {shown}"
+                )
+        return (TileType((2 * ROWS, PLANES, LANES // 2), "float32"),)
 
-    def reference(self, *args):
-        n = len(self.terms)
-        m = n + len(self.factors)
-        count, dtype = LANE_PRODUCTS[self.kind]
-        of_terms, of_factors = _NUMBERS[self.kind]
-        wide = np.int32 if dtype == "int32" else np.float64
-        whole = lambda tiles, name: np.concatenate([_numbers(x, name).astype(wide) for x in tiles], axis=-1)
-        a, b = whole(_halves(args[:n], count), of_terms), whole(args[n:m], of_factors)
-        out = np.einsum("rlwk,plwk->rpl", a, b).astype(DTYPES[dtype].numpy)
-        return out + args[m] if self.acc is not None else out
+    def reference(self, first, second, *factors):
+        a = [_codes(np.concatenate([first, second]), self.kind, part) for part in range(2)]
+        b = [_factors(factors, self.kind, part) for part in range(2)]
+        wide = np.int64 if QUAD_PRODUCTS[self.kind][1] == "int8" else np.float64
+        quads = lambda x: x.reshape(len(x), LANES // 4, -1).astype(wide)
+        out = [np.einsum("rqk,dqk->rdq", quads(x), quads(y)) for x, y in zip(a, b)]
+        return np.stack(out, -1).reshape(2 * ROWS, PLANES, LANES // 2).astype(np.float32)
 
 
-def _numbers(words: np.ndarray, name: str) -> np.ndarray:
-    """The numbers of a dtype that words hold, along a new last axis."""
-    return np.ascontiguousarray(words)[..., None].view(DTYPES[name].numpy)
+def _codes(words: np.ndarray, kind: str, part: int) -> np.ndarray:
+    """The numbers that a part of the codes stands for, [rows, lanes, codes]."""
+    if kind in ("int4", "uint4"):
+        return _bytes(words >> np.uint32(4 * part) & np.uint32(0x0F0F0F0F)).astype(np.int64) - 8 * (kind == "int4")
+    if kind == "int8":
+        return _bytes(words[..., 2 * part : 2 * part + 2]).astype(np.int64) - 128
+    halves = np.ascontiguousarray(words)[..., None].view(np.uint16)[..., part]
+    return np.ascontiguousarray(halves)[..., None].view(DTYPES[kind].numpy)
 
 
-def _halves(tiles: tuple[np.ndarray, ...], count: int) -> tuple[np.ndarray, ...]:
-    """Tiles of words, each cut in so many parts of its words."""
-    return tuple(np.ascontiguousarray(t)[..., None].view(f"u{4 // count}")[..., k] for t in tiles for k in range(count))
+def _factors(tiles: tuple[np.ndarray, ...], kind: str, part: int) -> np.ndarray:
+    words = tiles[0][..., 2 * part : 2 * part + 2] if len(tiles) == 1 else tiles[part]
+    return np.ascontiguousarray(words)[..., None].view(DTYPES[QUAD_PRODUCTS[kind][1]].numpy)
+
+
+def _bytes(words: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(words)[..., None].view(np.uint8)

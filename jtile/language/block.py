@@ -279,34 +279,34 @@ def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool =
     return prims.dot_async_p.bind(*operands, *accs, *keeps, type=type, has=has, fast=bool(fast))
 
 
-def dot_lanes(terms: Sequence[Any], factors: Sequence[Any], acc: Any = None, *, kind: str) -> jax.Array:
-    """Sums of products of the numbers that words hold, lane by lane, by the tensor cores: `acc[r, p, l] + sum_k
-    terms[r, l, k] factors[p, l, k]`. It has ended when the next instruction begins, and reads registers only.
+def dot_quads(first: Any, second: Any, factors: Sequence[Any], *, kind: str) -> jax.Array:
+    """Sums of products of the codes that words hold with two numbers for each, over four lanes at a time, by the tensor
+    cores. It has ended when the next instruction begins, and reads registers only.
 
     Args:
-      terms: tiles of words, uint32 [rows, 32, 4].
-      factors: tiles of words, uint32 [2, 32, 4]: two numbers for each term.
-      acc: tile [rows, 2, 32], or None for zero.
-      kind: what words hold. "integers": four uint8 in terms, four int8 in factors, of as many tiles; sums in int32.
-        "bfloat16": two in each; sums in float32.
-        "float8_e4m3fn": four in terms, two float16 in factors, of which two tiles belong to one of terms: those of the
-        lower halves of its words, and those of the upper ones; sums in float32.
+      first: tile of words, uint32 [8, 32, 4]: those of 32 lanes for the first 8 of 16 rows.
+      second: the same for the last 8 rows.
+      factors: tiles of words, uint32 [2, 32, 4], which hold two planes of numbers.
+      kind: what words hold. "int4" and "uint4": codes of 4 bits, less 8 or as they are, part 0 the lower ones of each
+        byte, part 1 the upper ones; for each part a tile of factors with four int8 in a word. "int8": codes of 8 bits
+        less 128, part 0 in the first two words, part 1 in the last two; one tile of factors with four int8 in a word.
+        "float8_e4m3fn": part 0 the lower halves of words, part 1 the upper ones; for each part a tile of factors with
+        two float16 in a word.
 
     Returns:
-      Tile [rows, 2, 32].
+      Tile, float32 [16, 2, 16]: element `[r, d, 2 * q + p]` is the sum over the lanes of quad q, and over the codes of
+      part p, of row r times plane d.
     """
-    _level.in_role("jt.dot_lanes")
-    if kind not in ir.LANE_PRODUCTS:
+    _level.in_role("jt.dot_quads")
+    if kind not in ir.QUAD_PRODUCTS:
         raise KernelValueError(
-            f"jt.dot_lanes: kind is one of {', '.join(ir.LANE_PRODUCTS)}, got {kind!r}", user_place()
+            f"jt.dot_quads: kind is one of {', '.join(ir.QUAD_PRODUCTS)}, got {kind!r}", user_place()
         )
-    terms, factors = [_tile(t, "a tile of terms") for t in terms], [_tile(t, "a tile of factors") for t in factors]
-    accs = [] if acc is None else [_tile(acc, "acc")]
-    of = lambda tiles: tuple(map(typed, tiles))
-    card = ir.DotLanes(of(terms), of(factors), typed(accs[0]) if accs else None, kind)
-    (type,) = checked("jt.dot_lanes", card)
-    options = dict(type=type, kind=kind, count=len(terms), has_acc=bool(accs))
-    return prims.dot_lanes_p.bind(*terms, *factors, *accs, **options)
+    first, second = _tile(first, "first"), _tile(second, "second")
+    factors = [_tile(t, "a tile of factors") for t in factors]
+    card = ir.DotQuads(typed(first), typed(second), tuple(map(typed, factors)), kind)
+    (type,) = checked("jt.dot_quads", card)
+    return prims.dot_quads_p.bind(first, second, *factors, type=type, kind=kind)
 
 
 def dot_wait(*values: Any, pending: int = 0) -> Any:
@@ -336,7 +336,7 @@ __all__ = [
     "async_copy",
     "clock",
     "dot_async",
-    "dot_lanes",
+    "dot_quads",
     "dot_wait",
     "fence_shared",
     "role",

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_held
+from jtile.ops import gpu_tiles, hopper_held, streamed_quads
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
@@ -42,7 +43,6 @@ from jtile.ops.streamed_numbers import (
     is_ring,
     lane_sums,
     leaves,
-    on_tensor_cores,
     put,
     room,
     spread,
@@ -102,41 +102,37 @@ class _Memory:
     summed: jt.Barrier | None
 
 
-def _memory(rows_of_x: Rows, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
+def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, quads: bool) -> _Memory:
     x, normed = rows_of_x.x, rows_of_x.norm is not None
+    rows, roles, chunks = walk.rows, walk.roles, walk.chunks
     m, each, groups, inner = range(x.shape[0]), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, of_piece(a, inner, kind))
-    of_x, turns = room(kind, bytes_of(x.dtype), rows), _turns(kind, bytes_of(x.dtype), rows, len(weights) > 1)
+    of_x, width_of_sums = room(kind, bytes_of(x.dtype), quads), streamed_quads.PARTS if quads else LANES
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
             [[[ring(block(a), a.dtype) for _ in groups] for a in of_blocks(w, kind)] for w in weights] for _ in each
         ],
         numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), of_x) for _ in m] for _ in each],
-        sums=[[[ring((rows, LANES), jnp.float32, turns) for _ in m] for _ in weights] for _ in each],
+        sums=[[[ring((rows, width_of_sums), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
         squares=[[ring((LANES,), jnp.float32, 1) for _ in m if normed] for _ in each],
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=roles),
-        done=jt.barrier(turns, arrivals=roles),
-        taken=jt.barrier(turns),
+        done=jt.barrier(2, arrivals=roles),
+        taken=jt.barrier(2),
         squared=jt.barrier(1, arrivals=roles) if normed else None,
         summed=None if rows_of_x.others is None else jt.barrier(1),
     )
 
 
-def _turns(kind: str, count: int, rows: int, gated: bool) -> int:
-    """The buffers for sums of a tile: one where a third round would have no room besides, else two."""
-    return 1 if kind == "fp8" and gated and on_tensor_cores(kind, count, rows) else 2
-
-
-def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool, rows: int) -> None:
+def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool, quads: bool) -> None:
     """Puts role j's part of x into shared memory as its rounds take it; of a norm only the weights are in it: its scale
     is a factor of what the role that writes has summed. early: the kernels in front make x, and are waited for; they do
     not make the weights of the norm, which are read before."""
     count = bytes_of(x.x.dtype)
-    whole = integers(kind) or on_tensor_cores(kind, count, rows)
+    whole = integers(kind) or quads
     weights = [x.weights(chunk * roles + j, whole) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
@@ -149,7 +145,7 @@ def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, 
             mem.squares[j][i].at(0).store(squares.reshape(LANES, -1).sum(1))
         for chunk, (parts, of_norm) in enumerate(zip(pieces, weights)):
             parts = [part if w is None else part * w.astype(jnp.float32) for part, w in zip(parts, of_norm)]
-            put(rings, chunk, parts, kind, count, rows)
+            put(rings, chunk, parts, kind, count)
     jt.role_barrier()
     if mem.squared is not None:
         mem.squared.at(0).arrive()
@@ -293,14 +289,18 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
-    mem = _memory(x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
-    mine, aside = _BESIDE if beside else (0, 0)
     walk = Walk(first, programs, tiles, chunks, rows, roles)
+    quads = in_quads(x.x, weights, kind) and streamed_quads.rows_fit(rows, len(weights) > 1)
+    mem = _memory(x, weights, kind, walk, slots, quads)
+    mine, aside = _BESIDE if beside else (0, 0)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
-            scales = walk.scales(weights, j, kind, jnp.int32(0))
-            _prepare(x, mem, j, kind, roles, chunks, early, rows)
-            _consume(mem, j, kind, weights, walk, scales)
+            scales = None if quads else walk.scales(weights, j, kind, jnp.int32(0))
+            _prepare(x, mem, j, kind, roles, chunks, early, quads)
+            if quads:
+                streamed_quads.consume(mem, j, kind, walk)
+            else:
+                _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
         _produce(mem, weights, walk, kind, places)
     if x.others is not None:
@@ -362,17 +362,17 @@ def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def choices(
     m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3,
-    beside: bool = False,
+    beside: bool = False, quads: bool = False,
 ) -> list[dict[str, int]]:  # fmt: skip
     """Meta-parameters that fit, the best first: tall tiles (8 rows for 4 bits, where the last tile is sooner done), as
     many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
     `_scale_bytes`; copies go to multiples of 128 bytes. count: see `bytes_of`. beside: room is left for a block of
-    `hopper_step`."""
+    `hopper_step`. quads: see `in_quads`."""
     roles, out = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE))), []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
-        if any(rows * n % 128 for n in scale_bytes):
+        if any(rows * n % 128 for n in scale_bytes) or (quads and not streamed_quads.rows_fit(rows, gated)):
             continue
-        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED)
+        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED, quads)
         out += [found] if found else []
     deep = [one for one in out if one["slots"] >= 3]
     return deep or out
@@ -380,21 +380,30 @@ def choices(
 
 def form(
     m: int, inner: int, kind: str, gated: bool, rows: int, roles: int, scale_bytes: tuple[int, ...] = (),
-    count: int = 3, shared: int = _SHARED,
+    count: int = 3, shared: int = _SHARED, quads: bool = False,
 ) -> dict[str, int] | None:  # fmt: skip
     """The meta-parameters of tiles of so many rows: see `choices`; None where there is no room for two slots."""
     chunks = jt.cdiv(inner, PIECE * roles)
-    numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, rows)))
+    numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, quads)))
     row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
-    sums = _turns(kind, count, rows, gated) * roles * (1 + gated) * m * rows * LANES * 4
+    sums = 2 * roles * (1 + gated) * m * rows * (streamed_quads.PARTS if quads else LANES) * 4
     slots = (shared - 2048 * m - numbers - sums) // (row * rows)
     return dict(rows=rows, roles=roles, slots=min(slots, 16)) if slots >= 2 else None
 
 
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     """The meta-parameters that the tuner tries."""
-    inner = x.shape[1] * x.shape[2]
-    return choices(x.shape[0], inner, kind, len(weights) > 1, _scale_bytes(weights[0], inner, kind), bytes_of(x.dtype))
+    inner, lines = x.shape[1] * x.shape[2], _scale_bytes(weights[0], x.shape[1] * x.shape[2], kind)
+    quads = in_quads(x, weights, kind)
+    return choices(x.shape[0], inner, kind, len(weights) > 1, lines, bytes_of(x.dtype), quads=quads)
+
+
+def in_quads(x, weights: tuple[Weight, ...], kind: str) -> bool:
+    """Whether the tensor cores multiply these codes, see `streamed_quads`; x: [m, in], or as the kernels take it."""
+    inner = math.prod(x.shape[1:])
+    arrays = [a for w in weights for a in by_block(w, kind)] if bits_of(kind) < 16 else []
+    lines = bits_of(kind) < 16 and all(in_lines(w, kind) for w in weights)
+    return lines and streamed_quads.fits(kind, tuple(of_piece(a, inner, kind) for a in arrays), x.dtype)
 
 
 def _scales_fit(weight: Weight, inner: int, kind: str) -> bool:
@@ -474,8 +483,13 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
         return x.reshape(x.shape[0], x.shape[1] // n, n), {"rows": rows} | ({"hold": True} if gpu_tiles.holds() else {})
     lines = _scale_bytes(weights[0], x.shape[1], kind)
     options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
-    beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))
-    meta = choices(*options, beside)
+    quads = in_quads(x, weights, kind)
+    beside = (
+        gpu_tiles.overlaps()
+        and _stands_beside(x, weights)
+        and bool(choices(*options, True, quads) or choices(*options, True))
+    )
+    meta = choices(*options, beside, quads) or choices(*options, beside)
     best = meta[0]
     if bits_of(kind) == 16:  # tall tiles are best, unless so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])

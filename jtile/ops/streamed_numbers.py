@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtile.ops import streamed_digits
+from jtile.ops import streamed_quads
 from jtile.ops.weight_codes import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
@@ -38,14 +38,6 @@ def integers(kind: str) -> bool:
 def groups_of(kind: str) -> int:
     """The number of 512-byte pieces that hold 1024 weights."""
     return bits_of(kind) // 4
-
-
-TENSOR_CORES = False  # whether they multiply codes of up to 8 bits, and bfloat16; off until a GPU has timed it
-
-
-def on_tensor_cores(kind: str, count: int, rows: int) -> bool:
-    """Whether the tensor cores multiply a tile of so many rows with x; count: see `bytes_of`."""
-    return TENSOR_CORES and (bits_of(kind) < 16 or kind == "bfloat16") and count == 2 and rows % 8 == 0
 
 
 def real(x) -> jax.Array:
@@ -169,19 +161,19 @@ def _dot(a: list, words, signed: bool):
     return functools.reduce(jnp.add, [x * y.astype(jnp.int32) for x, y in zip(a, of_words)])
 
 
-def room(kind: str, count: int, rows: int):
-    """The shapes and dtypes of x of one row, role and round, as `put` stores it; count: see `bytes_of`; rows: those of
-    a tile that is multiplied with it."""
-    if on_tensor_cores(kind, count, rows):
-        return streamed_digits.room(kind, groups_of(kind))
+def room(kind: str, count: int, quads: bool = False):
+    """The shapes and dtypes of x of one row, role and round, as `put` stores it; count: see `bytes_of`; quads: whether
+    the tensor cores multiply it, see `streamed_quads`."""
+    if quads:
+        return streamed_quads.room(kind, groups_of(kind))
     return room_for_integers(kind, count) if integers(kind) else jax.ShapeDtypeStruct((8, LANES, 4), jnp.float32)
 
 
-def put(rings, k, parts: list, kind: str, count: int, rows: int) -> None:
+def put(rings, k, parts: list, kind: str, count: int) -> None:
     """Store x of one row, role and round, float32, in the buffers that `room` is of: four tiles [lanes, `EIGHT`], or
     one where codes are floats and are not multiplied by the tensor cores."""
-    if on_tensor_cores(kind, count, rows):
-        streamed_digits.put(rings, k, streamed_digits.digits_of(parts, kind, groups_of(kind), _ZERO.get(kind, 0)))
+    if isinstance(rings, streamed_quads.Digits):
+        streamed_quads.put(rings, k, parts, kind, groups_of(kind))
         return
     found = integers_of(parts, kind, count) if integers(kind) else planes_of(parts[0], kind)
     for ring, tile in zip(leaves(rings), jax.tree.leaves(found)):
@@ -255,8 +247,6 @@ def float_sums(fields: list[list], planes: list):
 def held(x):
     """x of one role and round in registers: for each row the planes [lanes, 4], cut apart along their first axis, or
     `Integers` of tiles."""
-    if isinstance(x[0], streamed_digits.Digits):
-        return [streamed_digits.taken(row) for row in x]
     return [_held_integers(row) if isinstance(row, Integers) else _along(row.load(), 0) for row in x]
 
 
@@ -280,8 +270,6 @@ def lane_sums(pieces, of_blocks, x: list, kind: str):
 
     pieces: the 512 bytes of each group; of_blocks: for each group the scales and, for Q4_1, the minima.
     """
-    if isinstance(x[0], streamed_digits.Digits):
-        return [streamed_digits.lane_sums(pieces, of_blocks, row, kind) for row in x]
     if integers(kind):
         return [_integer_sums(pieces, of_blocks, row, kind) for row in x]
     fields = [_fields(stored, kind) for stored in pieces]

@@ -176,8 +176,7 @@ kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
       %3 = load_shared %part : tile<8x16xf32>
       %w = full 0 : tile<8x32x4xu32>
       %d = full 0 : tile<2x32x4xu32>
-      %4 = dot_lanes [%w], [%d] kind="integers" : tile<8x2x32xi32>
-      %5 = dot_lanes [%w], [%d] acc=%4 kind="integers" : tile<8x2x32xi32>
+      %4 = dot_quads %w, %w, [%d] kind="int8" : tile<16x2x16xf32>
     }
     role "the producer" warps=1 {
       wait %free[%c0], %c1 when=%ctrue

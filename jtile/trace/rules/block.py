@@ -112,10 +112,9 @@ def _(c: Lowering, *values, pending):
     return c.b.add(ir.DotWait(values, pending)).results
 
 
-@rule("jtile_dot_lanes")
-def _(c: Lowering, *tiles, kind, count, has_acc, **_):
-    more, acc = (tiles[count:-1], tiles[-1]) if has_acc else (tiles[count:], None)
-    return c.add(ir.DotLanes(tiles[:count], more, acc, kind))
+@rule("jtile_dot_quads")
+def _(c: Lowering, first, second, *factors, kind, **_):
+    return c.add(ir.DotQuads(first, second, factors, kind))
 
 
 @rule("jtile_clock")

@@ -1,10 +1,10 @@
-"""Where threads of four warps have the operands and sums of products of lanes (`ir.DotLanes`).
+"""Where threads of four warps have the operands and sums of products of quads of lanes (`ir.DotQuads`).
 
-An instruction multiplies 16 rows with 8 columns, of 32 terms for 8-bit integers, of 16 for 16-bit floats. Its columns
-are eight rows of a. Its terms are those of four lanes: thread (g, q) of a warp, g = thread / 4, q = thread % 4, brings
-words of row g of a and of lane q. Its rows are the two planes of b, for each of the four lanes, with zeros for the
-terms of the other three: so sums of four lanes come out of one instruction. Thread (g, q) has in the end those of rows
-2q and 2q + 1 of a for lane g % 4 and plane g / 4.
+An instruction multiplies 16 rows with 8 columns, of 32 terms for 8-bit integers, of 16 for 16-bit floats. Thread (g, q)
+of a warp, g = thread / 4, q = thread % 4, brings words of rows g and g + 8, of lane q of a quad; a warp has two quads.
+Its columns are the two planes of factors, for each of the two quads and of the two parts of codes, with zeros for the
+terms of others: so sums of both quads and parts come out of one chain of instructions. Column 4 p + 2 h + d is plane d,
+the warp's quad h, part p; thread (g, q) has columns 2q and 2q + 1 of its rows in the end.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from jtile import ir
 from .layouts import Layout, Linear, sliced
 from .linear import halved, permuted, reshaped
 
-WARPS, COUNT, WORDS, EIGHT = 4, 32, 4, 8  # warps of a role; lanes, words of a lane, rows of an instruction
-# From the bits (rows / 8, three of the row, five of the lane, the lower of the word) to those of sums: rows / 8, three
-# of the row, the plane, five of the lane.
-PERM = (0, 7, 8, 9, 1, 4, 5, 6, 2, 3)
-BACK = tuple(PERM.index(k) for k in range(len(PERM)))
+WARPS, COUNT, WORDS, EIGHT = 4, 32, 4, 8  # warps of a role; lanes, words of a lane, rows of a tile
+WORDS_OF = (EIGHT, COUNT, WORDS)
+# The axes of words: rows, the warp, the quad, two bits of the lane in it, two of the word; and without the quad, where
+# words are sums: whether rows are the last 8, rows, the plane, the warp, its quad, the part.
+BITS, SUMS = (EIGHT, WARPS, 2, 2, 2, 2, 2), (2 * EIGHT, 2, 16)
+LAST, PERM = (0, 1, 3, 4, 5, 6, 2), (4, 0, 5, 1, 3, 2)
 
 
-def fits(op: ir.DotLanes, warps: int) -> bool:
+def fits(op: ir.DotQuads, warps: int) -> bool:
     """Whether instructions compute this product in a role of so many warps."""
-    (rows, *rest), planes = op.terms[0].shape, op.result.shape[1]
-    return warps == WARPS and rows % EIGHT == 0 and rest == [COUNT, WORDS] and planes == 2
+    return warps == WARPS
 
 
 @functools.cache
-def words(rows: int) -> Linear:
-    """The layout of a, [rows, lanes, words]."""
-    more = tuple((EIGHT << k, 0, 0) for k in range((rows // EIGHT).bit_length() - 1))
+def words() -> Linear:
+    """The layout of words, [rows, lanes, words]."""
     return Linear(
-        ((0, 0, 1), (0, 0, 2), (0, 4, 0), *more),
+        ((0, 0, 1), (0, 0, 2), (0, 4, 0)),
         ((0, 1, 0), (0, 2, 0), (1, 0, 0), (2, 0, 0), (4, 0, 0)),
         ((0, 8, 0), (0, 16, 0)),
     )
@@ -42,26 +41,20 @@ def words(rows: int) -> Linear:
 
 @functools.cache
 def spread() -> Linear:
-    """The layout of eight rows of a with an axis for each bit of the row."""
-    return reshaped(words(EIGHT), (EIGHT, COUNT, WORDS), (2, 2, 2, COUNT, WORDS))
+    """The layout of words with an axis for each bit of the row."""
+    return reshaped(words(), WORDS_OF, (2, 2, 2, COUNT, WORDS))
 
 
 @functools.cache
 def factors() -> Layout:
-    """The layout of b, [planes, lanes, words]: every thread g has what its four neighbours have."""
-    return sliced(spread(), [1, 2])
-
-
-def bits(rows: int) -> tuple[int, ...]:
-    return (rows // EIGHT, *(2,) * 9)
+    """The layout of factors, [planes, lanes, words]: four threads have the same."""
+    return sliced(spread(), [0, 1])
 
 
 @functools.cache
-def sums(rows: int) -> Linear:
-    """The layout of the sums, [rows, planes, lanes]."""
-    whole = words(rows)
-    apart = permuted(reshaped(whole, (rows, COUNT, WORDS), (rows, COUNT, 2, 2)), (0, 1, 3, 2))
-    own = halved(apart)
+def sums() -> Linear:
+    """The layout of the sums, [rows, planes, parts of quads]."""
+    own = halved(permuted(reshaped(words(), WORDS_OF, BITS), LAST))
     assert own is not None
-    return reshaped(permuted(reshaped(own, (rows, COUNT, 2), bits(rows)), PERM), (*tuple(bits(rows)[k] for k in PERM),),
-                    (rows, 2, COUNT))  # fmt: skip
+    apart = tuple(BITS[k] for k in LAST[:-1])
+    return reshaped(permuted(own, PERM), tuple(apart[k] for k in PERM), SUMS)
