@@ -177,7 +177,7 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
             if isinstance(inner, (On, *MEETING)) or (
                 isinstance(inner, Load | AsyncLoad) and root(inner.ref).type.role == "symmetric"
             ):
-                why = "meets other devices before the call that it belongs to is known: wait for the kernels in front"
+                why = "meets other devices before it is known which call this is: call jt.wait_for_kernels() first"
                 refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)
     for outside in Block((), kernel.body.ops[:-1]).walk():
         if isinstance(outside, Load):

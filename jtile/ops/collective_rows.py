@@ -158,8 +158,8 @@ def _own(axis: str, count: int, y, places, chosen, weights):
     """What the experts of this device add to the rows of all: float32 [devices * rows, n]."""
     own = chosen - count * jax.lax.axis_index(axis)
     here = (own >= 0) & (own < count)
-    shares = y[jnp.where(here, places, 0)].astype(jnp.float32) * weights[..., None].astype(jnp.float32)
-    return jnp.where(here[..., None], shares, 0).sum(1)
+    shares = jnp.where(here[..., None], y[jnp.where(here, places, 0)], 0).astype(jnp.float32)
+    return (shares * weights[..., None].astype(jnp.float32)).sum(1)
 
 
 def _apart(axis: str, count: int, y, places, chosen, weights):

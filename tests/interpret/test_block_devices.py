@@ -57,3 +57,23 @@ def test_sums_of_products_over_devices(n):
     got = hopper_travelling.scattered.interpret(x, w, axis="x", mesh={"x": n}, seed=n, **sizes)
     want = np.einsum("edmk,ekn->dmn", x.astype(np.float32), w.astype(np.float32))
     np.testing.assert_array_equal(got.astype(np.float32), want)
+
+
+def test_early_roles_meet_other_devices_behind_their_wait():
+    """In front of it the number of the call is not known: the call before of the same site may still run."""
+
+    @jt.kernel(out_type=jt.like, scratch=lambda x, **_: [jt.symmetric(x.shape, x.dtype), jt.signals()])
+    def early(x, o, box, came, *, waits):
+        there = (jt.axis_index("x") + 1) % jt.axis_size("x")
+        with jt.role("sender", warps=4, early=True):
+            if waits:
+                jt.wait_for_kernels()
+            box.on("x", there)[...] = x[...]
+            jt.signal(came.on("x", there))
+        with jt.role("receiver", warps=4):
+            jt.wait(came)
+            o[...] = box[...]
+
+    np.testing.assert_array_equal(early.interpret(X[:2], mesh={"x": 2}, waits=True), X[[1, 0]])
+    with pytest.raises(KernelValueError, match="in an early role meets other devices before it is known"):
+        early.interpret(X[:2], mesh={"x": 2}, waits=False)

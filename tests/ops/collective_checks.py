@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.dtypes import float0
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import collectives as ops
+from jtile.ops import normed_products
 
 DEVICES = np.array(jax.devices())
 RNG = np.random.default_rng(0)
@@ -128,6 +130,56 @@ def check_a_sum_and_its_norm():
 
             found.append(jax.tree.leaves(jax.jit(pulled)(*args)))
         agree(*found, tolerance)
+
+
+def pulled(f, n, specs, vma):
+    """The results of f on n devices and the cotangents of its arguments."""
+    sharded = jax.shard_map(f, mesh=Mesh(DEVICES[:n], ("x",)), **specs, check_vma=vma)
+
+    def run(*args):
+        outs, pull = jax.vjp(sharded, *args)
+        return outs, [g for g in pull(jax.tree.map(lambda o: (o * o + o).astype(o.dtype), outs)) if g.dtype != float0]
+
+    return lambda *args: jax.tree.leaves(jax.jit(run)(*args))
+
+
+def check_a_sum_its_norm_and_a_product():
+    x, residual, weight, b, up = floats(2 * 4, 7), floats(2, 7), floats(7), floats(5 * 4, 7), floats(5 * 4, 7)
+    for vma, name, matrices in ((True, "rms_norm_matmul", (b,)), (False, "rms_norm_gated_mlp", (b, up))):
+        ops_of = getattr(normed_products, name), getattr(normed_products, name + "_reference")
+        specs = dict(in_specs=(P("x"), P(), P(), *[P("x")] * len(matrices)), out_specs=(P(None, "x"), P()))
+        found = [
+            pulled(lambda x, r, w, *m, f=f: f(x, w, *m, residual=r, axis="x"), 4, specs, vma)(
+                x, residual, weight, *matrices
+            )
+            for f in ops_of
+        ]
+        agree(*found, 1e-5)
+
+
+def check_rows_of_all_and_sums_of_their_experts():
+    """What a mixture does with few rows, with gradients; copies that belong to no expert of a device are NaN."""
+    n, rows, k, count = 4, 3, 2, 5
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(n * count)[:k] for _ in range(n * rows)]).astype(np.int32)
+    x, residual, weight, weights = floats(n * rows, 6), floats(n * rows, 6), floats(6), floats(n * rows, k)
+
+    def both(suffix, x, residual, weight, weights, chosen):
+        normed, total = getattr(ops, "all_gather_rms_norm" + suffix)(x, weight, "x", residual=residual)
+        me = jax.lax.axis_index("x")
+        own = chosen // count == me
+        copies = jnp.where(own.reshape(-1, 1), jnp.repeat(normed, k, 0) * (me + 1).astype(normed.dtype), jnp.nan)
+        places = jnp.arange(n * rows * k, dtype=jnp.int32).reshape(n * rows, k)
+        y = getattr(ops, "chosen_sums" + suffix)(copies, places, chosen, weights, "x", count=count)
+        return y, total
+
+    specs = dict(in_specs=(P("x"), P("x"), P(), P(), P()), out_specs=(P("x"), P("x")))
+    for vma in (True, False):
+        found = [
+            pulled(functools.partial(both, s), n, specs, vma)(x, residual, weight, weights, chosen)
+            for s in ("", "_reference")
+        ]
+        agree(*found, 1e-5)
 
 
 def check_bits_are_the_same_on_all_devices_and_in_all_runs():

@@ -10,6 +10,7 @@ import pytest
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_parts as parts
 from jtile.ops import collective_products as products
+from jtile.ops import collective_rows as rows
 from jtile.ops import collective_steps as steps
 
 CHECKS = Path(__file__).with_name("collective_checks.py")
@@ -62,6 +63,35 @@ def test_a_sum_and_its_norm_in_the_interpreter():
     np.testing.assert_array_equal(s, np.broadcast_to(total, s.shape))
     want = total / np.sqrt((total * total).mean(1, keepdims=True) + 0.5)
     np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_norms_that_are_gathered_in_the_interpreter(n):
+    x, r, w = whole(n, 3, 4), whole(n, 3, 4)[::-1], np.ones((n, 4), np.float32)
+    y, s = rows.gathered_norms.interpret(x, r, w, axis="x", eps=0.5, programs=2, mesh={"x": n}, seed=n)
+    np.testing.assert_array_equal(s, x + r)
+    want = s / np.sqrt((s * s).mean(2, keepdims=True) + 0.5)
+    np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "programs"), [(2, 4), (3, 2)])
+def test_sums_of_experts_in_the_interpreter(n, programs):
+    """Copies that belong to no expert of a device are NaN, and are not read. With as many programs as tiles, each has
+    its own."""
+    rng, count, k = np.random.default_rng(n), 2, 3
+    chosen = np.stack([rng.permutation(n * count)[:k] for _ in range(2 * n)]).astype(np.int32)
+    weights, y = whole(2 * n, k), whole(n, 2 * n * k + 1, 5)
+    y[:, -1] = np.nan
+    own = chosen[None] // count == np.arange(n)[:, None, None]
+    places = np.where(own, np.arange(chosen.size, dtype=np.int32).reshape(chosen.shape), chosen.size)
+    by_device = lambda v: np.broadcast_to(v, (n, *v.shape)).reshape(n, n, 2, k)
+    got = rows.sent_sums.interpret(
+        y, places.astype(np.int32).reshape(n, n, 2, k), by_device(chosen), by_device(weights),
+        axis="x", count=count, bn=4, programs=programs, mesh={"x": n}, seed=n,
+    )  # fmt: skip
+    shares = np.take_along_axis(y[:, :, None], places.reshape(n, -1, 1, 1), 1).reshape(n, 2 * n, k, 5)
+    want = np.where(own[..., None], shares * weights[None, :, :, None], 0).sum((0, 2))
+    np.testing.assert_array_equal(got, want.reshape(n, 2, 5))
 
 
 W = whole(N, 4, 3)

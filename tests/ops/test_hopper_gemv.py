@@ -13,7 +13,7 @@ from jtile import ops
 from jtile.ops import gpu_tiles, hopper_gemv, quantized
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
-from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
@@ -41,6 +41,31 @@ def test_products(case, monkeypatch):
     y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = np.asarray(x, np.float32) @ np.asarray(matrix).T
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
+
+
+@pytest.mark.parametrize(("n", "m", "inner", "out", "gated", "early"), [(2, 1, 2064, 20, 0, 1), (3, 2, 264, 24, 1, 0)])
+def test_products_of_the_norm_of_a_sum_over_devices(n, m, inner, out, gated, early, monkeypatch):
+    """Pieces of a term are sent by several programs; the sum is the same everywhere."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
+    rng = np.random.default_rng(n)
+    draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)
+    x, residual, norm, matrices = draw(n, m, inner), draw(m, inner), draw(inner), draw(1 + gated, n, out, inner)
+    everywhere = lambda v, *shape: np.broadcast_to(v, (n, *v.shape)).reshape(n, *shape, inner // 8, 8)
+    meta = dict(kind="bfloat16", activation="silu" if gated else None, out_dtype="float32", eps=1e-2, early=bool(early))
+    meta |= hopper_gemv.choices(m, inner, "bfloat16", bool(gated))[0] | dict(slots=2)
+    y, total = hopper_gemv.summed_kernel.interpret(
+        x.reshape(n, m, inner // 8, 8), tuple(map(Weight, matrices)), Norm(everywhere(norm), everywhere(residual, m)),
+        axis="x", mesh={"x": n}, seed=n, **meta,
+    )  # fmt: skip
+    wide = lambda v: v.astype(np.float32)
+    want = wide(residual) + wide(x).sum(0)
+    np.testing.assert_array_equal(
+        wide(total).reshape(n, m, inner), np.broadcast_to(wide(want.astype(jnp.bfloat16)), x.shape)
+    )
+    normed = want / np.sqrt((want**2).mean(1, keepdims=True) + 1e-2) * wide(norm)
+    first, *up = np.einsum("mk,wdok->wdmo", normed, wide(matrices))
+    want = first if not gated else np.asarray(jax.nn.silu(first)) * up[0]
+    assert relative_error(y, want) < 3e-6
 
 
 def test_bias_activation_residual_and_two_weights():

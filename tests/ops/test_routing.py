@@ -66,6 +66,15 @@ def test_gradients_and_batches():
     np.testing.assert_array_equal(several[1], 2 * route_reference(x, index, groups)[0])
 
 
+def test_groups_from_a_number_on():
+    x, index, groups = operands(6, 2, 4, 12)
+    expected = route_reference(x, index - 1, groups)
+    same(route_reference(x, index, groups, 1), expected)
+    for arch in ("sm_90", None):  # the kernel takes the number off, or it is taken off in front
+        with jt.config(arch=arch, interpret=True):
+            same(evaluated(lambda first: ops.route(x, index, groups, first))(jnp.int32(1)), expected)
+
+
 @pytest.mark.usefixtures("on_the_cpu")
 def test_what_computes_it():
     x, index = jax.ShapeDtypeStruct((32, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((32, 8), jnp.int32)
@@ -77,7 +86,7 @@ def test_what_computes_it():
             assert of(index) == "programs of rows"
             assert of(jax.ShapeDtypeStruct((32, 200), jnp.int32)) == "XLA's sort"
             flat = jax.ShapeDtypeStruct((256,), jnp.int32)
-            assert routed_rows.lower(x, index, flat, groups=128, bc=256, bn=2048)
+            assert routed_rows.lower(x, index, flat, None, groups=128, bc=256, bn=2048)
 
 
 @pytest.mark.gpu
