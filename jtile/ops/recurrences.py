@@ -47,19 +47,18 @@ def pairs(x, y, g, *, at=None, diagonal: bool = True):
             return jnp.where(seen, products, 0.0)
         return products * jnp.exp(jnp.where(seen, at - g.T, -jnp.inf))
     total = jnp.where(t == s, (x.astype(g.dtype) * y.astype(g.dtype)).sum(1, keepdims=True), 0.0) if diagonal else 0.0
-    half = 1
-    while half < x.shape[0]:  # pairs of t in the second half and s in the first go by way of the middle
+    for level in range(x.shape[0].bit_length() - 1):  # t in the second half and s in the first meet in the middle
+        half = 1 << level
         second, blocks = t & half != 0, (-1, 2 * half, g.shape[1])
         middle = jnp.broadcast_to(g.reshape(blocks)[:, half - 1 : half], g.reshape(blocks).shape).reshape(g.shape)
         ahead, behind = jnp.where(second, at - middle, 0.0), jnp.where(second, 0.0, middle - g)
-        total = total + jnp.where(_halves(t, s, half), jt.dot(fade(x, ahead), fade(y, behind).T), 0.0)
-        half *= 2
+        total = total + jnp.where(_halves(t, s, level), jt.dot(fade(x, ahead), fade(y, behind).T), 0.0)
     return total
 
 
-def _halves(t, s, half: int):
-    """Whether t is in the second and s in the first half of one block of 2 `half` places."""
-    return ((t ^ s) // half == 1) & (t > s)
+def _halves(t, s, level):
+    """Whether t is in the second and s in the first half of one block of 2^(level + 1) places."""
+    return ((t ^ s) >> level == 1) & (t > s)
 
 
 @jax.custom_jvp
@@ -69,13 +68,16 @@ def inverse(low):
     From blocks of two places to blocks of all: `[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]`, as stable as
     substitution. (Powers of `low` are not: those of a matrix of ones have binomial entries.)
     """
+    return _inverse(low)
+
+
+@jt.function
+def _inverse(low):
     c = low.shape[0]
     t, s = _places(c)
-    x = jnp.where(t == s, 1.0, 0.0).astype(low.dtype) - jnp.where(_halves(t, s, 1), low, 0.0)
-    half = 2
-    while half < c:
-        x = x - jt.dot(x, jt.dot(jnp.where(_halves(t, s, half), low, 0.0), x))
-        half *= 2
+    x = jnp.where(t == s, 1.0, 0.0).astype(low.dtype) - jnp.where(_halves(t, s, 0), low, 0.0)
+    for level in jt.range(1, c.bit_length() - 1):  # a body for all sizes: a compiler takes seconds for one of each
+        x = x - jt.dot(x, jt.dot(jnp.where(_halves(t, s, level), low, 0.0), x))
     return x
 
 

@@ -77,8 +77,8 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
     """`fn` of f32 or f64 operands; `narrow`: the result is rounded to 16 bits or less: 2^-16 is exact enough."""
     if f.npu and fn in ("exp", "exp2"):
         return math_plain.exp(xs[0]) if fn == "exp" else math_plain.exp2(xs[0], narrow=narrow)
-    if fn == "exp" and narrow:
-        return exp2(f, xs[0] * LOG2_E)
+    if fn == "exp":
+        return exp2(f, xs[0] * LOG2_E) if narrow else exp(f, xs[0])
     if fn == "logistic":
         return reciprocal(f, exp2(f, xs[0] * -LOG2_E) + 1.0) if narrow else _logistic(f, xs[0])
     if fn == "erfc" and narrow and xs[0].elem == "f32":
@@ -113,6 +113,22 @@ def each(f: Features, x: X, formula: Formula) -> X:
     return x.new(out)
 
 
+# e^x = 2^n 2^r, n = floor(252 sat(x / (252 ln 2) + 1/2)) - 126, which fma.rm leaves in the lowest bits of a large
+# float; r = x / ln 2 - n, whose product is exact to twice the bits.
+EXP = (
+    "{ .reg .b32 t, s, r; fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000; cvt.sat.f32.f32 t, t;"
+    " fma.rm.f32 t, t, 0f437C0000, 0f4B400001; add.f32 s, t, 0fCB40007F; neg.f32 s, s;"
+    " fma.rn.f32 r, $1, 0f3FB8AA3B, s; fma.rn.f32 r, $1, 0f32A57060, r; ex2.approx.ftz.f32 r, r;"
+    " shl.b32 t, t, 23; mul.f32 $0, r, t; }"
+)
+
+
+def exp(f: Features, x: X) -> X:
+    """e^x; in f32 on NVIDIA by the instructions of libdevice's function. That one asks for each element what happens to
+    subnormal numbers, and LLVM takes seconds to make vectors of the answers of a large tile."""
+    return _inline(x, EXP) if f.ptx and x.elem == "f32" else vendor(f, "exp", x)
+
+
 def exp2(f: Features, x: X) -> X:
     """2^x: in f32 on NVIDIA one instruction, the form of `ex2` that gives zero for subnormal results. The other form
     takes three more instructions, and the softmax of attention consists of such powers."""
@@ -130,7 +146,12 @@ def reciprocal(f: Features, x: X) -> X:
 
 def _instruction(x: X, name: str) -> X:
     """An instruction of NVIDIA from f32 to f32."""
-    asm = f'"{name} $0, $1;" {{constraints = "=f,f", packed_element = 1 : i32, pure = true}}'
+    return _inline(x, f"{name} $0, $1;")
+
+
+def _inline(x: X, text: str) -> X:
+    """PTX from f32 ($1) to f32 ($0)."""
+    asm = f'"{text}" {{constraints = "=f,f", packed_element = 1 : i32, pure = true}}'
     return x.new(x.code.let(f"tt.elementwise_inline_asm {asm} {x.v.name} : {x.v.type} -> {x.v.type}", x.v.shape, "f32"))
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import scipy.special as sp
 
+from jtile.lowering.triton.math import EXP
+
 from .ops_arith import odd, rounded, signed, unsigned
 from .parse import Stmt
 from .table import Types, arity, arrow, demand, first_arrow, one, op, same
@@ -161,7 +163,19 @@ def flushed(fn):
 
 
 NOTHING = ""  # see Emitter.kept
+
+
+def _exp(x):
+    """e^x in the steps of its PTX; float64 holds every sum and product of two floats closely enough."""
+    wide = x.astype(np.float64)
+    n = np.floor(252 * np.nan_to_num(np.clip((wide * np.float32(0.00572498)).astype(np.float32) + 0.5, 0, 1))) - 126
+    fma = lambda a, b, c: (a * np.float64(np.float32(b)) + c).astype(np.float32)
+    r = fma(wide, 1.925963033500011079e-08, fma(wide, 1.4426950216293334961, -n).astype(np.float64))
+    return flushed(np.exp2)(r) * np.exp2(n).astype(np.float32)
+
+
 PTX = {
+    EXP: _exp,
     "ex2.approx.ftz.f32 $0, $1;": flushed(np.exp2), "lg2.approx.ftz.f32 $0, $1;": flushed(np.log2),
     "tanh.approx.f32 $0, $1;": lambda x: in_double(np.tanh, x.dtype, x),
     "rcp.approx.ftz.f32 $0, $1;": flushed(np.reciprocal),
