@@ -120,36 +120,42 @@ class BlockDevices(Devices):
 
     def _poll(self, counter: Val, at_least: Val) -> Val:
         """Poll a counter of this device. One thread does, by atomics, whose results all threads of the role get: that
-        they are scalars. Gives zero, or, where the time is over or another program has failed, the fault."""
+        they are scalars. The clock is first read after some turns, since a look at it would let the signal be seen
+        later. Gives zero, or, where the time is over or another program has failed, the fault."""
         code = self.em.code
-        begin, turn, kept, found, after = (Val(code.name(), (), kind) for kind in ("i64", "i32", "i32", "i32", "i32"))
-        begin = self._clock()
-        results = code.name()
-        code.do(f"{results}:2 = scf.while ({turn.name} = {code.i32(0).name}) : (i32) -> (i32, i32) {{")
+        turn, begun, found, after, missed = (Val(code.name(), (), kind) for kind in ("i32", "i64", "i32", "i64", "i32"))
+        results, looked = code.name(), code.name()
+        zero, never = code.i32(0), code.const(0, "i64")
+        heads = f"{turn.name} = {zero.name}, {begun.name} = {never.name}"
+        code.do(f"{results}:3 = scf.while ({heads}) : (i32, i64) -> (i32, i64, i32) {{")
         with code.region():
             stands = self.rmw("add", counter, code.i32(0), "acquire")
             missing = code.cmp("slt", code.sub(stands, at_least), code.i32(0))
             look = code.cmp("eq", code.op("arith.andi", turn, code.i32(TURNS - 1)), code.i32(TURNS - 1))
-            code.do(f"{kept.name} = scf.if {look.name} -> (i32) {{")
+            code.do(f"{looked}:2 = scf.if {look.name} -> (i32, i64) {{")
             with code.region():
-                late = code.cmp("uge", code.sub(self._clock(), begin), self.waits)
+                now = self._clock()
+                began = code.select(code.cmp("eq", begun, code.const(0, "i64")), now, begun)
+                late = code.cmp("uge", code.sub(now, began), self.waits)
                 added = code.select(late, code.i32(LATE), code.i32(0))
                 flag = self.rmw("or", self.own(FAULT, "i32"), added, "relaxed")
-                code.do(f"scf.yield {flag.name} : i32")
+                code.do(f"scf.yield {flag.name}, {began.name} : i32, i64")
             code.do("} else {")
             with code.region():
-                code.do(f"scf.yield {code.i32(0).name} : i32")
+                code.do(f"scf.yield {code.i32(0).name}, {begun.name} : i32, i64")
             code.do("}")
+            kept, began = Val(f"{looked}#0", (), "i32"), Val(f"{looked}#1", (), "i64")
             on = code.both(missing, code.cmp("eq", kept, code.i32(0)))
             failed = code.select(missing, kept, code.i32(0))
-            code.do(f"scf.condition({on.name}) {turn.name}, {failed.name} : i32, i32")
+            names = f"{turn.name}, {began.name}, {failed.name}"
+            code.do(f"scf.condition({on.name}) {names} : i32, i64, i32")
         code.do("} do {")
         with code.region():
-            code.do(f"^bb0({found.name}: i32, {after.name}: i32):")
+            code.do(f"^bb0({found.name}: i32, {after.name}: i64, {missed.name}: i32):")
             following = code.shift(found, 1)
-            code.do(f"scf.yield {following.name} : i32")
+            code.do(f"scf.yield {following.name}, {after.name} : i32, i64")
         code.do("}")
-        return Val(f"{results}#1", (), "i32")
+        return Val(f"{results}#2", (), "i32")
 
     def _clock(self) -> Val:
         asm = '"mov.u64 $0, %globaltimer;" {constraints = "=l", packed_element = 1 : i32, pure = false}'
