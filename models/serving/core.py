@@ -147,7 +147,11 @@ class Core:
             self._end(job, "error", error)
             return
         guide = request.guide
-        if guide is not None and not guide.take(token):
+        verdict = "taken" if guide is None else guide.take(token)
+        if verdict == "again":
+            self._choose_again(job)
+            return
+        if verdict == "wrong":
             self._end(
                 job, "error", ModelError(f"no token goes on with the grammar at token {segment.made} of an answer")
             )
@@ -171,6 +175,14 @@ class Core:
         if last:
             completion.stop = stops.stop
             self._end(job, "stop" if ended or whole or stops.stop is not None else "length")
+
+    def _choose_again(self, job: Job) -> None:
+        """Drops the newest token of an answer; its next step chooses another one. The sequence takes no part in the
+        step under way, since the host has to know its tokens first."""
+        sequence, row = job.sequence, job.request.row
+        self.scheduler.drop(sequence)
+        if sequence.slot is not None:
+            self.device.seat(sequence.slot, row, sequence.tokens)  # what penalties count is without the token, too
 
     def _end(self, job: Job, reason, error: JtileError | None = None) -> None:
         self.scheduler.finish(job.sequence)

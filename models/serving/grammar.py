@@ -4,33 +4,44 @@ llguidance."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jtile._errors import ModelError, PromptError
 
 from ..generate import LanguageModel
-from ..tokenizer import Tokenizer
+from . import endings
+
+# Before the last so many tokens of an answer nothing is done for its end, unless the least answer has more than half as
+# many.
+NEAR = 256
+RETRY = 8  # tokens after which an end is looked for again where none was found
+
+Verdict = Literal["taken", "again", "wrong"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
     """The form that an answer must have; `json`, `regex` and `lark` make one. text: the grammar in llguidance's own
-    form.
+    form; of_json: whether the answer is JSON, which is then brought to its end within `max_tokens`.
 
     Raises:
       ModelError: llguidance is not installed.
     """
 
     text: str
+    of_json: bool = False
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None) -> Grammar:
         """JSON that a JSON schema describes, without white space that nobody needs.
+
+        Where `max_tokens` comes near, strings, arrays and objects are closed so that the answer becomes whole, if an
+        end is found. Numbers have at most 20 digits before and after the point, and two in the exponent, unless the
+        schema asks for more.
 
         Args:
           schema: the schema as a mapping; None allows any object.
@@ -41,9 +52,8 @@ class Grammar:
         """
         schema = {"type": "object"} if schema is None else schema
         try:
-            return cls(
-                _matcher().grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
-            )
+            options = {"whitespace_flexible": False}
+            return cls(_matcher().grammar_from_json_schema(json.dumps(schema), overrides=options), True)
         except (TypeError, ValueError) as error:
             raise PromptError(f"this is no JSON schema: {error}") from error
 
@@ -71,30 +81,82 @@ class Grammar:
 
 
 class Guide:
-    """Where one answer stands in its grammar.
+    """Where one answer of at most `most` tokens stands in its grammar.
 
     Raises:
       PromptError: the grammar is not valid, or the model has no tokenizer.
     """
 
-    def __init__(self, lm: LanguageModel, grammar: Grammar):
+    def __init__(self, lm: LanguageModel, grammar: Grammar, most: int):
         if lm.tokenizer is None:
             raise PromptError(f"{lm.source or 'the model'} has no tokenizer, and grammars are of text")
-        tokenizer = _tokenizer(lm.tokenizer, lm.config.vocab_size, lm.eos_ids)
+        matcher = _matcher()
+        self._spelling = endings.spelling(lm.tokenizer, lm.config.vocab_size, lm.eos_ids)
         self._words = -(-lm.config.vocab_size // 32)
-        self._matcher = _matcher()(tokenizer, grammar.text, log_level=0)
+        self._matcher = matcher(self._spelling.tokenizer, grammar.text, log_level=0)
         if self._matcher.is_error():
             first, *more = self._matcher.get_error().splitlines()
             reason = " ".join([first, *(line for line in more if line.startswith("error:"))])  # of a wrong regex
             raise PromptError(f"the grammar or schema of the answer is none: {reason}")
+        self._json, self._left, self._place = grammar.of_json, most, endings.Place()
+        self._end = endings.find(self._matcher, self._spelling, self._place) if self._json else None
+        self._near = max(NEAR, 2 * len(self._end or ()))
+        self._only: int | None = None  # the only token that may come now
+        self._retry = 0
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: bit i % 32 of number i // 32 of uint32 [vocab / 32, rounded up]."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._words)  # the mask has a word more
+        only = self._only
+        if only is None and self._end and self._left <= len(self._end):
+            only = self._end[0]
+        if only is not None:
+            mask = np.zeros((self._words,), np.uint32)
+            mask[only // 32] = np.uint32(1 << only % 32)
+            return mask
+        mask = self._matcher.compute_bitmask()
+        if self._json and self._place.enough:
+            bits = self._spelling.bits(mask)
+            fewer = bits & ~self._spelling.digit
+            if fewer.any():
+                packed = np.packbits(fewer, bitorder="little")
+                return np.pad(packed, (0, 4 * self._words - len(packed))).view(np.uint32)
+        return np.frombuffer(mask, np.uint32, self._words)  # the mask has a word more
 
-    def take(self, token: int) -> bool:
-        """Advances by a token; returns False if the token may not come here."""
-        return self._matcher.consume_token(token)
+    def take(self, token: int) -> Verdict:
+        """Advances by a token: "taken"; or "again" if the answer could not end within its tokens then, so that another
+        one is to be chosen; or "wrong" if the token may not come here."""
+        if not self._matcher.consume_token(token):
+            return "wrong"
+        place, left = self._place.after(self._spelling.texts[token]), self._left - 1
+        if left > self._near:
+            self._end = None
+        elif self._json:
+            end, known = self._end_behind(token, place), self._end
+            fits = end is not None and len(end) <= left
+            if not fits and known and token != known[0] and len(known) <= self._left:
+                self._matcher.rollback(1)
+                self._only = known[0]
+                return "again"
+            self._end = end
+        self._place, self._left, self._only = place, left, None
+        return "taken"
+
+    def _end_behind(self, token: int, place: endings.Place) -> list[int] | None:
+        """An end behind a token that was just consumed: what is left of the one known, or a new one."""
+        known, end = self._end, self._spelling.end
+        if known and token == known[0]:
+            return known[1:]
+        if known:
+            for skip in range(min(3, len(known))):
+                rest = known[skip:] if known[-1] == end else [*known[skip:], end]
+                if self._matcher.validate_tokens(rest) == len(rest):
+                    return known[skip:]
+        if self._retry:
+            self._retry -= 1
+            return None
+        found = endings.find(self._matcher, self._spelling, place)
+        self._retry = RETRY if found is None else 0
+        return found
 
     @property
     def ended(self) -> bool:
@@ -108,11 +170,3 @@ def _matcher():
     except ImportError as error:
         raise ModelError("grammars and JSON schemas need llguidance; run: pip install 'jtile[serve]'") from error
     return LLMatcher
-
-
-@functools.lru_cache(maxsize=4)
-def _tokenizer(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]):
-    """llguidance's tokenizer for a vocabulary; for 50,000 tokens it takes a second to make."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(ends) or None)

@@ -115,8 +115,9 @@ def read_request(
     ends = frozenset(read_ends(eos, lm.eos_ids))
     if grammar is not None and not isinstance(grammar, Grammar):
         raise PromptError(f"grammar is a Grammar, as Grammar.json(schema) gives one; got {grammar!r}")
-    guide = None if grammar is None else Guide(lm, grammar)
-    return Request(prompt, min(room, max_tokens or room), ends, _stops(lm, stop), row, guide, adapter)
+    most = min(room, max_tokens or room)
+    guide = None if grammar is None else Guide(lm, grammar, most)
+    return Request(prompt, most, ends, _stops(lm, stop), row, guide, adapter)
 
 
 def _sampling(given: Mapping[str, Any] | SamplingOptions) -> Sampling:

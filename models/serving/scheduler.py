@@ -189,6 +189,13 @@ class Scheduler:
                 taken.append(segment)
         return taken
 
+    def drop(self, sequence: Sequence) -> None:
+        """Drops the newest token of a `stepwise` sequence, which no step has computed. The token before it is computed
+        once more, to the same numbers, so that the next step chooses a token behind it."""
+        sequence.tokens.pop()
+        if sequence.slot is not None:
+            sequence.computed = len(sequence.tokens) - 1
+
     def plan(self) -> Plan:
         """The next step; it has no segments if there is nothing to do. What it computes counts as computed from now on:
         it must be run before any later plan."""
