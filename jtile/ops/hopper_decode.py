@@ -37,6 +37,10 @@ _QUERIES, _AHEAD = 32 << 10, 2
 # Keys of a copy where rows are short: eight layers of Llama-3.1-8B with 64 rows of 512 to 544 keys take 1680 us a step
 # so, 1695 in pieces of 64, and 1743 in whole units of 128.
 _PIECE = 32
+# Whether keys come while the kernel in front runs, where kernels overlap: not measured, and `lengths` have to be those
+# of an earlier kernel.
+EARLY = False
+_BESIDE = 216  # registers of a thread that multiplies, where the kernel in front is to find room beside it
 _SHORT = 2048  # slots of rows that count as short; longer rows, of which the last unit is little, were not measured
 
 
@@ -142,21 +146,48 @@ class Work:
 
 
 @jt.function
+def copies_early(w: Work):
+    """`copies`, of which the first bring older keys while the kernels in front still run: the newest one, which these
+    write, lies in the last unit of its row."""
+    begin, end, r, start, _ = w.share()
+    b, length = row_of(r, w.units), w.length(r)
+    n, head = w.units.of(length), r - b * w.units.heads
+    lo, hi = w.inside(begin, end, start, n)
+    count = jnp.where(start < end, jnp.clip(jnp.minimum(hi, start + n - 1) - lo, 0, w.k_full.count), 0)
+    for c in jt.range(count):
+        places = w.places(b, lo + c - start, n, length)
+        w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
+        w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
+    jt.wait_for_kernels()
+    if start < end:
+        w.fetch_queries(r, b, head, jnp.int32(0))
+    _copies_from(w, count)
+
+
+@jt.function
 def copies(w: Work):
     """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
+    _copies_from(w, None)
+
+
+@jt.function
+def _copies_from(w: Work, done):
+    """What `copies` does behind the first units `done` and the queries of the first row, if these are under way."""
     heads = w.units.heads
     begin, end, r, start, _ = w.share()
-    c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
+    c, turn, length = jnp.int32(0) if done is None else done, jnp.int32(0), w.length(r)
     while start < end:
         b, n, mine, length = row_of(r, w.units), w.units.of(length), length, w.length(r + 1)
         head = r - b * heads
         lo, hi = w.inside(begin, end, start, n)
+        if done is not None:
+            lo = jnp.where(turn == 0, lo + done, lo)
         ahead = w.places(b, lo - start, n, mine)
         for u in jt.range(lo, hi):
             places, ahead = ahead, w.places(b, u + 1 - start, n, mine)
             w.k_empty.at(c).wait(before=True)
             w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
-            if u == lo:
+            if (u == lo) if done is None else (u == lo) & (turn > 0):
                 w.fetch_queries(r, b, head, turn)
             w.v_empty.at(c).wait(before=True)
             w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
@@ -266,10 +297,11 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
-    whole: bool = False, ahead: int = 1,
+    whole: bool = False, ahead: int = 1, early: bool = False,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
-    with `whole` rows there are no parts. ahead: tiles of queries that there is room for.
+    with `whole` rows there are no parts. ahead: tiles of queries that there is room for. early: the kernel in front
+    writes queries and the newest key and value of each row, and neither older ones nor the lengths.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
@@ -282,10 +314,13 @@ def hopper_decode(
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
-    with jt.role("products", warps=4):
+    with jt.role("products", warps=4, registers=_BESIDE if early else 0):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
-    with jt.role("copies", warps=1, registers=40):
-        copies(w)
+    with jt.role("copies", warps=1, registers=40, early=early):
+        if early:
+            copies_early(w)
+        else:
+            copies(w)
 
 
 def misfit(
@@ -365,6 +400,7 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
     options |= {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
+    options |= {"early": True} if EARLY and t == 1 and gpu_tiles.overlaps() and not whole else {}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)
