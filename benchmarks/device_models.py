@@ -86,26 +86,47 @@ class Alone:
         return jnp.concatenate([jnp.roll(x, k, axis=-1) for k in range(jt.axis_size(axis))], dim)
 
     @staticmethod
+    def all_gather_rms_norm(x, weight, axis, *, residual, eps):
+        normed, total = ops.rms_norm(x, weight, eps=eps, residual=residual)
+        return Alone.all_gather(normed, axis), total
+
+    @staticmethod
     def reduce_scatter(x, axis, *, dim=0):
         return jax.lax.slice_in_dim(x, 0, x.shape[dim] // jt.axis_size(axis), axis=dim)
 
+    @staticmethod
+    def chosen_sums(y, places, chosen, weights, axis, *, count):
+        """Of the rows that are this device's, those of the first device."""
+        del count
+        rows = places.shape[0] // jt.axis_size(axis)
+        here = (places[:rows] < y.shape[0])[..., None]
+        shares = jnp.where(here, y[jnp.minimum(places[:rows], y.shape[0] - 1)], 0).astype(jnp.float32)
+        return (shares * weights[:rows, :, None]).sum(1).astype(y.dtype)
 
-# what records call a mesh with some collectives -> how a model finds one of them
-SIDES: dict[str, Callable[[str, bool], Callable]] = {
-    "jtile": parallel.collective,
-    "xla": lambda name, talk: getattr(collectives, f"{name}_reference"),
-    "alone": lambda name, talk: getattr(Alone, name),
+
+def _streamed_alone(term: parallel.Term):
+    """A sum in front of a product, of this device's term only, where a step would have it in the product's kernel."""
+    found = SIDES["jtile"][1](term)
+    return None if found is None else (found[0], None)
+
+
+# what records call a mesh with some collectives -> how a model finds one of them, and a sum that a product begins with
+SIDES: dict[str, tuple[Callable[[str, bool], Callable], Callable]] = {
+    "jtile": (parallel.collective, parallel.streamed),
+    "xla": (lambda name, talk: getattr(collectives, f"{name}_reference"), lambda term: None),
+    "alone": (lambda name, talk: getattr(Alone, name), _streamed_alone),
 }
 
 
 @contextlib.contextmanager
 def collectives_of(side: str) -> Iterator[None]:
     """A block in which models are traced with the collectives of a side."""
-    usual, parallel.collective = parallel.collective, SIDES[side]
+    usual = parallel.collective, parallel.streamed
+    parallel.collective, parallel.streamed = SIDES[side]
     try:
         yield
     finally:
-        parallel.collective = usual
+        parallel.collective, parallel.streamed = usual
 
 
 # Steps --------------------------------------------------------------------------------------------------------------

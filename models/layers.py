@@ -21,7 +21,7 @@ from jtile import ops
 from jtile.ops import QuantizedTensor
 from jtile.ops.quantized_tensor import BLOCKS
 
-from . import kernels
+from . import kernels, parallel
 from .cache import HeadNorms
 from .parallel import Term
 from .sums import Parts, in_parts, parts_of
@@ -77,14 +77,12 @@ def whole(y):
     return y.whole() if isinstance(y, Term | Parts) else y
 
 
-def own(delta) -> tuple[jax.Array, str | None] | None:
+def _own(delta) -> tuple[jax.Array, str | None] | None:
     """(what this device adds, the axis along which it is summed, or None), where a product behind the norm may be in
     one kernel with that; None where it may not."""
-    if delta is None or isinstance(delta, Parts):
-        return None
-    if not isinstance(delta, Term):
-        return delta, None
-    return (delta.value, delta.axis) if delta.streams else None
+    if isinstance(delta, Term):
+        return parallel.streamed(delta)
+    return None if delta is None else (delta, None)
 
 
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, parts: bool = False):
@@ -93,7 +91,7 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, part
     if parts and parts_of(x, weight) > 1:
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear_or_parts(normed, weight)
-    term = own(delta)
+    term = _own(delta)
     if term is None or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
@@ -221,7 +219,7 @@ def add_norm_gated_mlp(
     x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu", parts: bool = False
 ):
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
-    term = own(delta)
+    term = _own(delta)
     if term is None or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation, parts)

@@ -41,12 +41,6 @@ class Term:
     steady: bool = dataclasses.field(default=False, metadata=dict(static=True))
     talk: bool = dataclasses.field(default=True, metadata=dict(static=True))
 
-    @property
-    def streams(self) -> bool:
-        """Whether the sum, its norm and a product behind them may be one kernel: each of its programs reads all
-        terms."""
-        return not self.steady and self.talk and self.value.ndim == 2 and self.value.shape[0] <= STREAMED
-
     def whole(self) -> jax.Array:
         """The sum over the devices."""
         if self.steady and not self.talk:  # the order of XLA's sums depends on the place in the array
@@ -62,6 +56,13 @@ class Term:
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
         return x, normed
+
+
+def streamed(term: Term) -> tuple[jax.Array, str | None] | None:
+    """(this device's term, the axis of the sum), if the sum, its norm and a product behind them may be one kernel, each
+    program of which reads all terms; else None."""
+    fits = not term.steady and term.talk and term.value.ndim == 2 and term.value.shape[0] <= STREAMED
+    return (term.value, term.axis) if fits else None
 
 
 @dataclasses.dataclass(frozen=True)
