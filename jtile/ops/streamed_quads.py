@@ -49,9 +49,9 @@ class Digits:
         front: for codes of 4 bits their lower and their upper halves, for others the words of each group. For 8-bit
         floats [2 * lanes, 8], those of the lower and of the upper half of each word in turn. Tiles are [2, lanes, 4],
         those of a group in a list.
-      unit: for each group the factor that turns sums of digits back into sums of numbers: buffers float32 [lanes], of
-        which those of a quad have the same, tiles [parts of quads].
-      total: for each group half of the sum of x of a quad in the same form, where weights have minima.
+      unit: for each group the factor that turns sums of digits back into sums of numbers: buffers float32 [quads],
+        tiles [parts of quads].
+      total: for each group half of the sum of x of each quad in the same form, where weights have minima.
     """
 
     planes: list
@@ -62,7 +62,7 @@ class Digits:
 def room(kind: str, groups: int) -> Digits:
     """The shapes and dtypes of the buffers."""
     of = lambda n, width: [jax.ShapeDtypeStruct((2 * LANES, width), jnp.uint32)] * n
-    units = [jax.ShapeDtypeStruct((LANES,), jnp.float32)] * groups
+    units = [jax.ShapeDtypeStruct((QUADS,), jnp.float32)] * groups
     four = kind in ("q4_0", "q4_1")
     planes = of(2, 4) if four else of(groups, 8 if kind == "fp8" else 4)
     return Digits(planes, units, units if kind == "q4_1" else [])
@@ -74,31 +74,23 @@ def put(rings: Digits, k, parts: list, kind: str, groups: int) -> None:
     each = len(parts) // groups
     for group in range(groups):
         tiles = parts[group * each : (group + 1) * each]
+        tiles = [tile.reshape(QUADS, 4, 8) for tile in tiles]
         up, unit = _scale(tiles)
-        scaled = [tile * up[:, None] for tile in tiles]
+        scaled = [(tile * up[:, None, None]).reshape(LANES, 8) for tile in tiles]
         for n, pair in enumerate(_float_words(*scaled) if kind == "fp8" else _integer_words(scaled, kind)):
             for p, tile in enumerate(pair):
                 rings.planes[group + n].at(k)[p * LANES : (p + 1) * LANES].store(tile)
         rings.unit[group].at(k).store(unit)
         if rings.total:
-            total = _of_quads(functools.reduce(jnp.add, tiles).sum(1), jnp.sum)
+            total = functools.reduce(jnp.add, tiles).sum((1, 2))
             rings.total[group].at(k).store(total * jnp.float32(0.5))
 
 
-def _of_quads(of_lanes, reduce):
-    """What a reduction over the lanes of each quad gives, for all of its lanes."""
-    found = reduce(of_lanes.reshape(QUADS, 4), axis=1)
-    return jnp.broadcast_to(found[:, None], (QUADS, 4)).reshape(LANES)
-
-
 def _scale(x: list):
-    """For each lane the power of two that brings the numbers of its quad below 2^15, and the one that brings them
-    back."""
+    """For each quad the power of two that brings its numbers below 2^15, and the one that brings them back."""
     largest = functools.reduce(jnp.maximum, [abs(tile) for tile in x])
-    found = _of_quads(jnp.max(largest, axis=1), jnp.max)
-    power = jnp.maximum(
-        (jax.lax.bitcast_convert_type(found, jnp.uint32) + np.uint32(_NEARLY)) >> np.uint32(23), np.uint32(_BITS)
-    )  # biased by 127
+    found = jax.lax.bitcast_convert_type(jnp.max(largest, axis=(1, 2)), jnp.uint32)
+    power = jnp.maximum((found + np.uint32(_NEARLY)) >> np.uint32(23), np.uint32(_BITS))  # biased by 127
     real = lambda v: jax.lax.bitcast_convert_type(v << np.uint32(23), jnp.float32)
     up = real(np.uint32(253 + _BITS) - jnp.minimum(power, np.uint32(254)))
     unit = jnp.where(power == np.uint32(255), jnp.float32(np.nan), real(power - np.uint32(_BITS - 1)))
@@ -144,9 +136,7 @@ def taken(row: Digits) -> Digits:
     planes = [_by_halves(tile.reshape(2, LANES, tile.shape[1])) for tile in of(row.planes)]
     if len(row.unit) == 1:
         planes = [[half for tile in planes for half in tile]]
-    of_parts = lambda rings: [
-        jax.lax.index_in_dim(tile.reshape(QUADS, 2, 2), 0, axis=1, keepdims=False).reshape(PARTS) for tile in of(rings)
-    ]
+    of_parts = lambda rings: [jnp.broadcast_to(x[:, None], (QUADS, 2)).reshape(PARTS) for x in of(rings)]
     return Digits(planes, of_parts(row.unit), of_parts(row.total))
 
 
