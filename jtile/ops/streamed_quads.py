@@ -121,12 +121,14 @@ def _in_words(x: list, kind: str) -> list:
 
 def _float_words(a, b) -> list:
     """Numbers of a group, of bytes 0 and 2 and of bytes 1 and 3 of words of codes, as words of two float16, and what
-    these lack."""
+    these lack. They are rounded to 11 bits by their bits: an instruction that converts one float alone takes as long as
+    four that convert two each, and these take numbers that nothing else does."""
     found = []
     for tile in (a, b):
-        high = tile.astype(jnp.float16)
-        low = (tile - high.astype(jnp.float32)).astype(jnp.float16)
-        found.append([jax.lax.bitcast_convert_type(part, jnp.uint16).astype(jnp.uint32) for part in (high, low)])
+        bits = jax.lax.bitcast_convert_type(tile, jnp.uint32)
+        high = jax.lax.bitcast_convert_type((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000), jnp.float32)
+        halves = [part.astype(jnp.float16) for part in (high, tile - high)]
+        found.append([jax.lax.bitcast_convert_type(part, jnp.uint16).astype(jnp.uint32) for part in halves])
     return [tuple(first | (second << np.uint32(16)) for first, second in zip(*found))]
 
 
