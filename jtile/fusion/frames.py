@@ -158,8 +158,9 @@ class Frame:
 
 
 class WideFrame(Frame):
-    """A frame of elementwise steps that computes floats of 16 bits in float32, and rounds what it stores: as XLA does,
-    which need not round between functions either."""
+    """A frame of elementwise steps that computes bfloat16 in float32, and rounds what it stores: as XLA does, which need
+    not round between functions either. Float16 is rounded after each function: it has few exponents, and what is inf
+    in XLA's program is inf here."""
 
     def tile(self, value: Value, ref, at: Any | None = None):
         return super().tile(value, ref, at).astype(wide(value.dtype))
@@ -183,4 +184,4 @@ ROUNDED = frozenset(["nextafter", "reduce_precision"])  # functions that are abo
 
 def wide(dtype: Any) -> Any:
     """The dtype in which a `WideFrame` computes values of a dtype."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return jnp.float32 if dtype == jnp.bfloat16 else dtype

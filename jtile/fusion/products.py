@@ -171,10 +171,10 @@ class ProductKernel:
             rows = x.tiles(bm, bk)[i, p]
             return [jt.dot(rows, right(ref, p), total) for ref, total in zip(rights, totals, strict=True)]
 
-        zeros = [jnp.zeros((bm, bn), wide(x.dtype))] * count
+        zeros = [jnp.zeros((bm, bn), jnp.promote_types(x.dtype, jnp.float32))] * count
         totals = jt.fori(jt.cdiv(k, bk), more, zeros, stages=3)
         for step, total in zip(product.products, totals, strict=True):
-            frame.tiles[step.outs[0]] = total
+            frame.tiles[step.outs[0]] = total.astype(wide(x.dtype))
         for value, ref in zip(product.inputs[count + 1 :], rest):
             frame.load(value, ref)
         for step in product.steps:

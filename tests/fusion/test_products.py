@@ -105,6 +105,16 @@ def test_gradients_and_vmaps():
         np.testing.assert_allclose(got, want, 2e-5, 2e-5)
 
 
+def test_what_float16_has_no_room_for():
+    """A product above 65504 is inf before the functions behind it, as in XLA's program; so is what a function gives."""
+    x, w, b = jnp.full((8, 64), 64, "float16"), jnp.full((64, 9), 64, "float16"), jnp.full(9, 0.001, "float16")
+    for f in (lambda x, w, b: jnp.tanh(x @ w * b) * b, lambda x, w, b: (jnp.exp(x[:, :2] @ w[:2] * b) * b - 1) * b):
+        got, want = jt.fuse(f)(x, w, b), jax.jit(f)(x, w, b)
+        assert len(products(jt.fuse(f).planned((x, w, b), {})[0])) == 1
+        np.testing.assert_array_equal(got, want)
+    assert np.isinf(jt.fuse(lambda x, w, b: jnp.abs(x @ w * b) * b)(x, w, b)).all()
+
+
 @pytest.mark.parametrize(
     "f",
     [

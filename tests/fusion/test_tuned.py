@@ -1,4 +1,4 @@
-"""`jt.tune` of what `jt.fuse` makes: tiles and orders of kernels, and which groups are kernels. A test says the times."""
+"""`jt.tune` of what `jt.fuse` makes: tiles and orders of kernels, which groups are kernels, by times that tests say."""
 
 from __future__ import annotations
 
