@@ -34,6 +34,7 @@ LARGE_PRODUCTS_ON_GPUS = False
 # elements of the result); whether everything does, for tests.
 PRODUCTS_ON_GPUS, PRODUCTS_ANYWHERE = True, False
 LEAST_SIDE, LEAST_RESULT = 512, 1 << 22
+MOST_ROWS, LEAST_WEIGHTS = 256, 1 << 16  # of products that compute their weights, on CPUs
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 LARGEST_TABLE, LEAST_UPDATES = 1 << 13, 8  # elements of a scatter's table, and updates for each, on CPUs
 SCATTERS_ANYWHERE = False  # whether kernels scatter whatever the sizes, for tests
@@ -174,6 +175,19 @@ def product_worth(m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step]
         return False
     copied = all(side * dtype.itemsize % ROW_BYTES == 0 for side in (n, k))
     return copied and dtype.itemsize == 2 and work > 1 and min(m, n, k) >= LEAST_SIDE and m * n >= LEAST_RESULT
+
+
+def prologue_worth(m: int, n: int, k: int, dtype: np.dtype, read: int | None) -> bool:
+    """Whether a product of m rows and n columns of k terms computes tiles of its operands itself, which XLA writes to
+    memory and reads. read: the bytes that a kernel reads for each weight, None where it computes no weights. A tile of
+    them is computed once for each tile of rows, so few rows repay it."""
+    if PRODUCTS_ANYWHERE:
+        return True
+    target = jt.target()
+    if not gpu_tiles.on_one_device() or "warps" in target.features or read is None or read > dtype.itemsize:
+        return False
+    quick = dtype == np.float32 or any(kind == dtype.name == "bfloat16" for *_, kind in target.matrix_shapes)
+    return quick and m <= MOST_ROWS and n * k >= LEAST_WEIGHTS
 
 
 def picks_well(step: Step) -> bool:

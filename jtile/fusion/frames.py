@@ -158,9 +158,9 @@ class Frame:
 
 
 class WideFrame(Frame):
-    """A frame of elementwise steps that computes bfloat16 in float32, and rounds what it stores: as XLA does, which need
-    not round between functions either. Float16 is rounded after each function: it has few exponents, and what is inf
-    in XLA's program is inf here."""
+    """A frame of elementwise steps that computes bfloat16 in float32, and rounds what it stores: as XLA does, which
+    need not round between functions either. Float16 is rounded after each function: it has few exponents, and what is
+    inf in XLA's program is inf here."""
 
     def tile(self, value: Value, ref, at: Any | None = None):
         return super().tile(value, ref, at).astype(wide(value.dtype))

@@ -21,10 +21,10 @@ from .inner import functions_of
 from .laying import laid_out, settled_of
 from .layout import Layout
 from .loops import loop_of
-from .products import product_of
+from .multiplied import take_products
 from .scatters import scatter_of
 from .steps import ELEMENTWISE, MOVES, Node, Program, Step, Value, program_of, size_of
-from .units import Group, Plan, Product, Unit
+from .units import Group, Plan, Unit
 from .vector_products import with_sums
 from .windows import has_windows, traffic, with_windows
 
@@ -37,15 +37,15 @@ def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = Non
     `everything`: groups that compute something are kernels, worth it or not; `cut`: what is decided otherwise, by
     default what `jt.tune` has found."""
     if everything:
-        return _Cutter(program, everything).plan()
+        return Cutter(program, everything).plan()
     cut = cut_of(program) if cut is None else cut
     nodes = with_sums(with_flat_indices(program.nodes, program.outputs), takes_large_products())
     program = dataclasses.replace(program, nodes=nodes)
     nodes = with_windows(program.nodes, program.outputs)
-    plain = lambda: _Cutter(program, cut=cut).plan()
+    plain = lambda: Cutter(program, cut=cut).plan()
     if cut.windows is False or not any(has_windows(node.steps) for node in nodes):
         return plain()
-    other = _Cutter(dataclasses.replace(program, nodes=nodes), cut=cut, windows=True).plan()
+    other = Cutter(dataclasses.replace(program, nodes=nodes), cut=cut, windows=True).plan()
     if cut.windows:
         return other
     return other if _moved(other) <= _moved(plan := plain()) else plan
@@ -68,7 +68,7 @@ def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
     return plans if any(plan.has_kernels for those in plans.values() for plan in those) else {}
 
 
-class _Cutter:
+class Cutter:
     def __init__(self, program: Program, everything: bool = False, cut: Cut = MODELS, windows: bool = False):
         self.program, self.nodes, self.everything = program, program.nodes, everything
         self.cut, self.windows = cut, windows
@@ -134,7 +134,7 @@ class _Cutter:
                 units[u], more = found
                 taken[u] = sorted([*taken[u], *more])
         if not self.everything:
-            self._take_products(units, taken, alone, left)
+            take_products(self, units, taken, alone, left)
         for k, node in enumerate(self.nodes):
             used = {v for v in node.outs if v in self.results or v in self.users}
             loop = loop_of(node, used, everything=self.everything)
@@ -144,7 +144,7 @@ class _Cutter:
         left += [(those[0], those, BY_TUNER) for those in taken if those[0] in self.cut.xla]
         kept = [u for u, those in enumerate(taken) if those[0] not in self.cut.xla]
         units, taken = [units[u] for u in kept], [taken[u] for u in kept]
-        order = self._sorted(taken)
+        order = self.sorted_order(taken)
         assert order is not None
         run = [units[u] if u >= 0 else -1 - u for u in order]
         inside = {k: plans for k in run if isinstance(k, int) and (plans := _inside(self.nodes[k]))}
@@ -159,49 +159,6 @@ class _Cutter:
             return windows_not_worth(group.steps, read, group.outputs, group.layout)
         why = not_worth(group.steps, read, group.outputs, group.layout)
         return why or reads_parts(group.loaded, made_by, group.layout)
-
-    def _take_products(
-        self, units: list[Unit], taken: list[list[int]], alone: list[Group], left: list[tuple[int, list[int], str]]
-    ) -> None:
-        """Makes one kernel of each group of elementwise nodes, and of the products that it reads. alone: the groups
-        that are `left` since they are not worth a kernel by themselves."""
-        count, gone, busy = len(units), set(), {k for those in taken for k in those}
-        groups = [*zip(units, taken, strict=True), *((group, of[1]) for group, of in zip(alone, left, strict=True))]
-        for place, (unit, members) in enumerate(groups):
-            found = self._product(unit, members, busy) if isinstance(unit, Group) else None
-            if found is None or self._sorted([found[1], *(those for those in taken if those is not members)]) is None:
-                continue
-            busy.update(found[1])
-            if place < count:
-                units[place], taken[place] = found
-            else:
-                units.append(found[0])
-                taken.append(found[1])
-                gone.add(members[0])
-        left[:] = [entry for entry in left if entry[0] not in gone]
-
-    def _product(self, group: Group, members: list[int], busy: set[int]) -> tuple[Product, list[int]] | None:
-        """(the products that a group of elementwise nodes reads, together with it; the numbers of all its nodes). busy:
-        the nodes that other kernels have."""
-        if group.windowed or group.gathers or group.layout.whole or group.layout.late:
-            return None
-        free = lambda v, name: (k := self.maker.get(v, -1)) >= 0 and k not in busy and self.nodes[k].name == name
-        makers = sorted({self.maker[v] for v in group.inputs if free(v, "dot_general")})
-        lefts = {self.maker.get(self.nodes[k].ins[0]) for k in makers}
-        if not makers or any(m is not None and self.nodes[m].name == "transpose" for m in lefts):
-            return None  # XLA's products read a transposed array where it lies
-        rights = [self.nodes[k].ins[1] for k in makers]
-        turned = list(dict.fromkeys(self.maker[v] for v in rights if free(v, "transpose")))
-        alone = [m for m in turned if {*makers} >= {*self.users[self.nodes[m].outs[0]]}]
-        together = sorted([*alone, *makers, *members])
-        own = set(together)
-        if not self._is_convex(together):
-            return None
-        used = lambda v: v in self.results or not own.issuperset(self.users.get(v, ()))
-        written = [*(v for k in makers for v in self.nodes[k].outs if used(v)), *group.outputs]
-        of = lambda numbers: [self.nodes[k] for k in numbers]
-        product = product_of(of(makers), group, written, of(turned))
-        return product and (product, together)
 
     def _chain(self, group: Group, members: Sequence[int]) -> tuple[Chain, list[int]] | None:
         """The attention that a group is the middle of, and the numbers of its two products."""
@@ -230,7 +187,7 @@ class _Cutter:
         beside = [[first] for first in self._beside(k) if first not in near]
         for firsts in [*together, *([first] for first in near), *beside]:
             members = sorted([k, *(m for first in firsts for m in self.members[first])])
-            if not self._is_convex(members):
+            if not self.is_convex(members):
                 continue
             settled = self.settled.get(firsts[0]) if len(firsts) == 1 else None
             layout = settled and self._with(settled, self.nodes[k])
@@ -270,7 +227,7 @@ class _Cutter:
                 continue
             together = sorted({*members, *more})
             self.picked.update(gathers)
-            if self._is_convex(together) and self._group(together) and self._runs(together, [members[0], *gone]):
+            if self.is_convex(together) and self._group(together) and self._runs(together, [members[0], *gone]):
                 for other in (members[0], *gone):
                     del self.members[other]
                 self._put(together, None)
@@ -299,7 +256,7 @@ class _Cutter:
     def _takes(self, more: set[int], firsts: Sequence[int]) -> bool:
         """Makes one group of groups and of these nodes besides, if that goes."""
         together = sorted({*more, *(m for first in firsts for m in self.members[first])})
-        if not self._is_convex(together) or not self._group(together) or not self._runs(together, firsts):
+        if not self.is_convex(together) or not self._group(together) or not self._runs(together, firsts):
             return False
         for first in firsts:
             del self.members[first]
@@ -329,7 +286,7 @@ class _Cutter:
         made = [v for k in theirs for v in self.nodes[k].outs]
         used = {user for v in made for user in self.users.get(v, ())}
         together = sorted({*members, *theirs})
-        if not used <= {*together} or not self.results.isdisjoint(made) or not self._is_convex(together):
+        if not used <= {*together} or not self.results.isdisjoint(made) or not self.is_convex(together):
             return False
         if not self._group(together) or not self._runs(together, [first, maker]):
             return False
@@ -344,12 +301,12 @@ class _Cutter:
             members, theirs = self.members[first], self._group(self.members[maker])
             if k not in self.members[maker] or any({*self.users.get(v, ())} - {*members} for v in self.nodes[k].outs):
                 continue
-            moved = self._needed_for([k])
+            moved = self.needed_for([k])
             rest, together = sorted({*self.members[maker]} - {*moved}), sorted({*members, *moved})
             group, now = self._group(members), self._group(together)
             plain = all(step.name in MOVES | ELEMENTWISE for m in moved for step in self.nodes[m].steps)
             plain = plain and {*moved} <= {*self.members[maker]}
-            if not rest or not plain or now is None or group is None or theirs is None or not self._is_convex(together):
+            if not rest or not plain or now is None or group is None or theirs is None or not self.is_convex(together):
                 continue
             more = {*now.inputs} - {*group.inputs}
             if len(more) > 1 or not more <= {*theirs.inputs, *theirs.outputs}:
@@ -364,7 +321,7 @@ class _Cutter:
 
     def _index_of(self, gathers: Sequence[int]) -> list[int]:
         """The elementwise nodes and moves that make nothing but indices of these gathers."""
-        return self._needed_for(gathers, 1)[len(gathers) :]
+        return self.needed_for(gathers, 1)[len(gathers) :]
 
     def _makers_of_index(self, gathers: Sequence[int]) -> list[int]:
         """The nodes of the groups that make indices of these gathers, with what else they make."""
@@ -372,7 +329,7 @@ class _Cutter:
         firsts = {self.group_of[k] for k in index if k in self.group_of}
         return sorted(k for first in firsts for k in self.members[first])
 
-    def _needed_for(self, nodes: Sequence[int], operand: int = 0) -> list[int]:
+    def needed_for(self, nodes: Sequence[int], operand: int = 0) -> list[int]:
         """These nodes, and the elementwise nodes and moves that make nothing but operands of them, from number
         `operand` on."""
         found = set(nodes)
@@ -424,7 +381,7 @@ class _Cutter:
             self.settled[members[0]] = settled
         self.group_of.update(dict.fromkeys(members, members[0]))
 
-    def _is_convex(self, members: Sequence[int]) -> bool:
+    def is_convex(self, members: Sequence[int]) -> bool:
         """Whether no node outside of `members` depends on one of them while another of them depends on it."""
         own = functools.reduce(lambda bits, k: bits | 1 << k, members, 0)
         before = functools.reduce(lambda bits, k: bits | self.above[k], members, 0) & ~own
@@ -439,9 +396,9 @@ class _Cutter:
     def _runs(self, members: Sequence[int], firsts: Iterable[int]) -> bool:
         """Whether these nodes and the other groups can run one after another."""
         rest = [nodes for first, nodes in self.members.items() if first not in firsts and len(nodes) > 1]
-        return not rest or self._sorted([list(members), *rest]) is not None
+        return not rest or self.sorted_order([list(members), *rest]) is not None
 
-    def _sorted(self, groups: Sequence[Sequence[int]]) -> list[int] | None:
+    def sorted_order(self, groups: Sequence[Sequence[int]]) -> list[int] | None:
         """An order of the groups, by number, and of the nodes in none, by -1 - number; None if there is none."""
         unit = {k: g for g, members in enumerate(groups) for k in members}
         of = lambda k: unit.get(k, -1 - k)
@@ -465,7 +422,7 @@ class _Cutter:
 
     def _group(self, members: Sequence[int]) -> Group | None:
         """The group of these nodes; None if no kernel takes them together."""
-        nodes = [*self._constants(members), *map(self._node, members)]
+        nodes = [*self.constants_of(members), *map(self._node, members)]
         steps = [step for node in nodes for step in node.steps]
         made = {v for step in steps for v in step.outs}
         own = set(members)
@@ -489,7 +446,7 @@ class _Cutter:
             return dataclasses.replace(node, steps=(self.scattered[k],))
         return dataclasses.replace(node, steps=(node.eqn,)) if k in self.picked else node
 
-    def _constants(self, members: Sequence[int]) -> list[Node]:
+    def constants_of(self, members: Sequence[int]) -> list[Node]:
         """The nodes that make those operands of `members` that depend on no input of the program."""
         found: set[int] = set()
         todo = list(members)

@@ -70,10 +70,12 @@ def layout_of(
     ends: Sequence[Value],
     same: Iterable[tuple[Operand, Operand]] = (),
     last: Collection[Step] = (),
+    apart: Collection[tuple[Value, int]] = (),
 ) -> Layout | None:
     """The layout of steps whose inputs and outputs are `ends`, where pairs of `same` shape have the same axes; None if
-    their values have no axes in common. last: sums that no other step reads, which need no whole axes."""
-    axes, whole, alone, late = Axes(), [], [], []
+    their values have no axes in common. last: sums that no other step reads, which need no whole axes; apart:
+    dimensions that are not merged with others."""
+    axes, whole, alone, late = Axes(), [], [*apart], []
     for step in steps:
         relate(step, axes, late if step in last else whole, alone)
     for x, y in same:
@@ -191,4 +193,4 @@ def _merged(order: list, kinds: dict, alone: set, values: Iterable[list], ends: 
 def _together(roots: list, first, second) -> bool:
     if first not in roots and second not in roots:
         return True
-    return first in roots and roots.index(first) + 1 < len(roots) and roots[roots.index(first) + 1] is second
+    return first in roots and roots.index(first) + 1 < len(roots) and roots[roots.index(first) + 1] == second

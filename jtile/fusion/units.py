@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 from .chains import Chain
 from .gathers import JOINS
 from .layout import Layout
 from .loops import Loop
+from .operands import Source
 from .steps import Node, Program, Step, Value
 from .windows import has_windows
 
@@ -73,15 +73,15 @@ ROWS, COLUMNS = 0, 1  # the axes of a product's layout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """Products of one left operand, and what is computed of their elements.
+    """Products of one left operand, what computes their operands, and what is computed of their elements.
 
     Attributes:
-      nodes: those that transpose right operands, the products, and the elementwise nodes behind them.
-      inputs: the left operand, the right ones, and what the elementwise nodes read besides.
+      nodes: those that compute or transpose operands, the products, and the elementwise nodes behind them.
+      inputs: what the left operand is or is computed of, the same of the right ones, and what the nodes behind read.
       outputs: what the kernel writes.
       products: the equations of the products. steps: the elementwise ones.
       layout: its two axes are the rows and the columns of the products.
-      transposed: whether the right operands lie in memory as [columns, terms].
+      sources: where the left operand and the right ones come from.
     """
 
     nodes: list[Node]
@@ -90,7 +90,7 @@ class Product:
     products: list[Step]
     steps: list[Step]
     layout: Layout
-    transposed: bool
+    sources: list[Source]
 
     by_equations = True  # the derivative has products of other shapes, which choose kernels of their own
 
@@ -98,7 +98,12 @@ class Product:
     def sizes(self) -> tuple[int, int, int]:
         """Rows, columns, and terms of a sum."""
         m, n = self.layout.sizes
-        return m, n, math.prod(self.inputs[0].shape) // m
+        return m, n, self.products[0].ins[0].shape[-1]
+
+    @property
+    def extras(self) -> list[Value]:
+        """What the elementwise nodes behind the products read besides."""
+        return self.inputs[sum(len(source.inputs) for source in self.sources) :]
 
 
 Unit = Group | Chain | Loop | Product  # the parts of a program that run as kernels

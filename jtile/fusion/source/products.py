@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jtile.fusion.layout import Layout
+from jtile.fusion.layout import Layout, layout_of
 from jtile.fusion.steps import Node, Value
 from jtile.fusion.tilings import Tiling
 from jtile.fusion.units import Group, Plan
@@ -43,9 +44,10 @@ def products_of(plan: Plan) -> tuple[dict[int, Group], dict[int, int]]:
         (out,) = program.nodes[k].outs
         users = [at for at, u in enumerate(plan.order) if out in _read(plan, u)]
         group = plan.order[users[0]] if len(users) == 1 else None
-        if isinstance(group, Group) and group not in taken and out not in results and _follows(group, out):
-            found[k], places[k] = group, users[0]
-            taken.add(group)
+        over = _over(group, out) if isinstance(group, Group) and group not in taken and out not in results else None
+        if over is not None:
+            found[k], places[k] = over, users[0]
+            taken.add(group)  # type: ignore[arg-type]
         else:
             layout = Layout(tuple(out.shape), frozenset(), {out: (0, 1)})
             found[k] = Group([], [out], [out], layout, [])
@@ -56,10 +58,12 @@ def _read(plan: Plan, unit: Any) -> Any:
     return plan.program.nodes[unit].ins if isinstance(unit, int) else unit.inputs
 
 
-def _follows(group: Group, out: Value) -> bool:
-    """Whether a group is elementwise over the tiles of a product."""
-    layout = group.layout
-    return layout.sizes == tuple(out.shape) and layout.axes[out] == (0, 1) and not layout.whole | layout.late
+def _over(group: Group, out: Value) -> Group | None:
+    """A group over the rows and columns of a product, if it is elementwise over its tiles; else None."""
+    layout = layout_of(group.steps, [*group.inputs, *group.outputs], apart=[(out, 0), (out, 1)])
+    if layout is None or layout.sizes != tuple(out.shape) or layout.axes[out] != (0, 1) or layout.whole | layout.late:
+        return None
+    return dataclasses.replace(group, layout=layout)
 
 
 class ProductText(GroupText):
