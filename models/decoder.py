@@ -32,9 +32,10 @@ class Attention(nnx.Module):
     """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves.
 
     It is used in two steps: `enter` makes the projection, which `prefill` or `step` takes. On several devices each has
-    some of the heads, and its output is a `Term`."""
+    some of the heads, and its output is a `Term`. parts: what is behind it takes `Parts`."""
 
     over: Axes = ALONE
+    parts: bool = False
 
     def __init__(self, config: AttentionConfig, hidden: int, weight: WeightSource, prefix: str):
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -69,7 +70,7 @@ class Attention(nnx.Module):
         """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim], with the gates behind it if the
         attention is gated); x, delta [..., hidden]."""
         plain = self.bias is None and not self.config.gated and self.config.rope.tempered is None
-        x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value(), parts=plain)
+        x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value(), parts=plain and self.parts)
         return x, layers.with_bias(qkv, _value(self.bias))
 
     def _gates(self, projected):
@@ -87,7 +88,7 @@ class Attention(nnx.Module):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
-        if self.output_bias is None and self.over.tensor is None:
+        if self.parts and self.output_bias is None and self.over.tensor is None:
             return layers.linear_or_parts(mixed, self.output.get_value())
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
@@ -136,9 +137,10 @@ def _value(param: nnx.Param | None):
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)). On several devices each has some of the features."""
+    """down(activation(gate(x)) * up(x)). On several devices each has some of the features. parts: see `Attention`."""
 
     over: Axes = ALONE
+    parts: bool = False
 
     def __init__(self, hidden: int, features: int, weight: WeightSource, prefix: str, activation: str = "silu"):
         self.activation = activation
@@ -152,7 +154,7 @@ class GatedMLP(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, the output of this MLP for the norm of that sum)."""
-        parts = self.over.tensor is None
+        parts = self.parts and self.over.tensor is None
         x, y = layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, parts)
         return x, self.over.term(y)
 
@@ -201,6 +203,10 @@ class Block(nnx.Module):
         self.recurrent = getattr(attention, "recurrent", False)
         self.attention_norm, self.attention = norm("input_layernorm"), attention
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
+        if isinstance(mlp, GatedMLP):  # a mixture has kernels for its norm that take whole sums
+            mlp.parts = True
+            if isinstance(attention, Attention):
+                attention.parts = True
 
     def _run(self, x, delta, attend, at=None, hold: bool = False):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs

@@ -101,10 +101,9 @@ def test_which_steps_it_takes(short, monkeypatch):
     assert not next_tokens.fits(model, 2, Steps(), False)
 
 
-SMALL = dict(num_hidden_layers=2, vocab_size=512, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
-SHAPES = {  # whose products are held in registers, or come in rings
-    "held": ("Llama-3.2-1B", SMALL | dict(intermediate_size=512)),
-    "rings": ("Llama-3.2-1B", SMALL | dict(intermediate_size=9216)),
+SMALL = dict(num_hidden_layers=1, vocab_size=512, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+SHAPES = {
+    "dense": ("Llama-3.2-1B", SMALL | dict(intermediate_size=512)),
     "mixture": ("Qwen3-30B-A3B", SMALL | dict(num_experts=8, moe_intermediate_size=256, head_dim=64)),
 }
 
@@ -132,9 +131,9 @@ def test_no_early_read_of_what_it_writes(name, monkeypatch):
         lm = models.make(models.SHAPES[shape] | cut)
         order = launch_order.launches(decoding(lm))
         names = [one.name for one in order]
-        assert names.count("next_tokens") == 2 and names.count("hopper_step") == 4
+        assert names.count("next_tokens") == 2 and names.count("hopper_step") == 2
         assert launch_order.hazards(order) == []
-        if name == "held":
+        if name == "dense":
             monkeypatch.setattr(gpu_tiles, "holding", contextlib.nullcontext)
             found = launch_order.hazards(launch_order.launches(decoding(lm)))
             assert found and all("hopper_step" in text and "next_tokens" in text for text in found)
