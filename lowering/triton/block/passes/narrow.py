@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jtile.ir import (
+    DTYPES,
     At,
     Broadcast,
     Builder,
@@ -13,6 +14,7 @@ from jtile.ir import (
     Dim,
     Full,
     Index,
+    Iota,
     Load,
     Map,
     Reshape,
@@ -70,6 +72,9 @@ class Narrow:
                 return b.value(Select(self(cond, axis) if cond.shape else cond, self(x, axis), self(y, axis)))
             case Full(value, _, dtype):
                 return b.value(Full(value, shape, dtype))
+            case Iota(_, along, dtype) if DTYPES[dtype].kind in "iu":  # to cut one up takes a compiler long
+                numbers, first = b.value(Iota(shape, along, dtype)), self.k * shape[along] if along == axis else 0
+                return b.value(Map("add", (numbers, b.value(Full(first, shape, dtype))))) if first else numbers
             case Broadcast(x, _, dims):
                 own = dims.index(axis) if axis in dims else None
                 wide = own is not None and x.shape[own] > 1

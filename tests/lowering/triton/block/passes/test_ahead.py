@@ -50,3 +50,19 @@ def test_each_piece_is_loaded_before_the_one_in_front_of_it_is_computed():
     want = interpret(kernel, inputs)[0]
     for seed in (0, 1):
         np.testing.assert_array_equal(interpret(found.kernel, inputs, seed=seed)[0], want)
+
+
+def test_places_in_a_piece_are_counted_not_cut_from_those_of_the_tile():
+    masked = KERNEL.replace(
+        "  %u = cast %t",
+        "  %n = iota 1 : tile<128x256xi32>\n  %few = full 150 : tile<128x256xi32>\n  %in = lt %n, %few\n"
+        "  %v = select %in, %t, %zero\n  %u = cast %v",
+    )
+    kernel = parse_kernel(masked)
+    found = steps(kernel, machine(), {}).kernel
+    text = print_kernel(found)
+    cut = {line.split("slice ")[1].split(" ")[0] for line in text.splitlines() if " slice " in line}
+    counted = {line.split()[0] for line in text.splitlines() if " iota " in line}
+    assert counted and cut and not counted & cut, text
+    inputs = operands(kernel, 0)
+    np.testing.assert_array_equal(interpret(found, inputs, seed=0)[0], interpret(kernel, inputs)[0])
