@@ -82,7 +82,7 @@ def _own(delta) -> tuple[jax.Array, str | None] | None:
     one kernel with that; None where it may not."""
     if isinstance(delta, Term):
         return parallel.streamed(delta)
-    return None if delta is None else (delta, None)
+    return None if delta is None or isinstance(delta, Parts) else (delta, None)
 
 
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, parts: bool = False):

@@ -199,7 +199,8 @@ def _wide(x, w, *, parts: int):
 
 
 def _not_wide(x, w, *, parts: int) -> str | None:
-    return first_unmet((parts > 1 and parts == parts_of(x, w), "the sums are made in other parts"))
+    form = choice(*w.shape, 1)
+    return misfit(x, (w,)) or first_unmet((form is not None and parts == form.parts > 1, "parts are others"))
 
 
 def _whole(x, w, *, parts: int):
