@@ -141,15 +141,17 @@ def graph(
     Args:
       fun: a function of arrays, and pytrees of them, as `jax.jit` takes it.
       static_argnums, static_argnames: its arguments that are no arrays, as for `jax.jit`.
-      cores: how many cores the graph is made for; default: those of this process. It runs on any number.
+      cores: how many cores the graph is made for; default: those of this process. It runs on any number. On a GPU the
+        blocks of the launch, by default one for each multiprocessor; the device must have room for all at once.
       assign: `"dynamic"`: a core takes the next band in the order of their predicted starts; `"static"`: every core has
-        the bands of its own that the predicted timeline gives it, and takes others where their core has not come.
+        the bands of its own that the predicted timeline gives it, and takes others where their core has not come. On a
+        GPU every block has the bands that the predicted timeline gives it, and takes no others.
     Returns:
       A `Graphed`, called as `fun`. Without `fun`, a decorator.
     Raises:
       KernelTypeError: `fun` is no function.
       KernelValueError: `cores` is no number of cores, or `assign` neither of the two.
-      UnsupportedError, when it is called: the target runs no execution graphs; CPUs do.
+      UnsupportedError, when it is called: the target runs no execution graphs; CPUs and NVIDIA's GPUs do.
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)

@@ -78,8 +78,8 @@ def check_target(target: Target) -> None:
     """Raise UnsupportedError if a target runs no execution graphs."""
     if platforms.named(target.platform).graph_call is None:
         raise UnsupportedError(
-            f"jt.graph: target {target.name!r} runs no execution graphs yet, only CPUs do: call the "
-            "function itself, whose kernels run one after another, or run it on a CPU: "
+            f"jt.graph: target {target.name!r} runs no execution graphs, only CPUs and NVIDIA's GPUs do: call "
+            "the function itself, whose kernels run one after another, or run it on a CPU: "
             "jax.default_device(jax.devices('cpu')[0])"
         )
 
@@ -256,7 +256,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, option
         if platform.graph_call is not None:
             return _lower_on(platform, ctx, *operands, region=region, options=options)
     raise UnsupportedError(
-        f"jt.graph: platform {', '.join(names)!r} runs no execution graphs yet, only CPUs do: call the function itself"
+        f"jt.graph: platform {', '.join(names)!r} runs no execution graphs, only CPUs and NVIDIA's GPUs do: "
+        "call the function itself"
     )
 
 

@@ -40,7 +40,4 @@ CARDS = Gpus(
     target=_target,
     device_target=_device_target,
 )
-CUDA = CARDS.platform(block_level=True, peers=True, exchanges=True)
-# An experiment: execution graphs as persistent launches, which gave wrong numbers on an H200 (docs/notes/launches.md).
-# Tests register this record in the place of the one above.
-WITH_GRAPHS = CARDS.platform(block_level=True, peers=True, graphs=True, exchanges=True)
+CUDA = CARDS.platform(block_level=True, peers=True, graphs=True, exchanges=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from graph_programs import X, Y, added, appended, doubled, expected, step
 from jax import export
 
 import jtile as jt
@@ -15,57 +16,14 @@ from jtile.errors import KernelTypeError, KernelValueError, RaceError, Unsupport
 from jtile.execution.primitive import attributes_of
 from jtile.fusion import costs
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")  # which alone runs graphs
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu():
-    """Beside a GPU, too: GPUs run no graphs yet."""
+    """Beside a GPU, too: `test_persistent.py` is about graphs there."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
-
-
-@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, b, **_: jt.cdiv(x.shape[0], b))
-def doubled(x, o, *, b=4):
-    """Twice the elements, a block of rows a program."""
-    i = jt.program_id(0)
-    o.tiles(b, x.shape[1])[i, 0] = x.tiles(b, x.shape[1])[i, 0] * 2.0
-
-
-@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])
-def added(x, y, o):
-    i = jt.program_id(0)
-    o[i, :] = x[i, :] + y[i, :]
-
-
-@jt.kernel(out_type=lambda c, *_: jt.like(c), grid=lambda c, *_: c.shape[0], alias={"c": "o"})
-def appended(c, x, o):
-    """Adds to each row of the cache, in place."""
-    i = jt.program_id(0)
-    o[i, :] = c[i, :] + x[i, :]
-
-
-@jt.kernel(out_type=lambda x: jt.like(x, shape=(1, x.shape[1])), grid=1)
-def summed(x, o):
-    o[0, :] = jnp.sum(x[...], 0)
-
-
-rng = np.random.default_rng(0)
-X, Y = (rng.standard_normal((8, 6)).astype(np.float32) for _ in range(2))
-
-
-def step(cache, x, y):
-    """A row of the old cache is read beside its update, a row of the new one behind it; reshapes stand in between."""
-    a = doubled(x)
-    before = summed(cache)
-    cache = appended(cache, a)
-    b = added(cache.reshape(4, 12).reshape(8, 6), a)
-    return cache, before, summed(doubled(added(b, y))).reshape(6), jnp.sin(y)
-
-
-def expected(cache, x, y):
-    new = cache + 2 * x
-    return new, cache.sum(0, keepdims=True), (2 * (new + 2 * x + y)).sum(0), np.sin(y)
 
 
 def close(got, want):
@@ -145,7 +103,10 @@ def test_what_cannot_be_a_graph_is_said():
         jt.graph(step, assign="any")
     with pytest.raises(KernelValueError, match="cores is an int of at least 1"):
         jt.graph(cores=0)
-    with jt.config(arch="gfx942"), pytest.raises(UnsupportedError, match="runs no execution graphs yet, only CPUs do"):
+    with (
+        jt.config(arch="gfx942"),
+        pytest.raises(UnsupportedError, match="runs no execution graphs, only CPUs and NVIDIA"),
+    ):
         jt.graph(step)(X, X, Y)
     assert repr(jt.graph(step)) == "<jtile.Graphed step>"
 
