@@ -28,6 +28,11 @@ HOSTILE = """<script>window.bad = 1</script><img src=x onerror="window.bad = 2">
 | <i>x</i> | y |
 |---|---|
 | `<u>` | 2 |
+
+- one
+  1. in it
+
+3. another list
 """
 
 
@@ -158,6 +163,8 @@ def test_a_models_text_does_nothing(browser, page, monkeypatch):
     assert "<script>window.bad = 1</script><img src=x" in text and '<svg onload="window.bad = 5">' in text
     assert browser.run(f"return [...{body}.querySelectorAll('a')].map(a => a.protocol)") in ([], ["https:"])
     assert browser.run(f"return {body}.querySelector('strong').textContent") == "bold"
+    lists = f"return [...{body}.children].filter(e => /[OU]L/.test(e.tagName)).map(e => e.start ?? e.innerText)"
+    assert browser.run(lists) == ["one\nin it", 3]
     for what in ("settings-open", "side-open"):
         widths = "return [document.documentElement.scrollWidth, document.querySelector('#log').scrollWidth]"
         assert browser.run(widths) == [360, 360]

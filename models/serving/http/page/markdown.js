@@ -58,14 +58,22 @@ function endOf(lines, at) {
     return Math.min(end + 1, lines.length);
   }
   if (HEADING.test(lines[at]) || RULE.test(lines[at])) return end;
-  const goesOn = ITEM.test(lines[at])
-    ? (i) => /^\s/.test(lines[i]) || ITEM.test(lines[i]) || (lines[i].trim() ? lines[i - 1].trim() && !begins(lines, i)
+  const item = ITEM.exec(lines[at]);
+  const goesOn = item
+    ? (i) => isOther(item, lines[i]) ? false : /^\s/.test(lines[i]) || ITEM.test(lines[i]) || (lines[i].trim() ? lines[i - 1].trim() && !begins(lines, i)
       : /^\s+\S/.test(lines[i + 1] ?? "") || ITEM.test(lines[i + 1] ?? ""))
     : /^ {0,3}>/.test(lines[at]) ? (i) => /^ {0,3}>/.test(lines[i])
     : isTable(lines, at) ? (i) => lines[i].includes("|")
     : (i) => lines[i].trim() && !begins(lines, i);
   while (end < lines.length && goesOn(end)) end++;
   return end;
+}
+
+const isNumber = (item) => /\d/.test(item[2]);
+/** Whether a line begins another list than `item`: one with numbers behind one without, or the other way round. */
+function isOther(item, line) {
+  const mark = ITEM.exec(line);
+  return mark && mark[1].length < 2 && isNumber(mark) !== isNumber(item);
 }
 
 const isTable = (lines, i) => lines[i].includes("|") && TABLE.test(lines[i + 1]?.trimEnd() ?? "");
