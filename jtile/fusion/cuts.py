@@ -96,9 +96,20 @@ def changes_of(plan: Plan) -> list[Cut]:
 def search(
     name: str, program: Program, *, time_limit: float | None = None, progress: Callable[..., None] | None = None
 ) -> Tuned:
-    """Times the cuts of a program against each other, on random arrays, and stores the best."""
+    """Times the cuts of a program against each other, on random arrays, and stores the best. Without an entry and
+    candidates where there is nothing to choose."""
+    from .groups import plan_of
+
+    plan = plan_of(program, cut=MODELS)
+    other = plan_of(program, cut=Cut(windows=not plan.windows))
+    if not changes_of(plan) and other.windows == plan.windows:
+        return Tuned(_kernel_name(program), name, None, ())
     run = _Search(program, math.inf if time_limit is None else time.monotonic() + time_limit, progress)
     return run.finish(name, run.best())
+
+
+def _kernel_name(program: Program) -> str:
+    return f"the cut of {len(program.nodes)} equations"
 
 
 class _Search:
@@ -166,7 +177,7 @@ class _Search:
         store.put(device.kind(), name, entry)
         measured = [Candidate(cut.config, "measured", us) for cut, us in times.items()]
         dropped = [Candidate(cut.config, state, detail=why) for cut, (state, why) in self.fate.items()]
-        return Tuned(f"the cut of {len(self.program.nodes)} equations", name, entry, (*measured, *dropped))
+        return Tuned(_kernel_name(self.program), name, entry, (*measured, *dropped))
 
     def _try(self, cuts: Sequence[Cut]) -> None:
         """Compiles cuts, compares their results with the first one's, and takes samples of those that agree."""

@@ -78,11 +78,12 @@ def fuse(
     Chains of elementwise functions, broadcasts, and reductions along axes that a program can take whole (softmaxes,
     norms) become one kernel each, which reads its inputs once and writes its outputs once; what an index picks along
     one axis of an array, and slices, pads and shifts of one, are loaded in the kernel that needs them; what is added to
-    a small table by an index is added in the kernel that computes it, on CPUs. A product of
-    16-bit floats is one kernel with the elementwise functions behind it. A product, a softmax of what it gives, and a
-    product with that become `jt.ops.attention`, which keeps no scores; a query whose scores are all -1e30 or less gives
-    zeros there. Everything else stays what it is in XLA: other products, other scatters, sorts, loops, and what is not
-    worth a kernel (`Fused.explain` says which, and why); `jt.tune(jt.fuse(f), *args)` measures what is.
+    a small table by an index is added in the kernel that computes it, on CPUs. A product of 16-bit floats is one kernel
+    with the elementwise functions behind it, and on CPUs one of few rows with those that compute its weights. A
+    product, a softmax of what it gives, and a product with that become `jt.ops.attention`, which keeps no scores; a
+    query whose scores are all -1e30 or less gives zeros there. Everything else stays what it is in XLA: other products,
+    other scatters, sorts, loops, and what is not worth a kernel (`Fused.explain` says which, and why);
+    `jt.tune(jt.fuse(f), *args)` measures what is.
     The result is compiled as `jax.jit` does it, and composes with jit, vmap, grad and shard_map. The gradient of a
     whole function is quickest as `jt.fuse(jax.grad(f))`.
 

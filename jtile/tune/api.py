@@ -180,4 +180,6 @@ def _each(
             continue
         label = f"{name.split('#')[0]} ({k + 1}/{len(searches)})"
         limit = None if math.isinf(left) else left / (len(searches) - k)
-        done.append(run(time_limit=limit, progress=lambda *at, label=label: show(label, *at)))
+        found = run(time_limit=limit, progress=lambda *at, label=label: show(label, *at))
+        if found.candidates:
+            done.append(found)
