@@ -25,6 +25,7 @@ from .units import Plan
 
 KIND = "cut#"  # what the names of such entries begin with
 MOST = 24  # cuts that are compiled
+LEAST_US = 5.0  # microseconds that a program is expected to take, at least
 ROUNDS = 5  # samples of each
 APART = (
     4.0  # how many times the tolerance of `measure` two cuts may be apart: XLA adds in one order, programs in others
@@ -121,7 +122,9 @@ class _Search:
         self._outputs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.outputs]
         cache = prune.cache_bytes(device.target())
         sets = measure.argument_sets(self._types, self._outputs, cache)
-        self._rounds = measure.rounds_of(sets, self._outputs, cache, measure.PROGRAM_US / 8)
+        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self._types, *self._outputs))
+        least_us = moved / (prune.bandwidth(device.target()) or math.inf) * 1e6
+        self._rounds = measure.rounds_of(sets, self._outputs, cache, max(least_us, LEAST_US))
         self.runner = measure.Runner(sets, self._rounds)
         self._first: Any = None
         self._programs: dict[Cut, Any] = {}

@@ -159,7 +159,8 @@ def _float_to_int(x: X, dst: str) -> X:
 def _float_to_float(x: X, dst: str) -> X:
     if dst == "float64":
         return x.to("double")
-    return _round_small(x.cast("fptrunc", "float"), dst)
+    # By integers from float64: LLVM makes one conversion of two instructions, a function that is in no library here.
+    return _round_small(x.cast("fptrunc", "float"), dst, native=x.scalar != "double")
 
 
 # -- small floats -----------------------------------------------------------------------------------------------------
@@ -167,14 +168,14 @@ def _native_half(isa: Isa) -> bool:
     return isa.arch == "aarch64" or isa.has("f16c") or isa.has("avx512f")
 
 
-def _round_small(x: X, dtype: str) -> X:
+def _round_small(x: X, dtype: str, native: bool = True) -> X:
     if dtype not in SMALL_FLOATS:
         return x
     if dtype == "bfloat16":
         return _round_bfloat16(x)
     if dtype == "float8_e8m0fnu":
         return _round_power_of_two(x)
-    if dtype == "float16" and _native_half(x.isa):
+    if dtype == "float16" and native and _native_half(x.isa):
         return x.cast("fptrunc", "half").cast("fpext", "float")
     fmt = SMALL_FLOATS[dtype]
     a = x.abs()

@@ -232,3 +232,15 @@ def test_the_sum_of_a_row_does_not_depend_on_how_many_there_are(n):
     whole = sums(x)
     for lo, hi in ((0, 1), (0, 2), (4, 7), (3, 8)):
         np.testing.assert_array_equal(sums(x[lo:hi]), whole[lo:hi])
+
+
+def test_a_number_of_float64_becomes_float16_without_a_library():
+    """LLVM made one conversion of the two by way of float32, which is a call of a function that is nowhere."""
+
+    @jt.kernel(out_type=jt.like(jnp.float16(0)))
+    def short(x, y):
+        y[...] = jnp.tanh(x[...].astype(jnp.float16))
+
+    with jax.enable_x64(True):
+        for x in (0.3, 1e-6, 7e4, -2.5, np.nan):
+            np.testing.assert_allclose(short(np.float64(x)), np.tanh(np.float16(np.float32(x))), 1e-3)
