@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jtile as jt
 from jtile import ffi, ir
 from jtile.interpret import interpret, poison
 from jtile.lowering.cpu import compile_kernel
@@ -242,5 +245,5 @@ def test_a_number_of_float64_becomes_float16_without_a_library():
         y[...] = jnp.tanh(x[...].astype(jnp.float16))
 
     with jax.enable_x64(True):
-        for x in (0.3, 1e-6, 7e4, -2.5, np.nan):
+        for x in (0.3, 1e-6, 6e4, -2.5, np.nan):
             np.testing.assert_allclose(short(np.float64(x)), np.tanh(np.float16(np.float32(x))), 1e-3)
