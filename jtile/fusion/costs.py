@@ -6,6 +6,7 @@ The numbers were measured by `python -m benchmarks cpu --only fuse` on two cores
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +35,10 @@ LARGE_PRODUCTS_ON_GPUS = False
 # elements of the result); whether everything does, for tests.
 PRODUCTS_ON_GPUS, PRODUCTS_ANYWHERE = True, False
 LEAST_SIDE, LEAST_RESULT = 512, 1 << 22
-MOST_ROWS, LEAST_WEIGHTS = 256, 1 << 16  # of products that compute their weights, on CPUs
+# On CPUs: rows of products that compute their weights, or read them transposed, at most, and elements of these weights;
+# rows of other products of a dtype that repay a kernel.
+MOST_ROWS, LEAST_WEIGHTS = 256, 1 << 16
+FEW_ROWS = types.MappingProxyType({"float32": 8, "float64": 4})
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 LARGEST_TABLE, LEAST_UPDATES = 1 << 13, 8  # elements of a scatter's table, and updates for each, on CPUs
 SCATTERS_ANYWHERE = False  # whether kernels scatter whatever the sizes, for tests
@@ -158,9 +162,12 @@ def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layo
     return None
 
 
-def product_worth(m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step]) -> bool:
-    """Whether a product of m rows and n columns of k terms is worth a kernel with the elementwise `steps` behind it.
-    Elsewhere XLA's products are as quick, and what is behind them takes little time."""
+def product_worth(
+    m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step], *, gates: int, transposed: bool
+) -> bool:
+    """Whether `gates` products of m rows and n columns of k terms are worth a kernel with the elementwise `steps`
+    behind them. Elsewhere XLA's products are as quick, and what is behind them takes little time. transposed: the right
+    operand lies in memory as [n, k]."""
     work = sum(step.name in ELEMENTWISE - CHOICES for step in steps)
     if PRODUCTS_ANYWHERE:
         return work > 0
@@ -168,13 +175,22 @@ def product_worth(m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step]
     if not gpu_tiles.on_one_device():  # XLA cuts a product along its sums, too, which a kernel would have to gather
         return False
     if "warps" not in target.features:
-        return (
-            work > 0 and m * n >= LEAST and any(kind == dtype.name == "bfloat16" for *_, kind in target.matrix_shapes)
-        )
+        return _product_worth_on_cpus(m, n, k, dtype, work, gates, transposed)
     if not PRODUCTS_ON_GPUS or "warpgroup products" not in target.features:
         return False
     copied = all(side * dtype.itemsize % ROW_BYTES == 0 for side in (n, k))
     return copied and dtype.itemsize == 2 and work > 1 and min(m, n, k) >= LEAST_SIDE and m * n >= LEAST_RESULT
+
+
+def _product_worth_on_cpus(m: int, n: int, k: int, dtype: np.dtype, work: int, gates: int, transposed: bool) -> bool:
+    short = any(kind == dtype.name == "bfloat16" for *_, kind in jt.target().matrix_shapes)
+    if short and work > 0 and m * n >= LEAST:
+        return True
+    if gates > 1 or m < 2 or n * k < 4 * LEAST_WEIGHTS or not (short or dtype.name in FEW_ROWS):
+        return False
+    if transposed:  # XLA writes the other order to memory first
+        return m <= MOST_ROWS
+    return work > 0 and m <= FEW_ROWS.get(dtype.name, 0)
 
 
 def prologue_worth(m: int, n: int, k: int, dtype: np.dtype, read: int | None) -> bool:

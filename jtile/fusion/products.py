@@ -65,7 +65,8 @@ def product_of(
     if before:
         read = max((source.read for source in rights if source.layout is not None), default=None)
         return found if prologue_worth(m, n, k, first.ins[0].dtype, read) else None
-    return found if product_worth(m, n, k, first.ins[0].dtype, found.steps) else None
+    how = {"gates": len(products), "transposed": any(source.transposed for source in rights)}
+    return found if product_worth(m, n, k, first.ins[0].dtype, found.steps, **how) else None
 
 
 def _as_it_is(step: Step, side: int, over: Mapping[Value, Value]) -> Source:

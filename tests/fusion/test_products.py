@@ -200,6 +200,27 @@ def test_where_they_are_worth_it(monkeypatch):
     assert not found(64, 64, 64, "bfloat16")
 
 
+def test_few_rows_are_worth_it_on_cpus(monkeypatch):
+    """With functions behind them, of weights that lie transposed, and of those that are computed from fewer bytes."""
+    monkeypatch.setattr(costs.gpu_tiles, "on_one_device", lambda: True)
+    monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", False)
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    made = lambda f, *args: len(products(jt.fuse(f).planned(args, {})[0]))
+    weights = lambda dtype: of(dtype, 512, 512)
+    with jax.enable_x64(True):
+        few = {
+            (m, d): made(linear, of(d, m, 512), weights(d), of(d, 512))
+            for d in ("float32", "float64")
+            for m in (4, 8, 9)
+        }
+    over = [made(lambda x, w: x @ w.T, of("float32", m, 512), weights("float32")) for m in (1, 2, 256, 257)]
+    read = [made(dequantised, of("float32", m, 512), weights("int8"), of("float32", 512)) for m in (2, 256, 257)]
+    cast = made(lambda x, w: x @ w.astype(x.dtype), of("bfloat16", 9, 512), weights("float32"))
+    on_cpu = int("warps" not in jt.target().features)
+    assert [*few.values()] == [on_cpu, on_cpu, 0, on_cpu, 0, 0]
+    assert (over, read, cast) == ([0, on_cpu, on_cpu, 0], [on_cpu, on_cpu, 0], 0)
+
+
 def drawn(seed):
     """A function of x [m, k], two matrices and some arrays that broadcast against their products; its arguments."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)
