@@ -18,7 +18,7 @@ from jtile.ir.types import DTYPES
 from jtile.lowering import registry
 from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
-from jtile.lowering.triton.emit_tasks import AHEAD, ROW, STARTS, UNIT, Shape
+from jtile.lowering.triton.emit_tasks import AHEAD, ROW, SIGNALS, STARTS, UNIT, Shape
 from jtile.primitive.lowering import compiler_options
 from jtile.tune.prune import predicted_us
 
@@ -138,10 +138,11 @@ def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tup
         words = {
             "kernel": number[task.source], "begin": band.begin, "end": band.end,
             "event": event[band.needs] if band.needs else -1, "count": len(band.needs),
-            "signal": own[0] if own else -1, "more": len(own[1:]), "signals": len(more),
+            "more": len(own[len(SIGNALS) :]), "signals": len(more),
             "arrivals": int(arrivals[band.task]), "band": place,
         }  # fmt: skip
-        more += own[1:]
+        words |= {word: own[k] if k < len(own) else -1 for k, word in enumerate(SIGNALS)}
+        more += own[len(SIGNALS) :]
         memories = [entry[m] for m in task.memories]
         row = [words.get(w, 0) for w in ROW] + memories + [0] * (arrays - len(memories))
         core = schedule.core[b]

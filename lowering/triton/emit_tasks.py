@@ -42,9 +42,11 @@ from .ttir import Code, Val
 UNIT = 16  # bytes of which the place of an array is a multiple
 STARTS = 16  # words in front of the numbers where the bands of the blocks begin
 ROW = (
-    "kernel", "begin", "end", "event", "count", "signal", "more", "signals", "arrivals", "band",
-    "array", "from", "bytes", "array 1", "from 1", "bytes 1",
+    "kernel", "begin", "end", "event", "count", "signal", "signal 1", "signal 2", "more", "signals", "arrivals", "band",
+    "from", "bytes", "from 1", "bytes 1", "array", "array 1",
 )  # fmt: skip
+WORDS = ROW.index("array")  # behind these all words are numbers of arrays
+SIGNALS = ("signal", "signal 1", "signal 2")  # events that a band counts in, without a further look at the plan
 TABLE = PLACE + 8  # in the block of the device: the table of devices, which nobody reads here
 EPOCHS = TABLE + 8
 ENTRIES = 512  # arrays in the table, at most
@@ -179,7 +181,7 @@ class Tasks:
         starts = self.moved(self.plan, code.i32(STARTS))
         first, last = (self.word(self.moved(starts, code.shift(self.block, k))) for k in range(2))
         words = self._row(first)
-        carried = [*words[: len(ROW)], *map(self._place, words[len(ROW) :])]
+        carried = [*words[:WORDS], *map(self._place, words[WORDS:])]
         number = Val(code.name(), (), "i32")
         params = [Val(code.name(), (), w.elem) for w in carried]
         carry = ", ".join(f"{p.name} = {w.name}" for p, w in zip(params, carried, strict=True))
@@ -191,7 +193,7 @@ class Tasks:
             row |= {word: self.em.kept(row[word]) for word in ("end", "more")}  # bounds of loops
             later = self._row(code.shift(number, 1))  # it comes while the band waits and runs
             self._switch(range(len(self.kernels)), row, [code.scale(a, UNIT) for a in arrays])
-            later = [*later[: len(ROW)], *map(self._place, later[len(ROW) :])]
+            later = [*later[:WORDS], *map(self._place, later[WORDS:])]
             self._over(row)
             code.do(f"scf.yield {', '.join(w.name for w in later)} : {kinds}")
         code.do("} {tt.num_stages = 1 : i32}")
@@ -207,7 +209,8 @@ class Tasks:
         """Count a band as over."""
         code = self.code
         self.em.barrier()
-        self._signal(row["signal"], SIGNAL)
+        for word in SIGNALS:
+            self._signal(row[word], SIGNAL if word == SIGNALS[0] else AGAIN)
         k = Val(code.name(), (), "i32")
         code.do(f"scf.for {k.name} = {code.i32(0).name} to {row['more'].name} step {code.i32(1).name} : i32 {{")
         with code.region():
@@ -265,12 +268,12 @@ class Tasks:
                     em.op(op)
         code.do("} {tt.num_stages = 1 : i32}")
 
-    def _fetch(self, array: Val, first: Val, size: Val) -> None:
-        """Bring a part of an array that the next band reads into the second-level cache. `first` is in units of `UNIT`
-        bytes; of no bytes there is nothing to do."""
+    def _fetch(self, place: Val, first: Val, size: Val) -> None:
+        """Bring a part of an array that the next band reads into the second-level cache. `place` and `first` are in
+        units of `UNIT` bytes; of no bytes there is nothing to do."""
         code = self.code
         with self.branch(code.cmp("sgt", size, code.i32(0))):
-            far = code.scale(code.add(self._place(array), code.to_int(first, "i64")), UNIT)
+            far = code.scale(code.add(place, code.to_int(first, "i64")), UNIT)
             self.instruction(FETCH, "=r,l,r,~{memory}", (self.address(self.moved(self.base, far)), size))
 
     # -- waiting ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jtile.execution.graphed import _cut
 from jtile.lowering import platforms
 from jtile.lowering.here import target
 from jtile.lowering.triton import versions
-from jtile.lowering.triton.emit_tasks import ROW, STARTS, Tasks
+from jtile.lowering.triton.emit_tasks import ROW, SIGNALS, STARTS, Tasks
 from jtile.lowering.triton.features import features
 
 rng = np.random.default_rng(0)
@@ -230,3 +230,24 @@ def test_bounds_of_loops_are_those_of_each_task(on_hopper, monkeypatch, forgets)
     assert ('elementwise_inline_asm ""' in site.text) == forgets
     results = site.call([array_of(x, have) for x in wired.operands])
     np.testing.assert_allclose(results[wired.results[0]], by_numpy(X, NS), 1e-4, 1e-4)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+def windows(x, o, *, w):
+    """Sums of each row and those behind it, `w` in all."""
+    i = jt.program_id(0)
+    o[i, :] = jnp.sum(jnp.where((i + jnp.arange(w) < x.shape[0])[:, None], x[jt.ds(i, w), :], 0.0), 0)
+
+
+def test_a_band_counts_in_all_events_that_need_it(on_hopper):
+    """More of them than its row of the plan has words for."""
+    f = lambda x: [windows(x, w=w) for w in (1, 2, 3)]
+    (region,) = _cut(jax.make_jaxpr(lambda x: f(windows(x, w=1)))(X)).regions
+    wired, schedule = primitive.scheduled(region, primitive.Options(cores=8))
+    g = schedule.graph
+    assert max(sum(b in needs for needs in g.events) for b in range(len(g.bands))) > len(SIGNALS)
+    have = dict(zip(region.inputs, [X], strict=True))
+    results = GraphSite(schedule).call([array_of(x, have) for x in wired.operands])
+    for r, w in zip(wired.results, (1, 2, 3), strict=True):
+        want = np.stack([X[i : i + w].sum(0) for i in range(len(X))])
+        np.testing.assert_allclose(results[r], want, 1e-5, 1e-5)
