@@ -116,7 +116,7 @@ def measure(
         say(f"    {case.workload} {case.config}: {merged}: each set of arguments is used once")
         sets = _one_a_call(case, sets, calls, make)
         calls = len(sets)
-        runners, reference = _runners(case, sets, calls, options, say, None, last=True)
+        runners, reference = _runners(case, sets, calls, options, say, None)
     errors = _errors(case, reference(*sets[0]), runners, say)
     samplers = {name: timing.sampler(runner) for name, runner in runners.items()}
     for sample in samplers.values():
@@ -138,15 +138,14 @@ def _one_a_call(case: Case, sets: Sequence[tuple], calls: int, make: Callable) -
 
 
 def _runners(
-    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable, ahead: Ahead | None, *,
-    last: bool = False,
-) -> tuple[dict[str, Any], Callable]:  # fmt: skip
+    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable, ahead: Ahead | None
+) -> tuple[dict[str, Any], Callable]:
     """(the runners by name, compiled and run once; the reference, compiled).
 
     Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles.
 
     Raises:
-      MergedCallsError: XLA merged calls of a function; if this is the `last` attempt, of ours: peers are left out.
+      MergedCallsError: XLA merged calls of a function.
     """
     functions = _chosen(case, options, say)
     own: dict[str, Sequence[tuple]] = {}
@@ -164,20 +163,21 @@ def _runners(
             }
             reference = pool.submit(_compiled, jax.jit(case.reference), *sets[0], untuned=True)
     for name, args in own.items():
-        with _left_out_on_error(case, name, say, but=() if last else MergedCallsError):
+        with _left_out_on_error(case, name, say, but=MergedCallsError):
             f = functions[name]
             if isinstance(f, Torch):
                 out[name] = torch_peers.TorchRunner(f, args, calls)
             else:
                 program = programs[name].result()
-                _refuse_merged(name, program, calls)
+                _refuse_merged(name, program, calls, len(args))
                 out[name] = timing.JaxRunner(program, args, calls)
     return out, reference.result()
 
 
-def _refuse_merged(name: str, program: Any, calls: int) -> None:
-    """Raises MergedCallsError where the results of several calls need the same work."""
-    if work := shared_work(program.as_text(), calls):
+def _refuse_merged(name: str, program: Any, calls: int, sets: int) -> None:
+    """Raises MergedCallsError where the results of several calls need the same work. Calls that use a set of arguments
+    each have none in common: where XLA makes one kernel of theirs, it only saves launches."""
+    if calls > sets and (work := shared_work(program.as_text(), calls)):
         more = f" and {len(work) - 1} more" if work[1:] else ""
         raise MergedCallsError(f"XLA merged calls of {name} ({work[0]}{more})")
 

@@ -17,16 +17,16 @@ _SIDE = 64  # rows and columns of a part of a state
 _WARPS = 8  # of a program that has several tiles of all of a chunk
 
 
-def _chunks(x, c: int):
+def chunks_of(x, c: int):
     return jt.cdiv(x.shape[1], c)
 
 
-def _per_chunk(v, c: int, *shape: int, dtype=None):
+def per_chunk(v, c: int, *shape: int, dtype=None):
     """An array [batch, heads, chunks, *shape]."""
-    return jt.like(v, shape=(v.shape[0], v.shape[2], _chunks(v, c), *shape), dtype=dtype or v.dtype)
+    return jt.like(v, shape=(v.shape[0], v.shape[2], chunks_of(v, c), *shape), dtype=dtype or v.dtype)
 
 
-def _scalars(g, c: int, b, n, h):
+def scalars(g, c: int, b, n, h):
     """(G, whole) of a decay of one number a position: its sums from the chunk's first position [c, 1], and that of the
     chunk [1, 1]; None for no decay."""
     if g is None:
@@ -35,19 +35,19 @@ def _scalars(g, c: int, b, n, h):
     return jnp.cumsum(steps, axis=0), steps.sum(0, keepdims=True)
 
 
-def _behind(k, G, total):
+def at_the_end(k, G, total):
     """k as it is found behind the chunk."""
     return k if G is None else fade(k, total - G)
 
 
-def _kept(whole, total, b, n, h, i, width: int):
+def fading(whole, total, b, n, h, i, width: int):
     """The factors of rows of a state over a chunk, [width, 1] or [1, 1], or None."""
     if whole is not None:
         return jnp.exp(whole.tiles(None, None, None, width)[b, n, h, i])[:, None]
     return None if total is None else jnp.exp(total)
 
 
-def _from(S, kept):
+def from_state(S, kept):
     return S if kept is None else S * kept
 
 
@@ -55,8 +55,8 @@ def _from(S, kept):
 
 
 @jt.kernel(
-    out_type=lambda g, *, c: jt.like(g, shape=(g.shape[0], _chunks(g, c) * c, *g.shape[2:]), dtype=sums_in(g)),
-    grid=lambda g, *, c: (g.shape[0], _chunks(g, c), g.shape[2]),
+    out_type=lambda g, *, c: jt.like(g, shape=(g.shape[0], chunks_of(g, c) * c, *g.shape[2:]), dtype=sums_in(g)),
+    grid=lambda g, *, c: (g.shape[0], chunks_of(g, c), g.shape[2]),
 )
 def decay_sums(g, sums, *, c: int):
     """G [batch, chunks c, v heads, dk]: the sums of g's logarithms from the first position of their chunk on."""
@@ -88,10 +88,10 @@ def _times(x, factor):
 @jt.kernel(
     out_type=lambda q, k, sums, *, c: (
         *[jt.like(k, shape=(*k.shape[:2], *sums.shape[2:]))] * 2,
-        _per_chunk(sums, c, c, c, dtype=k.dtype),
-        jt.like(sums, shape=(sums.shape[0], _chunks(sums, c), *sums.shape[2:])),
+        per_chunk(sums, c, c, c, dtype=k.dtype),
+        jt.like(sums, shape=(sums.shape[0], chunks_of(sums, c), *sums.shape[2:])),
     ),
-    grid=lambda q, k, sums, *, c: (k.shape[0], _chunks(k, c), sums.shape[2]),
+    grid=lambda q, k, sums, *, c: (k.shape[0], chunks_of(k, c), sums.shape[2]),
 )
 def gated_chunks(q, k, sums, ins, outs, own, whole, *, c: int):
     """q, k [batch, t, heads, dk] and the results of `decay_sums`; ins, outs [batch, t, v heads, dk]: q e^G, and k
@@ -117,7 +117,7 @@ def gated_chunks(q, k, sums, ins, outs, own, whole, *, c: int):
                                k.dtype if sums.shape[2] == k.shape[2] else sums.dtype)] * 2,
         jt.like(sums),
     ),
-    grid=lambda q, k, sums, *_, c, bk: (k.shape[0], _chunks(k, c), sums.shape[2], jt.cdiv(k.shape[3], bk)),
+    grid=lambda q, k, sums, *_, c, bk: (k.shape[0], chunks_of(k, c), sums.shape[2], jt.cdiv(k.shape[3], bk)),
 )  # fmt: skip
 def gated_chunks_pulled(q, k, sums, dins, douts, down, dwhole, dq, dk, dsums, *, c: int, bk: int):
     """The cotangents of q and k, [batch, t, v heads, dk], and of `sums` for those of the results of `gated_chunks`."""
@@ -150,13 +150,13 @@ def _gated_backward(residuals, cts, *, c: int):
     q, k, sums = residuals
     kernel = tuned(gated_chunks_pulled, num_warps=4)
     dq, dk, dsums = kernel(q, k, sums, *cts, c=c, bk=fit(k.shape[3], _SIDE // 2))
-    return _grouped(dq, q), _grouped(dk, k), dsums
+    return grouped(dq, q), grouped(dk, k), dsums
 
 
 gated_chunks.defvjp(_gated_forward, _gated_backward)
 
 
-def _grouped(ct, x):
+def grouped(ct, x):
     """The cotangent of x [batch, t, heads, dk] for those of all heads of values that share its heads."""
     if ct.shape == x.shape:
         return ct.astype(x.dtype)
@@ -184,10 +184,10 @@ def linear_attention_states(
     S = first_state(state, (b, h, 0, j), (dk, bv), v)
     for n in jt.range(K.shape[1]):
         q_n, k_n, v_n = Q[b, n, kh, 0], K[b, n, kh, 0], V[b, n, h, j]
-        G, total = _scalars(g, c, b, n, h)
+        G, total = scalars(g, c, b, n, h)
         own_n = pairs(q_n, k_n, G).astype(v.dtype) if own is None else own[b, h, n, :, :]
         O[b, n, h, j] = (jt.dot(own_n, v_n, jt.dot(fade(q_n, G), S.astype(v.dtype))) * scale).astype(o.dtype)
-        S = jt.dot(_behind(k_n, G, total).T, v_n, _from(S, _kept(whole, total, b, n, h, 0, dk)))
+        S = jt.dot(at_the_end(k_n, G, total).T, v_n, from_state(S, fading(whole, total, b, n, h, 0, dk)))
     if last is not None:
         last.tiles(None, None, dk, bv)[b, h, 0, j] = S
 
@@ -198,7 +198,7 @@ def _parts(k, v, *, bk: int, bv: int):
 
 
 @jt.kernel(
-    out_type=lambda k, v, *_, c, **__: _per_chunk(v, c, k.shape[3], v.shape[3]),
+    out_type=lambda k, v, *_, c, **__: per_chunk(v, c, k.shape[3], v.shape[3]),
     grid=lambda k, v, *_, c, **sides: _parts(k, v, **sides),
 )
 def chunk_states(k, v, g, whole, state, s, *, c: int, bk: int, bv: int):
@@ -210,14 +210,14 @@ def chunk_states(k, v, g, whole, state, s, *, c: int, bk: int, bv: int):
     S = first_state(state, (b, h, i, j), (bk, bv), v)
     for n in jt.range(K.shape[1]):
         each[b, h, n, i, j] = S.astype(s.dtype)
-        G, total = _scalars(g, c, b, n, h)
-        kept = _kept(whole, total, b, n, h, i, bk)
-        S = jt.dot(_behind(K[b, n, kh, i], G, total).T, V[b, n, h, j], _from(S, kept))
+        G, total = scalars(g, c, b, n, h)
+        kept = fading(whole, total, b, n, h, i, bk)
+        S = jt.dot(at_the_end(K[b, n, kh, i], G, total).T, V[b, n, h, j], from_state(S, kept))
 
 
 @jt.kernel(
     out_type=lambda q, ct, *_, c, **__: (
-        _per_chunk(ct, c, q.shape[3], ct.shape[3]),
+        per_chunk(ct, c, q.shape[3], ct.shape[3]),
         jax.ShapeDtypeStruct((ct.shape[0], ct.shape[2], q.shape[3], ct.shape[3]), sums_in(ct)),
     ),
     grid=lambda q, ct, *_, c, scale, **sides: _parts(q, ct, **sides),
@@ -226,15 +226,15 @@ def chunk_state_cotangents(q, ct, g, whole, of_last, ds, of_first, *, c: int, bk
     """ds [batch, v heads, chunks, dk, dv], the cotangents of the states behind all chunks, and that of the first state;
     ct [batch, t, v heads, dv], that of o; of_last, that of the last state, or None."""
     b, h, i, j = (jt.program_id(axis) for axis in range(4))
-    kh, count = h // (ct.shape[2] // q.shape[2]), _chunks(q, c)
+    kh, count = h // (ct.shape[2] // q.shape[2]), chunks_of(q, c)
     Q, CT, each = q.tiles(None, c, None, bk), ct.tiles(None, c, None, bv), ds.tiles(None, None, None, bk, bv)
     D = first_state(of_last, (b, h, i, j), (bk, bv), ct)
     for back in jt.range(count):
         n = count - 1 - back
         each[b, h, n, i, j] = D.astype(ds.dtype)
-        G, total = _scalars(g, c, b, n, h)
-        kept = _kept(whole, total, b, n, h, i, bk)
-        D = _from(D, kept) + scale * jt.dot(fade(Q[b, n, kh, i], G).T, CT[b, n, h, j])
+        G, total = scalars(g, c, b, n, h)
+        kept = fading(whole, total, b, n, h, i, bk)
+        D = from_state(D, kept) + scale * jt.dot(fade(Q[b, n, kh, i], G).T, CT[b, n, h, j])
     of_first.tiles(None, None, bk, bv)[b, h, i, j] = D
 
 
@@ -251,7 +251,7 @@ def _pulled_types(q, k, v, g, own, whole, *_, c: int, **__):
 
 @jt.kernel(
     out_type=_pulled_types,
-    grid=lambda q, k, v, *_, c, **__: (v.shape[0], _chunks(v, c), v.shape[2]),
+    grid=lambda q, k, v, *_, c, **__: (v.shape[0], chunks_of(v, c), v.shape[2]),
 )
 def linear_attention_states_pulled(
     q, k, v, g, own, whole, ct, s, ds, dq, dk, dv, dg=None, dwhole=None, *, c: int, bv: int, scale: float
@@ -262,9 +262,9 @@ def linear_attention_states_pulled(
     q_n, k_n = (x.tiles(None, c, None, width)[b, n, kh, 0] for x in (q, k))
     V, CT, DV = (x.tiles(None, c, None, bv) for x in (v, ct, dv))
     S, DS = (x.tiles(None, None, None, width, bv) for x in (s, ds))
-    G, total = _scalars(g, c, b, n, h)
+    G, total = scalars(g, c, b, n, h)
     own_n = pairs(q_n, k_n, G).astype(v.dtype) if own is None else own[b, h, n, :, :]
-    behind = _behind(k_n, G, total)
+    behind = at_the_end(k_n, G, total)
     zeros = jt.zeros((c, width), sums_in(v))
     of_q, of_k, of_own, kept = zeros, zeros, jt.zeros((c, c), zeros.dtype), jt.zeros((width,), zeros.dtype)
     for j in jt.range(V.shape[3]):
@@ -322,7 +322,7 @@ def _backward(residuals, cts, *, c: int, scale: float, save: bool, **_):
     down, dwhole = more if own is not None else (None, None)
     dg = None if g is None else more[0]
     dstate = None if state is None else of_first.astype(state.dtype)
-    return _grouped(dq, q), _grouped(dk, k), dv, dg, down, dwhole, dstate
+    return grouped(dq, q), grouped(dk, k), dv, dg, down, dwhole, dstate
 
 
 linear_attention_states.defvjp(_forward, _backward)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import dispatch
-from jtile.ops._shapes import check_float, check_shape, fit, machine, sums_in, wide
+from jtile.ops._shapes import check_float, check_shape, fit, machine, sums_in, tuned, wide
 from jtile.ops.convolution_kernels import (
     Sides,
     convolution_patch_tiles,
@@ -24,6 +24,8 @@ from jtile.ops.convolution_kernels import (
     out_shape,
     points_of_tile,
 )
+from jtile.ops.convolution_points import convolution_points, depthwise_rows
+from jtile.ops.matmul import matmul
 
 Pair = tuple[int, int]
 
@@ -48,7 +50,8 @@ def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int):
             low = d * (taps.shape[k] - 1) - ahead
             pads.append((low, sides[k] + ahead - g.shape[1 + k], 0))
         here = jax.lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *pads, (0, 0, 0)))
-        return _convolution(here, jnp.flip(taps, range(rank)), stride=(1,) * rank, dilation=dilations, groups=groups)
+        options = {"stride": (1,) * rank, "dilation": dilations, "pads": ((0, 0),) * rank}
+        return _convolution(here, jnp.flip(taps, range(rank)), groups=groups, **options)
 
     def stacked(*along):
         """The parts of all remainders of the axes that are left, behind their axes."""
@@ -122,6 +125,79 @@ def _depthwise_backward(residuals, g, *, stride: Sides, dilation: Sides, **_):
 depthwise_tiles.defvjp(functools.partial(_forward, depthwise_tiles), _depthwise_backward)
 
 
+def _padded(x, pads: tuple[Pair, ...]):
+    return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(lo or hi for lo, hi in pads) else x
+
+
+def _points_backward(residuals, g, *, sides, window, stride, dilation, pads, **_):
+    x, w = residuals
+    padded = _padded(x.reshape(-1, *sides, x.shape[1]), pads)
+    whole = w.reshape(*window, x.shape[1], w.shape[1])
+    options = {"stride": stride, "dilation": dilation, "groups": 1}
+    shape = out_shape(padded, whole, stride, dilation)
+    dx, dw = _backward((padded, whole), g.reshape(shape), **options)
+    own = tuple(slice(lo, lo + n) for n, (lo, _) in zip(sides, pads, strict=True))
+    return dx[(slice(None), *own)].reshape(x.shape), dw.reshape(w.shape)
+
+
+convolution_points.defvjp(functools.partial(_forward, convolution_points), _points_backward)
+
+
+def _in_points(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: tuple[Pair, ...]):
+    *window, channels, outputs = w.shape
+    flat, matrix = x.reshape(-1, channels), w.reshape(-1, outputs)
+    if math.prod(window) == 1 and set(stride) == {1} and not any(lo or hi for lo, hi in pads):
+        return matmul(flat, matrix).reshape(*x.shape[:-1], outputs)
+    bc = math.gcd(channels, 64)
+    bo = min(128, max(16, jt.next_power_of_2(outputs)))
+    of = {"window": tuple(window), "stride": stride, "dilation": dilation, "pads": pads}
+    run = tuned(convolution_points, num_warps=8 if bo > 64 else 4, num_stages=4, specialize=False)
+    y = run(flat, matrix, bm=128, bo=bo, bc=bc, sides=x.shape[1:-1], **of)
+    return y.reshape(x.shape[0], *out_shape(_shaped(x, pads), w, stride, dilation)[1:])
+
+
+def _shaped(x, pads: tuple[Pair, ...]) -> jax.ShapeDtypeStruct:
+    sides = (n + lo + hi for n, (lo, hi) in zip(x.shape[1:-1], pads, strict=True))
+    return jax.ShapeDtypeStruct((x.shape[0], *sides, x.shape[-1]), x.dtype)
+
+
+def _not_in_points(x, w, *, groups: int, pads: tuple[Pair, ...], **_) -> str | None:
+    return dispatch.first_unmet(
+        (min(map(min, pads)) >= 0, "padding takes points away"),
+        (not machine().whole and not dispatch.vector_cores(), "tiles of points are of the registers of a GPU"),
+        (groups == 1, "channels fall into groups"),
+        (x.dtype.itemsize == 2, f"products of {x.dtype.name} are as quick in other tiles"),
+        (math.gcd(w.shape[-2], 64) >= 16 and w.shape[-1] >= 16, "there are few channels or outputs"),
+        (all(isinstance(n, int) for n in x.shape[1:]), "sides are not known"),
+    )
+
+
+def _rows_backward(residuals, g, *, pads, **_):
+    x, w = residuals
+    dx, dw = _depthwise_backward((_padded(x, pads), w), g, stride=(1, 1), dilation=(1, 1))
+    own = tuple(slice(lo, lo + n) for n, (lo, _) in zip(x.shape[1:3], pads, strict=True))
+    return dx[(slice(None), *own)], dw
+
+
+depthwise_rows.defvjp(functools.partial(_forward, depthwise_rows), _rows_backward)
+
+
+def _in_depthwise_rows(x, w, *, pads: tuple[Pair, ...], **_):
+    bc = fit(x.shape[-1], 64)
+    return tuned(depthwise_rows, num_warps=4)(x, w, bh=min(4, w.shape[0]), bw=max(1, 1024 // bc), bc=bc, pads=pads)
+
+
+def _not_in_depthwise_rows(
+    x, w, *, stride: Sides, dilation: Sides, pads: tuple[Pair, ...], groups: int
+) -> str | None:  # fmt: skip
+    return _not_depthwise(x, w, groups=groups) or dispatch.first_unmet(
+        (not machine().whole and not dispatch.vector_cores(), "rows of sums are of the registers of a GPU"),
+        (len(stride) == 2 and set(stride) == set(dilation) == {1}, "the window has strides, gaps or another axis"),
+        (min(map(min, pads)) >= 0 and w.shape[0] > 1, "there is no row that two rows of the result need"),
+        (all(isinstance(n, int) for n in x.shape[1:]), "sides are not known"),
+    )
+
+
 def _in_tiles(x, w, *, stride: Sides, dilation: Sides, groups: int):
     shape = out_shape(x, w, stride, dilation)
     tiles = forward_tiles(*shape[-3:-1], w.shape[-2], shape[-1] // groups, x.dtype.itemsize)
@@ -171,12 +247,23 @@ def _not_depthwise(x, w, *, groups: int, **_) -> str | None:
     return None if groups == x.shape[-1] == w.shape[-1] else "channels meet each other, or have several outputs"
 
 
+def _of_padded(run):
+    """An implementation for x with its padding."""
+    return lambda x, w, *, pads, **options: run(_padded(x, pads), w, **options)
+
+
+def _whatever_pads(misfit):
+    return lambda x, w, *, pads, **options: misfit(x, w, **options)
+
+
 _convolution = dispatch.Op(
     "convolution",
-    dispatch.Implementation("channels for themselves", _depthwise, _not_depthwise),
-    dispatch.Implementation("windows below each other", _in_patches, _not_in_patches),
-    dispatch.Implementation("rows of the window", _in_rows, _not_in_rows),
-    dispatch.Implementation("points of the window", _in_tiles),
+    dispatch.Implementation("channels for themselves, by rows", _in_depthwise_rows, _not_in_depthwise_rows),
+    dispatch.Implementation("channels for themselves", _of_padded(_depthwise), _whatever_pads(_not_depthwise)),
+    dispatch.Implementation("windows below each other", _of_padded(_in_patches), _whatever_pads(_not_in_patches)),
+    dispatch.Implementation("rows of the window", _of_padded(_in_rows), _whatever_pads(_not_in_rows)),
+    dispatch.Implementation("points of the result", _in_points, _not_in_points),
+    dispatch.Implementation("points of the window", _of_padded(_in_tiles)),
 )
 
 
@@ -212,12 +299,10 @@ def convolution(
     if rank == 1:
         more = {"stride": (1, *stride), "dilation": (1, *dilation), "padding": ((0, 0), *pads), "groups": groups}
         return convolution(x[:, None], weight[None], **more)[:, 0]
-    if any(lo or hi for lo, hi in pads):
-        x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
-    shape = out_shape(x, weight, stride, dilation)
+    shape = out_shape(_shaped(x, pads), weight, stride, dilation)
     if 0 in shape or 0 in weight.shape:
         return jnp.zeros(shape, x.dtype)
-    return _convolution(x, weight, stride=stride, dilation=dilation, groups=groups)
+    return _convolution(x, weight, stride=stride, dilation=dilation, groups=groups, pads=pads)
 
 
 @functools.partial(jax.jit, static_argnames=("stride", "padding", "dilation", "groups"), inline=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import delta_states
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 from jtile.ops.chunk_states import in_states
 from jtile.ops.dispatch import Implementation, Op, vector_cores
@@ -96,6 +97,13 @@ def linear_attention_steps(q, k, v, g, beta, state, o, last=None, *, bv: int, sc
         O[b, t, h, j] = ((q_t * S).sum(0) * scale).astype(o.dtype)
     if last is not None:
         last.tiles(None, None, dk, bv)[b, h, 0, j] = S
+
+
+_with_states = linear_attention_chunks.with_options()  # whose gradient is of kernels for states, and for all chunks
+_with_states.defvjp(
+    lambda *args, **meta: (linear_attention_chunks(*args, **meta), args),
+    lambda residuals, cts, *, bv, **meta: delta_states.pulled(residuals, cts, **meta),
+)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "return_state", "chunk"), inline=True)
@@ -210,7 +218,9 @@ def _in_states(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int 
 def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
     c, bv = _chunk(v, g, beta, chunk), columns(k.shape[3], v.shape[3])
     mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
-    return linear_attention_chunks(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
+    one_decay = g is None or g.shape[3] == 1
+    run = linear_attention_chunks if mix is None or not one_decay or machine().whole or vector_cores() else _with_states
+    return run(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
 
 
 _op = Op(

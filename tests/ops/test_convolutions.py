@@ -42,17 +42,39 @@ def test_convolution(name, arch):
             gradients_agree(op, reference, x, w)
 
 
+NEIGHBOURS = {
+    "stride and gaps": ((2, 9, 8, 16), (3, 3, 16, 24), {"stride": (2, 1), "dilation": (1, 2)}),
+    "three axes": ((1, 4, 5, 6, 32), (3, 2, 3, 32, 16), {}),
+    "one point": ((2, 3, 5, 16), (1, 1, 16, 32), {}),
+    "by rows": ((2, 9, 7, 6), (3, 5, 1, 6), {"groups": 6}),
+    "by rows, padded by hand": ((1, 6, 5, 4), (2, 2, 1, 4), {"groups": 4, "padding": ((0, 2), (1, 0))}),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbouring_points_of_a_gpu(name):
+    shape, window, options = NEIGHBOURS[name]
+    op, reference = both(ops.convolution, convolution_reference, options)
+    x, w = (normal(k, *s).astype(jnp.float16) for k, s in enumerate((shape, window)))
+    with jt.config(arch="sm_90"):
+        agree(op, reference, x, w, tolerance=2e-3)
+        gradients_agree(op, reference, x, w, tolerance=4e-3)
+
+
 @pytest.mark.usefixtures("on_the_cpu")
 def test_what_computes_a_convolution():
-    of = lambda shape, window, **o: (
-        ops.choices(functools.partial(ops.convolution, **o), jnp.zeros(shape), jnp.zeros(window))[0].implementation
-    )
+    def of(shape, window, dtype=jnp.float32, **o):
+        x, w = jnp.zeros(shape, dtype), jnp.zeros(window, dtype)
+        return ops.choices(functools.partial(ops.convolution, **o), x, w)[0].implementation
+
     assert of((1, 9, 9, 3), (3, 3, 3, 4)) == "windows below each other"
     assert of((1, 9, 9, 3), (3, 3, 3, 4), dilation=2) == "points of the window"
     assert of((1, 9, 9, 4), (3, 3, 1, 4), groups=4) == "channels for themselves"
     with jt.config(arch="sm_90"):
         assert of((1, 9, 9, 3), (3, 3, 3, 4)) == "rows of the window"
         assert of((1, 9, 9, 32), (3, 3, 32, 4)) == "points of the window"
+        assert of((1, 9, 9, 32), (3, 3, 32, 32), dtype=jnp.bfloat16) == "points of the result"
+        assert of((1, 9, 9, 4), (3, 3, 1, 4), groups=4) == "channels for themselves, by rows"
 
 
 TRANSPOSED = [

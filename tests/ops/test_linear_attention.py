@@ -72,7 +72,7 @@ def test_tiles_of_a_gpu(kind):
         agree(called(ops.linear_attention, 16), REFERENCE, *operands(kind, dk=20, dv=40))
 
 
-@pytest.mark.parametrize("kind", ["plain", "decay", "gated"])
+@pytest.mark.parametrize("kind", ["plain", "decay", "gated", "delta", "gated delta"])
 def test_states_of_chunks(kind):
     """What GPUs compute in kernels of its own: states in front of chunks and cotangents of those behind them."""
     args = operands(kind)

@@ -1,0 +1,102 @@
+"""Convolutions on GPUs whose tiles are neighbouring points of the result, whichever rows of whichever planes they are
+in: each finds the points of x that the window has there, and nothing is padded."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import sums_in, wide
+
+Sides = tuple[int, ...]
+Pads = tuple[tuple[int, int], ...]
+
+
+def _points(sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads) -> Sides:
+    """The sides of the result."""
+    axes = zip(sides, window, stride, dilation, pads, strict=True)
+    return tuple((n + lo + hi - (k - 1) * d - 1) // s + 1 for n, k, s, d, (lo, hi) in axes)
+
+
+def _rows(x, *, sides, window, stride, dilation, pads, **_) -> int:
+    return x.shape[0] // math.prod(sides) * math.prod(_points(sides, window, stride, dilation, pads))
+
+
+def _apart(n, sides: Sides) -> list:
+    """The indices of point number n of an array whose last sides are these, the first index for all others."""
+    found = []
+    for side in reversed(sides):
+        found.insert(0, jax.lax.rem(n, jnp.int32(side)))
+        n = jax.lax.div(n, jnp.int32(side))
+    return [n, *found]
+
+
+@jt.kernel(
+    out_type=lambda x, w, **of: jt.like(x, shape=(_rows(x, **of), w.shape[1])),
+    grid=lambda x, w, *, bm, bo, **of: (jt.cdiv(_rows(x, **of), bm), jt.cdiv(w.shape[1], bo)),
+)
+def convolution_points(
+    x, w, y, *, bm: int, bo: int, bc: int, sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads
+):  # fmt: skip
+    """x [batch * points of `sides`, c], w [points of the window * c, o], y [batch * points of the result, o]. `bc`
+    channels at a time, a divisor of c."""
+    # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a - p, s j + d b - q, c] w[a, b, c, o]
+    at, o = jt.program_id(0), jt.program_id(1)
+    parts, points = x.shape[1] // bc, _points(sides, window, stride, dilation, pads)
+    image, *own = _apart(at * bm + jt.arange(bm), points)
+    first = [at * s - lo for at, s, (lo, _) in zip(own, stride, pads, strict=True)]
+    acc = jt.zeros((bm, bo), sums_in(x))
+    for u in jt.range(math.prod(window) * parts):
+        c, (_, *taps) = jax.lax.rem(u, jnp.int32(parts)) * bc, _apart(jax.lax.div(u, jnp.int32(parts)), window)
+        place, inside = image, image < x.shape[0] // math.prod(sides)
+        for here, step, d, n in zip(first, taps, dilation, sides, strict=True):
+            one = here + step * d
+            place, inside = place * n + one, inside & (one >= 0) & (one < n)
+        place = jnp.where(inside, place, 0)
+        X = jt.load(x, (place[:, None], (c + jt.arange(bc))[None, :]), mask=jnp.broadcast_to(inside[:, None], (bm, bc)))
+        acc = jt.dot(X, w.tiles(bc, bo)[u, o], acc)
+    y.tiles(bm, bo)[at, o] = acc.astype(y.dtype)
+
+
+def _plane(x, w, pads: Pads) -> Sides:
+    return tuple(n + lo + hi - k + 1 for n, k, (lo, hi) in zip(x.shape[1:3], w.shape, pads, strict=False))
+
+
+def _with_column(sums, x, n, rows, columns, seen, lanes, weights):
+    """The sums of rows of the result with what a column of the window, of these weights, adds to them."""
+    sums, shape = list(sums), (columns.shape[0], lanes.shape[0])
+    for r, row in enumerate(rows):
+        inside = jnp.broadcast_to((seen & (row >= 0) & (row < x.shape[1]))[:, None], shape)
+        row = jnp.clip(row, 0, x.shape[1] - 1)
+        points = wide(jt.load(x, (n, row, columns[:, None], lanes[None, :]), mask=inside))
+        for k in range(max(0, r - len(weights) + 1), min(len(sums), r + 1)):
+            sums[k] = sums[k] + points * weights[r - k]
+    return tuple(sums)
+
+
+@jt.kernel(
+    out_type=lambda x, w, *, pads, **_: jt.like(x, shape=(x.shape[0], *_plane(x, w, pads), x.shape[3])),
+    grid=lambda x, w, *, bh, bw, bc, pads: (
+        jt.cdiv(x.shape[3], bc), math.prod(map(jt.cdiv, _plane(x, w, pads), (bh, bw))), x.shape[0]
+    ),
+)  # fmt: skip
+def depthwise_rows(x, w, y, *, bh: int, bw: int, bc: int, pads: Pads):
+    """x [batch, h, w, c] without padding, w [p, q, 1, c]: every channel for itself. A program reads each point of the
+    rows that its `bh` rows of the result need once for each column of the window, and adds it to all of these rows."""
+    # y[n, i, j, c] = sum_ab x[n, i + a - p, j + b - q, c] w[a, b, c]
+    channel, at, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    (p, q), across = w.shape[:2], jt.cdiv(y.shape[2], bw)
+    i, j = jax.lax.div(at, jnp.int32(across)) * bh, jax.lax.rem(at, jnp.int32(across)) * bw
+    lanes, columns = channel * bc + jt.arange(bc), j + jt.arange(bw)
+    rows = [i + (r - pads[0][0]) for r in range(bh + p - 1)]
+    sums = (jt.zeros((bw, bc), sums_in(x)),) * bh
+    for b in jt.range(q):
+        here = columns + (b - pads[1][0])
+        seen, here = (here >= 0) & (here < x.shape[2]), jnp.clip(here, 0, x.shape[2] - 1)
+        weights = [wide(w[a, b, 0, jt.ds(channel * bc, bc)])[None, :] for a in range(p)]
+        sums = _with_column(sums, x, n, rows, here, seen, lanes, weights)
+    for k in range(bh):
+        y[n, i + k, jt.ds(j, bw), jt.ds(channel * bc, bc)] = sums[k].astype(y.dtype)
