@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +56,7 @@ from jtile.ops.streamed_operands import (
     await_terms,
     by_block,
     in_lines,
+    in_quads,
     of_blocks,
     of_piece,
     send_term,
@@ -65,6 +65,7 @@ from jtile.ops.streamed_operands import (
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
+_TALL, _MANY = 32, 256  # rows of a tile, and of W for a multiprocessor, where W is long and its rows are one round
 _BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
@@ -398,14 +399,6 @@ def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     return choices(x.shape[0], inner, kind, len(weights) > 1, lines, bytes_of(x.dtype), quads=quads)
 
 
-def in_quads(x, weights: tuple[Weight, ...], kind: str) -> bool:
-    """Whether the tensor cores multiply these codes, see `streamed_quads`; x: [m, in], or as the kernels take it."""
-    inner = math.prod(x.shape[1:])
-    arrays = [a for w in weights for a in by_block(w, kind)] if bits_of(kind) < 16 else []
-    lines = bits_of(kind) < 16 and all(in_lines(w, kind) for w in weights)
-    return lines and streamed_quads.fits(kind, tuple(of_piece(a, inner, kind) for a in arrays), x.dtype)
-
-
 def _scales_fit(weight: Weight, inner: int, kind: str) -> bool:
     """Whether scales come by copies of 16 bytes or more; or the roles read them, which costs little where rows are
     short, and other kernels would not overlap."""
@@ -484,13 +477,12 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     lines = _scale_bytes(weights[0], x.shape[1], kind)
     options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
     quads = in_quads(x, weights, kind)
-    beside = (
-        gpu_tiles.overlaps()
-        and _stands_beside(x, weights)
-        and bool(choices(*options, True, quads) or choices(*options, True))
-    )
-    meta = choices(*options, beside, quads) or choices(*options, beside)
+    found = lambda beside: choices(*options, beside, quads) or choices(*options, beside)
+    beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(found(True))
+    meta = found(beside)
     best = meta[0]
+    if bits_of(kind) < 16 and x.shape[1] <= PIECE and weights[0].codes.shape[0] >= _MANY * gpu_tiles.processors():
+        best = form(*options[:4], _TALL, 1, *options[4:], _NARROW if beside else _SHARED, quads) or best
     if bits_of(kind) == 16:  # tall tiles are best, unless so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())

@@ -174,16 +174,9 @@ def _weights_of_thread(rows: int, pieces: int, weights: int) -> int:
     return weights * pieces * PIECE * rows // (32 * WARPS)
 
 
-# Whether matrices of 8-bit floats are held: they gave NaN behind the ends of rows on an H200, which is mended, but has
-# not been compared there since.
-FLOAT8 = False
-
-
 def choice(x, weights: tuple[Weight, ...], kind: str) -> int | None:
     """The rows of a program where these kernels compute the product of x [m, in], else None."""
     if not gpu_tiles.overlaps() or x.dtype not in (jnp.bfloat16, jnp.float16):
-        return None
-    if kind == "fp8" and not FLOAT8:
         return None
     m, inner = x.shape
     if not all(of_piece(a, inner, kind) for w in weights for a in by_block(w, kind)):

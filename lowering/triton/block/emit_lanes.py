@@ -133,9 +133,9 @@ def _masked(em: BlockEmitter, op: ir.DotQuads, n: int) -> Val:
 def _for_rows(em: BlockEmitter, b: Val) -> Val:
     """The words of factors in registers beside those of terms."""
     code = em.code
-    with code.within({5: lanes.spread(), 4: Sliced(1, lanes.spread())}):
-        wide = code.expand_dims(code.expand_dims(b, 0), 1)
-        wide = code.broadcast(wide, (2, 2, *b.shape))
+    with code.within({5: lanes.spread(), 4: Sliced(2, lanes.spread())}):
+        wide = code.expand_dims(code.expand_dims(b, 1), 2)
+        wide = code.broadcast(wide, (2, 2, 2, *b.shape[1:]))
     return code.convert(_reshape(em, wide, lanes.WORDS_OF), lanes.words())
 
 

@@ -31,10 +31,11 @@ def fits(op: ir.DotQuads, warps: int) -> bool:
 
 @functools.cache
 def words() -> Linear:
-    """The layout of words, [rows, lanes, words]."""
+    """The layout of words, [rows, lanes, words]. Threads that read shared memory at once, of two rows, have rows 4
+    apart, whose 64 bytes a swizzle of 128 bytes puts in different banks."""
     return Linear(
         ((0, 0, 1), (0, 0, 2), (0, 4, 0)),
-        ((0, 1, 0), (0, 2, 0), (1, 0, 0), (2, 0, 0), (4, 0, 0)),
+        ((0, 1, 0), (0, 2, 0), (4, 0, 0), (1, 0, 0), (2, 0, 0)),
         ((0, 8, 0), (0, 16, 0)),
     )
 
@@ -48,7 +49,7 @@ def spread() -> Linear:
 @functools.cache
 def factors() -> Layout:
     """The layout of factors, [planes, lanes, words]: four threads have the same."""
-    return sliced(spread(), [0, 1])
+    return sliced(spread(), [1, 2])
 
 
 @functools.cache
