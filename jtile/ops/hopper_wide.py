@@ -33,11 +33,13 @@ _REGISTERS = 216
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Tiles of `columns` rows of each weight, a multiple of 8, whose sums are made in `parts`; `slots` of the rings."""
+    """Tiles of `columns` rows of each weight, a multiple of 8, whose sums are made in `parts`; `slots` of the rings, and
+    `terms` of a round, a multiple of 64."""
 
     columns: int
     parts: int
     slots: int
+    terms: int = TERMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _write(sums, y, part, tile, form: Form, activation) -> None:
 @jt.function
 def _bring_weights(mem: _Memory, weights, tile, first, rounds, form: Form):
     """The role that fills the rings of W."""
-    nbytes = len(weights) * form.columns * TERMS * weights[0].dtype.itemsize
+    nbytes, terms = len(weights) * form.columns * form.terms * weights[0].dtype.itemsize, form.terms
     for k in jt.range(rounds):
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(nbytes)
@@ -96,7 +98,7 @@ def _bring_weights(mem: _Memory, weights, tile, first, rounds, form: Form):
                 row = tile * form.columns + at
                 row = jnp.where(row < w.shape[0], row, 0)  # what is outside takes a tensor map longer
                 buffer = ring.at(k)[at : at + width]
-                jt.async_copy(w.at[jt.ds(row, width), jt.ds((first + k) * TERMS, TERMS)], buffer, mem.full.at(k))
+                jt.async_copy(w.at[jt.ds(row, width), jt.ds((first + k) * terms, terms)], buffer, mem.full.at(k))
 
 
 @jt.function
@@ -105,7 +107,7 @@ def _bring_rows(mem: _Memory, x, first, rounds):
     for k in jt.range(rounds):
         mem.empty.at(k).wait(before=True)
         mem.x_full.at(k).expect(mem.x.nbytes)
-        jt.async_copy(x.tiles(ROWS, TERMS).at[0, first + k], mem.x.at(k), mem.x_full.at(k))
+        jt.async_copy(x.tiles(*mem.x.shape).at[0, first + k], mem.x.at(k), mem.x_full.at(k))
 
 
 def _types(x, weights, *, form: Form, out_dtype: str, **_):
@@ -120,10 +122,10 @@ def _grid(x, weights, *, form: Form, **_):
 def hopper_wide(x, weights: tuple, y, *, form: Form, activation, out_dtype: str, early: bool = False):
     """y [parts, m, n] of x [m, k], m <= 64, and weights [n, k]: one, or two of a gated product (y = act(x Gᵀ) * (x Uᵀ),
     in one part)."""
-    # Y_s = X_s W_sᵀ, a sum over rounds of 64 terms
+    # Y_s = X_s W_sᵀ, a sum over rounds of `terms`
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
     wide = jt.next_power_of_2(form.columns)
-    ring = lambda rows: jt.alloc((rows, TERMS), x.dtype, slots=form.slots)
+    ring = lambda rows: jt.alloc((rows, form.terms), x.dtype, slots=form.slots)
     mem = _Memory(
         rings=[ring(wide) for _ in weights],
         x=ring(ROWS),
@@ -131,7 +133,7 @@ def hopper_wide(x, weights: tuple, y, *, form: Form, activation, out_dtype: str,
         empty=jt.barrier(form.slots),
         x_full=jt.barrier(form.slots),
     )
-    rounds = jt.cdiv(x.shape[1], TERMS)
+    rounds = jt.cdiv(x.shape[1], form.terms)
     each = jt.cdiv(rounds, form.parts)
     first = part * each
     count = jnp.minimum(rounds - first, each)
