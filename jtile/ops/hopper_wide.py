@@ -33,8 +33,8 @@ _REGISTERS = 216
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Tiles of `columns` rows of each weight, a multiple of 8, whose sums are made in `parts`; `slots` of the rings, and
-    `terms` of a round, a multiple of 64."""
+    """Tiles of `columns` rows of each weight, a multiple of 8, whose sums are made in `parts`; rings of `slots` rounds,
+    which have `terms` each, a multiple of 64."""
 
     columns: int
     parts: int
