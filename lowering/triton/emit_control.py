@@ -66,8 +66,10 @@ def for_loop(
 
 def _carried(em: Emitter, bounds: Sequence[ir.Value]) -> bool:
     """Whether a bound of a loop may depend on what a loop around it carries."""
-    loops = (op for op in em.kernel.body.walk() if isinstance(op, ir.For))
-    carries = em.memo.setdefault("carries", {p for op in loops for p in op.body.params[1:]})
+    if "carries" not in em.memo:
+        loops = (op for op in em.kernel.body.walk() if isinstance(op, ir.For))
+        em.memo["carries"] = {p for op in loops for p in op.body.params[1:]}
+    carries = em.memo["carries"]
     todo, seen = list(bounds) if carries else [], set(bounds)
     while todo:
         v = todo.pop()
