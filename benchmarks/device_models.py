@@ -81,6 +81,11 @@ class Alone:
         return ops.rms_norm(x, weight, eps=eps, residual=residual)
 
     @staticmethod
+    def matmul_all_reduce(x, w, axis, *, transpose_b=False):
+        del axis
+        return ops.matmul(x, w, transpose_b=transpose_b)
+
+    @staticmethod
     def all_gather(x, axis, *, dim=0):
         """Rows of several devices are made up here, and differ, so that they choose as many experts as real ones."""
         return jnp.concatenate([jnp.roll(x, k, axis=-1) for k in range(jt.axis_size(axis))], dim)
@@ -104,29 +109,22 @@ class Alone:
         return (shares * weights[:rows, :, None]).sum(1).astype(y.dtype)
 
 
-def _streamed_alone(term: parallel.Term):
-    """A sum in front of a product, of this device's term only, where a step would have it in the product's kernel."""
-    found = SIDES["jtile"][1](term)
-    return None if found is None else (found[0], None)
-
-
-# what records call a mesh with some collectives -> how a model finds one of them, and a sum that a product begins with
-SIDES: dict[str, tuple[Callable[[str, bool], Callable], Callable]] = {
-    "jtile": (parallel.collective, parallel.streamed),
-    "xla": (lambda name, talk: getattr(collectives, f"{name}_reference"), lambda term: None),
-    "alone": (lambda name, talk: getattr(Alone, name), _streamed_alone),
+# what records call a mesh with some collectives -> how a model finds one of them
+SIDES: dict[str, Callable[[str, bool], Callable]] = {
+    "jtile": parallel.collective,
+    "xla": lambda name, talk: getattr(collectives, f"{name}_reference"),
+    "alone": lambda name, talk: getattr(Alone, name),
 }
 
 
 @contextlib.contextmanager
 def collectives_of(side: str) -> Iterator[None]:
     """A block in which models are traced with the collectives of a side."""
-    usual = parallel.collective, parallel.streamed
-    parallel.collective, parallel.streamed = SIDES[side]
+    usual, parallel.collective = parallel.collective, SIDES[side]
     try:
         yield
     finally:
-        parallel.collective, parallel.streamed = usual
+        parallel.collective = usual
 
 
 # Steps --------------------------------------------------------------------------------------------------------------

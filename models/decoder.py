@@ -6,8 +6,9 @@ A model's file says which attention and which MLP its blocks have; most have `At
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,8 +89,8 @@ class Attention(nnx.Module):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
-        if self.parts and self.output_bias is None and self.over.tensor is None:
-            return layers.linear_or_parts(mixed, self.output.get_value())
+        if self.output_bias is None:
+            return _last(self)(mixed, self.output.get_value())
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin, slots: int | None = None):
@@ -136,6 +137,13 @@ def _value(param: nnx.Param | None):
     return None if param is None else param.get_value()
 
 
+def _last(module: Attention | GatedMLP) -> Callable:
+    """What multiplies by the last matrix of a module: a function of the rows and the matrix."""
+    if module.over.tensor is not None:
+        return functools.partial(layers.summed, over=module.over)
+    return layers.linear_or_parts if module.parts else layers.linear
+
+
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)). On several devices each has some of the features. parts: see `Attention`."""
 
@@ -154,9 +162,7 @@ class GatedMLP(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, the output of this MLP for the norm of that sum)."""
-        parts = self.parts and self.over.tensor is None
-        x, y = layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, parts)
-        return x, self.over.term(y)
+        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, _last(self))
 
     def _weights(self):
         return self.gate.get_value(), self.up.get_value(), self.down.get_value()

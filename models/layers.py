@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from jtile import ops
 from jtile.ops import QuantizedTensor
 from jtile.ops.quantized_tensor import BLOCKS
 
-from . import kernels, parallel
+from . import kernels
 from .cache import HeadNorms
-from .parallel import Term
+from .parallel import Axes, Term
 from .sums import Parts, in_parts, parts_of
 
 
@@ -77,34 +78,31 @@ def whole(y):
     return y.whole() if isinstance(y, Term | Parts) else y
 
 
-def _own(delta) -> tuple[jax.Array, str | None] | None:
-    """(what this device adds, the axis along which it is summed, or None), where a product behind the norm may be in
-    one kernel with that; None where it may not."""
-    if isinstance(delta, Term):
-        return parallel.streamed(delta)
-    return None if delta is None or isinstance(delta, Parts) else (delta, None)
-
-
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, parts: bool = False):
     """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs. parts: the
     product may be `Parts`."""
     if parts and parts_of(x, weight) > 1:
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear_or_parts(normed, weight)
-    term = _own(delta)
-    if term is None or isinstance(weight, tuple | Adapted | Routed):
+    if delta is None or isinstance(delta, Term | Parts) or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
-    delta, axis = term
     with _made_before(x, weight):
-        weight = _beside(x, weight)
-        y, x = ops.rms_norm_matmul(delta, norm, weight, residual=x, eps=eps, out_dtype=dtype, axis=axis)
+        y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
     return x, y
 
 
 def linear_or_parts(x, weight: Weight) -> jax.Array | Parts:
     """`linear`, or `Parts` of it where a kernel behind it is to add them up."""
     return in_parts(x, weight) if parts_of(x, weight) > 1 else linear(x, weight)
+
+
+def summed(x, weight: Weight, over: Axes) -> jax.Array | Term:
+    """`linear` of what this device has of x and of the weight: a `Term` of the sum over devices, or, where product and
+    sum are one kernel, the sum."""
+    if isinstance(weight, jax.Array) and weight.dtype == x.dtype and (found := over.reduced(x, weight)) is not None:
+        return found
+    return over.term(linear(x, weight))
 
 
 def linear(x, weight: Weight, dtype=None):
@@ -216,19 +214,17 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 
 
 def add_norm_gated_mlp(
-    x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu", parts: bool = False
-):
+    x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu",
+    last: Callable = linear,
+):  # fmt: skip
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
-    term = _own(delta)
-    if term is None or _apart(gate, up):
+    if delta is None or isinstance(delta, Term | Parts) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
-        return x, gated_mlp(normed, gate, up, down, activation, parts)
-    delta, axis = term
+        return x, gated_mlp(normed, gate, up, down, activation, last)
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)
-        options = dict(residual=x, eps=eps, activation=activation, axis=axis)
-        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, **options)
-    return x, linear_or_parts(hidden, down) if parts else linear(hidden, down)
+        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
+    return x, last(hidden, down)
 
 
 def _apart(gate: Weight, up: Weight) -> bool:
@@ -238,13 +234,14 @@ def _apart(gate: Weight, up: Weight) -> bool:
 
 
 def gated_mlp(
-    x, gate: Weight, up: Weight, down: Weight, activation: str = "silu", parts: bool = False
-) -> jax.Array | Parts:
-    """down(activation(gate(x)) * up(x)); `activation` is one of `ACTIVATIONS`. parts: it may be `Parts`."""
+    x, gate: Weight, up: Weight, down: Weight, activation: str = "silu", last: Callable = linear
+) -> jax.Array | Parts | Term:
+    """down(activation(gate(x)) * up(x)); `activation` is one of `ACTIVATIONS`; last: makes the last product: `linear`,
+    or a function that gives it in parts or as a term."""
     if _apart(gate, up):
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
         with _made_before(x, gate, up):
             gate, up = _beside(x, gate), _beside(x, up)
             hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
-    return linear_or_parts(hidden, down) if parts else linear(hidden, down)
+    return last(hidden, down)

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import exchanged_parts, exchanged_products, hopper_travelling
-from jtile.ops.collective_parts import accumulator, summed_cotangent, varying_together
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
+from jtile.ops import exchanged_parts, exchanged_products, hopper_gemv, hopper_summed, hopper_travelling
+from jtile.ops.collective_parts import UNROLLED, accumulator, summed_cotangent, varying_together
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
 from jtile.ops.matmul import matmul
+from jtile.ops.operands import Weight
 
 PROGRAMS = 4  # programs on a CPU, where each is a thread
 
@@ -78,29 +79,30 @@ def matmul_reduce_scatter_reference(x, w, axis):
     return jax.lax.psum_scatter(_product(x, w), axis, tiled=True)
 
 
-def matmul_all_reduce(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis: str, *, transpose_b: bool = False) -> jax.Array:
     """`all_reduce(x @ w)`: the sum over the devices along an axis, which all of them get. Differentiable.
 
     Args:
       x: floats [m, k].
-      w: [k, n] of the same dtype.
+      w: [k, n] of the same dtype; [n, k] with `transpose_b`.
       axis: an axis of the mesh.
+      transpose_b: w is transposed.
     Returns:
       [m, n], the same on all devices along the axis.
     Raises:
       KernelTypeError, KernelValueError: dtypes or shapes that do not fit, no such axis, or outside of `shard_map`.
     """
-    x, w = _checked("matmul_all_reduce", x, w)
+    x, w = _checked("matmul_all_reduce", x, w, transpose_b)
     n = jt.axis_size(axis)
     if n == 1 or 0 in (x.size, w.size):
-        return _collectives().all_reduce(matmul(x, w), axis)
+        return _collectives().all_reduce(matmul(x, w, transpose_b=transpose_b), axis)
     x, w = (jax.lax.pcast(v, axis, to="varying") if _same(v, axis) else v for v in (x, w))
-    return _all_reduced(axis, x, w)
+    return _all_reduced(axis, bool(transpose_b), x, w)
 
 
-def matmul_all_reduce_reference(x, w, axis):
+def matmul_all_reduce_reference(x, w, axis, *, transpose_b=False):
     """`matmul_all_reduce` by XLA's collectives. Arguments and result are those of `matmul_all_reduce`."""
-    return jax.lax.psum(_product(x, w), axis)
+    return jax.lax.psum(_product(x, w.T if transpose_b else w), axis)
 
 
 def _collectives():
@@ -115,30 +117,33 @@ def _same(x: jax.Array, axis: str) -> bool:
     return axis in varying and axis not in jax.typeof(x).manual_axis_type.varying
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_reduced(axis: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jt.same_along(_summed_products(x, w, axis=axis), axis)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _all_reduced(axis: str, transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    products = _summed_rows if transposed else _summed_products
+    return jt.same_along(products(x, w, axis=axis), axis)
 
 
-def _all_reduced_backward(axis, residuals, ct):
+def _all_reduced_backward(axis, transposed, residuals, ct):
     x, w = residuals
     ct = summed_cotangent(ct, axis, lambda ct: _collectives().all_reduce(ct, axis))
-    return matmul(ct, w, transpose_b=True), matmul(x, ct, transpose_a=True)
+    of_w = (ct, x) if transposed else (x, ct)
+    return matmul(ct, w, transpose_b=not transposed), matmul(*of_w, transpose_a=True)
 
 
-_all_reduced.defvjp(lambda axis, x, w: (_all_reduced(axis, x, w), (x, w)), _all_reduced_backward)
+_all_reduced.defvjp(lambda axis, tb, x, w: (_all_reduced(axis, tb, x, w), (x, w)), _all_reduced_backward)
 
 
 def _product(x, w):
     return jnp.matmul(x, w, preferred_element_type=accumulator(x.dtype), precision="highest").astype(x.dtype)
 
 
-def _checked(name: str, x, w) -> tuple[jax.Array, jax.Array]:
+def _checked(name: str, x, w, transposed: bool = False) -> tuple[jax.Array, jax.Array]:
     x, w = jnp.asarray(x), jnp.asarray(w)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype != w.dtype:
         raise KernelTypeError(f"{name} takes two matrices of one float dtype, got {x.dtype} and {w.dtype}; cast one")
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise KernelValueError(f"{name} cannot multiply {tuple(x.shape)} with {tuple(w.shape)}: [m, k] and [k, n]")
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1 if transposed else 0]:
+        right = "[n, k]" if transposed else "[k, n]"
+        raise KernelValueError(f"{name} cannot multiply {tuple(x.shape)} with {tuple(w.shape)}: [m, k] and {right}")
     return x, w
 
 
@@ -264,9 +269,27 @@ def _summed_by_tiles(x, w, *, axis: str):
     return summed_product(x, w, axis=axis, **_tiles(x.shape[0], x.shape[0], w))
 
 
+def _summed_by_rows(x, w, *, axis: str):
+    """One or two rows times w [n, k], by the kernel that reads such a matrix once."""
+    return hopper_gemv.reduced_product(x, Weight(w), axis=axis, kind=x.dtype.name, out_dtype=x.dtype)
+
+
+def _not_by_rows(x, w, *, axis: str) -> str | None:
+    with jt.config() as now:
+        peers = now.gpu_peers
+    return first_unmet(
+        (bool(peers) and jax.process_count() == 1, "the devices do not reach each other's memory"),
+        (jt.axis_size(axis) <= UNROLLED, "there are many devices"),
+    ) or hopper_gemv.misfit(x, Weight(w), x.dtype.name)
+
+
+def _summed_behind_rows(x, w, *, axis: str):
+    return _collectives().sum_of(matmul(x, w, transpose_b=True), axis)
+
+
 def _summed_behind(x, w, *, axis: str):
-    """The product, and behind it the sum. On two H200s 64 rows times 7168x4096 take 27.8 us so, 31.5 in one kernel of
-    tiles, 47.8 with XLA: the product's own kernel is as much sooner done."""
+    """The product, and behind it the sum. On two H200s 64 rows times 7168x4096 take 27.5 us so, and 24.5 by
+    `hopper_summed`, where XLA takes 47.5."""
     return _collectives().sum_of(matmul(x, w), axis)
 
 
@@ -319,6 +342,21 @@ _summed_products = _op(
     exchanged_products.misfit_of_sums,
     _summed_behind,
     _summed_by_tiles,
+    Implementation(
+        "tiles of few rows that are sent as they are made",
+        hopper_summed.sums,
+        hopper_summed.misfit,
+        BLOCK_LEVEL,
+        portable=False,
+    ),
+)
+
+
+# x [m, k], w [n, k]: their product [m, n], summed over the devices along an axis.
+_summed_rows = Op(
+    "product of rows with sums everywhere",
+    Implementation("rows against a stream of the matrix", _summed_by_rows, _not_by_rows, BLOCK_LEVEL, portable=False),
+    Implementation("a product and a collective", _summed_behind_rows),
 )
 
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, tuned
 from jtile.ops.collective_parts import UNROLLED, programs_at_most, signal_others, varying_together
 from jtile.ops.dispatch import small_tiles
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
-COLUMNS = 512  # numbers of a row that a program adds up at a time, of all of its experts together
+COLUMNS, WARPS = 512, 2  # numbers of a row that a program adds up at a time; a thread has 16 bytes of each expert's
 
 
 def all_gather_rms_norm(
@@ -174,7 +174,7 @@ def _summed(axis: str, count: int, y, places, chosen, weights):
     bn = min(jt.next_power_of_2(y.shape[1]), COLUMNS) if small_tiles() else y.shape[1]
     tiles = chosen.shape[1] * math.ceil(y.shape[1] / bn)
     options = dict(axis=axis, count=count, bn=bn, programs=min(programs_at_most(), tiles))
-    return sent_sums(y, places, chosen, weights, **options)
+    return tuned(sent_sums, num_warps=WARPS)(y, places, chosen, weights, **options)
 
 
 def _summed_backward(axis, count, operands, ct):
@@ -200,38 +200,46 @@ def sent_sums(y, places, chosen, weights, o, box, came, *, axis: str, count: int
     """y [copies, n]; places, chosen, weights [devices, rows, k]: o [rows, n]. Program p has tiles p, p + P, ..."""
     # o_i = sum over d of sum over j of w_dij y_(place_ij) of device d,  of those j that are experts of d
     n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    columns, width = jt.cdiv(y.shape[1], bn), y.shape[1]
-    k = chosen.shape[2]
-    wide = jt.next_power_of_2(k)
+    columns, width, parts, out = jt.cdiv(y.shape[1], bn), y.shape[1], box.tiles(None, None, bn), o.tiles(None, bn)
     tiles = lambda: jt.range(p, o.shape[0] * columns, programs)
-    one = n <= UNROLLED and o.shape[0] * columns == programs  # a program has one tile, of all devices
+    there = lambda d: box.on(axis, d).tiles(None, None, bn)
 
-    def share(d, i, c):
-        """What the experts of this device give for tile c of row i of device d."""
-        j = jt.arange(wide)
-        expert, place, weight = (jt.load(v, (d, i, j), mask=j < k, other=0) for v in (chosen, places, weights))
-        expert = expert - me * count
-        here = (expert >= 0) & (expert < count) & (j < k)
-        at = c * bn + jt.arange(bn)
-        found = jt.load(y, (place[:, None], at[None, :]), mask=here[:, None] & (at < width)[None, :], other=0)
-        return (found.astype(jnp.float32) * weight[:, None].astype(jnp.float32)).sum(0)
+    def rows(d, i, c):
+        """The numbers of tile c of row i of device d that the experts of this device give, and their weights."""
+        at, found = c * bn + jt.arange(bn), []
+        for j in range(chosen.shape[2]):
+            expert = chosen[d, i, j] - me * count
+            here = (expert >= 0) & (expert < count)
+            tile = jt.load(y, (places[d, i, j], at), mask=here & (at < width), other=0)
+            found.append((tile, weights[d, i, j]))
+        return found
 
-    for step in jt.range(n - 1):
-        d = (me + 1 + step) % n
-        for t in tiles():
-            box.on(axis, d).tiles(None, None, bn)[me, t // columns, t % columns] = share(d, t // columns, t % columns)
-    signal_others(came, p, axis)
-    parts, out = box.tiles(None, None, bn), o.tiles(None, bn)
-    if one:  # what this device adds is made while the others send
-        own = share(me, p // columns, p % columns)
+    def share(found):
+        return functools.reduce(jnp.add, [x.astype(jnp.float32) * w.astype(jnp.float32) for x, w in found])
+
+    if n <= UNROLLED and o.shape[0] * columns == programs:  # a program has one tile, whose rows are read at once
+        i, c, others = p // columns, p % columns, [(me + 1 + step) % n for step in range(n - 1)]
+        found = [rows(d, i, c) for d in [*others, me]]
+        for d, of in zip(others, found):
+            there(d)[me, i, c] = share(of)
+        signal_others(came, p, axis)
+        own = share(found[-1])
+        for d in others:
+            jt.wait(came[p, d])
+        terms = [jnp.where(d == me, own, parts[jnp.where(d == me, (me + 1) % n, d), i, c]) for d in range(n)]
+        out[i, c] = functools.reduce(jnp.add, terms).astype(o.dtype)
     else:
+        for step in jt.range(n - 1):
+            d = (me + 1 + step) % n
+            for t in tiles():
+                there(d)[me, t // columns, t % columns] = share(rows(d, t // columns, t % columns))
+        signal_others(came, p, axis)
         for t in tiles():
-            parts[me, t // columns, t % columns] = share(me, t // columns, t % columns)
-    for step in jt.range(n - 1):
-        jt.wait(came[p, (me + 1 + step) % n])
-    for t in tiles():
-        total = jnp.zeros((bn,), jnp.float32)
-        for d in range(n) if one else jt.range(n):
-            part = parts[jnp.where(d == me, (me + 1) % n, d) if one else d, t // columns, t % columns]
-            total = total + (jnp.where(d == me, own, part) if one else part)
-        out[t // columns, t % columns] = total.astype(o.dtype)
+            parts[me, t // columns, t % columns] = share(rows(me, t // columns, t % columns))
+        for step in jt.range(n - 1):
+            jt.wait(came[p, (me + 1 + step) % n])
+        for t in tiles():
+            total = jnp.zeros((bn,), jnp.float32)
+            for d in jt.range(n):
+                total = total + parts[d, t // columns, t % columns]
+            out[t // columns, t % columns] = total.astype(o.dtype)

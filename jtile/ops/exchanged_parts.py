@@ -22,7 +22,14 @@ from jtile.ops.collective_parts import (
     sum_all_in_two,
     sum_parts,
 )
-from jtile.ops.collective_steps import few_bytes, in_steps, sum_all_in_steps, sum_all_in_two_steps
+from jtile.ops.collective_steps import (
+    exchanged_in_steps,
+    few_bytes,
+    in_steps,
+    not_exchanged_in_steps,
+    sum_all_in_steps,
+    sum_all_in_two_steps,
+)
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 
 # Bytes sent to other devices that are worth a meeting of the devices on the host, on two devices and on more. On four
@@ -78,7 +85,13 @@ def _added_everywhere(x, *, axis: str):
 
 
 _gather = _op("parts of all devices", _gathered, gather_parts, _few_bytes(whole=True))
-_exchange = _op("parts for each device", _swapped, exchange_parts, _few_bytes(whole=False))
+_exchange = _op(
+    "parts for each device",
+    _swapped,
+    exchange_parts,
+    _few_bytes(whole=False),
+    Implementation("kernels in steps", exchanged_in_steps, not_exchanged_in_steps, BLOCK_LEVEL),
+)
 _sum = _op("sum of parts", _added, sum_parts, _few_bytes(whole=False))
 # On two H200s kernels take 170 us for 32 MiB, engines 160, and kernels in steps 115.
 _in_two_steps = Implementation("kernels in steps", in_steps(sum_all_in_two_steps), few_bytes, BLOCK_LEVEL)

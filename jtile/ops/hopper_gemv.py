@@ -12,8 +12,8 @@ An RMS norm may stand in front: of one or two rows every block computes it by it
 their way, and a kernel less stands between two products. The roles that multiply take the weights of the norm only;
 its scale is a factor of their sums, which the role that writes applies.
 
-In front of the norm may stand a sum over devices: a role of a few blocks sends this device's term to the others, and
-the roles that multiply wait for theirs, while the first rows of W are on their way.
+Behind the product may stand a sum over devices: the role that writes sends its tiles to the same block of the others,
+and adds what they send. The kernel behind fills its ring meanwhile.
 
 How the numbers of a lane are multiplied is said in `streamed_numbers`.
 """
@@ -53,13 +53,13 @@ from jtile.ops.streamed_operands import (
     Places,
     Rows,
     Walk,
-    await_terms,
+    add_results,
     by_block,
     in_lines,
     in_quads,
     of_blocks,
     of_piece,
-    send_term,
+    send_result,
 )
 
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
@@ -87,7 +87,6 @@ class _Memory:
       full, empty: a round of the words has come; has been read by all roles.
       done, taken: the sums of a tile of rows are there; have been read.
       squared: the squares are there.
-      summed: the terms of other devices are there; None where x is whole.
     """
 
     words: list[Rings]
@@ -100,7 +99,6 @@ class _Memory:
     done: jt.Barrier
     taken: jt.Barrier
     squared: jt.Barrier | None
-    summed: jt.Barrier | None
 
 
 def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, quads: bool) -> _Memory:
@@ -124,7 +122,6 @@ def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, quads: 
         done=jt.barrier(2, arrivals=roles),
         taken=jt.barrier(2),
         squared=jt.barrier(1, arrivals=roles) if normed else None,
-        summed=None if rows_of_x.others is None else jt.barrier(1),
     )
 
 
@@ -137,8 +134,6 @@ def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, 
     weights = [x.weights(chunk * roles + j, whole) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
-    if mem.summed is not None:
-        mem.summed.at(0).wait()
     for i, rings in enumerate(mem.numbers[j]):
         pieces = [x.parts(i, chunk * roles + j, whole) for chunk in range(chunks)]  # at once
         if x.norm is not None:
@@ -197,8 +192,9 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places):
 
 @jt.function
 def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, walk: Walk, places: Places,
-           share):  # fmt: skip
-    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
+           share, others: Others | None):  # fmt: skip
+    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product; others: y is summed over
+    devices."""
     rows, roles, tiles, first, programs = walk.rows, walk.roles, walk.tiles, walk.first, walk.programs
     m, bias, residual = x.x.shape[0], epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
@@ -233,7 +229,12 @@ def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, 
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
             row, column = places.of_result(i, tile)
             out = out if share is None else out * share[row]
-            y.tiles(None, rows)[row, column] = out.astype(y.dtype)
+            if others is None:
+                y.tiles(None, rows)[row, column] = out.astype(y.dtype)
+            else:
+                send_result(others, row, column, out)
+    if others is not None:
+        add_results(others, y, walk)
 
 
 @jt.function
@@ -274,18 +275,19 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: 
     program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
-def _summed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, box, came, *, axis: str, kind: str, activation,
-                 out_dtype: str, eps: float, rows: int, roles: int, slots: int, early: bool = False,
-                 beside: bool = False):  # fmt: skip
-    """`_normed_body` of the sum of x over the devices along an axis."""
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x, norm, eps, Others(axis, box, came)), weights, NO_EPILOGUE, y, total, **options)
+def _reduced_body(x, weights: tuple[Weight, ...], y, box, came, *, axis: str, kind: str, out_dtype: str, rows: int,
+                  roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
+    """The sum over the devices along an axis of what `_body` gives for one weight."""
+    options = dict(kind=kind, activation=None, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
+    program(Rows(x), weights, NO_EPILOGUE, y, None, others=Others(axis, box, came), **options)
 
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
-            places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
-    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
+            places: Places = IN_ORDER, count: int | None = None, share=None,
+            others: Others | None = None):  # fmt: skip
+    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y; others:
+    y is summed over devices."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
@@ -304,16 +306,10 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
                 _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
         _produce(mem, weights, walk, kind, places)
-    if x.others is not None:
-        with jt.role("sender", warps=1, registers=aside or 24):
-            send_term(x, x.others, first, programs)
     with jt.role("writer", warps=2, registers=aside):
-        if x.others is not None:
-            await_terms(x, x.others)
-            mem.summed.at(0).arrive()
         if total is not None:
             _write_sums(x, total, first, programs)
-        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
+        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share, others)
 
 
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:
@@ -338,16 +334,6 @@ def normed_kernel(arrays: int) -> jt.Kernel:
     """The kernel with a norm in front, for weights of so many arrays."""
     specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
     return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
-
-
-def _boxes(x, *_, axis: str, **__) -> list:
-    """Where other devices store their terms, and how many pieces each has stored."""
-    n = jt.axis_size(axis)
-    return [jt.symmetric((n, *x.shape), x.dtype), jt.signals((n,))]
-
-
-# The kernel with a norm and a sum over devices in front.
-summed_kernel = jt.kernel(out_type=_normed_outputs, grid=_grid, scratch=_boxes, name="hopper_sum_gemv")(_summed_body)
 
 
 def _tuned(body, out_type, sharding: str, name: str, key: tuple[str, ...]) -> jt.Kernel:
@@ -456,17 +442,23 @@ def normed_product(
     return y, total.reshape(m, inner)
 
 
-def summed_product(
-    x, weights: tuple[Weight, ...], norm: Norm, *, axis: str, kind: str, eps: float, activation=None,
-    out_dtype=jnp.float32,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """`normed_product` of the sum of x over the devices along an axis."""
-    (m, inner), n = x.shape, 128 // bits_of(kind)
-    x, options = _arguments(x, weights, kind, None)
-    norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n))
-    options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
-    y, total = summed_kernel(x, weights, norm, axis=axis, **options)
-    return y, total.reshape(m, inner)
+def _results(x, weights, *, axis: str, rows: int, **_) -> list:
+    """Where the programs of all devices store their tiles, and a signal for each program."""
+    n, outputs = jt.axis_size(axis), weights[0].codes.shape[0]
+    return [
+        jt.symmetric((n, x.shape[0], outputs), jnp.float32),
+        jt.signals((_grid(x, weights, rows=rows), n)),
+    ]
+
+
+# The kernel with a sum over devices behind the product.
+reduced_kernel = jt.kernel(out_type=_outputs, grid=_grid, scratch=_results, name="hopper_gemv_sum")(_reduced_body)
+
+
+def reduced_product(x, weight: Weight, *, axis: str, kind: str, out_dtype) -> jax.Array:
+    """The sum over the devices along an axis of the products [m, out] of x [m, in] and a weight."""
+    x, options = _arguments(x, (weight,), kind, None)
+    return reduced_kernel(x, (weight,), axis=axis, kind=kind, out_dtype=jnp.dtype(out_dtype).name, **options)
 
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> tuple[jax.Array, dict]:

@@ -1,8 +1,7 @@
 """Products of an RMS norm's result, with the sum in front of the norm: what stands between two blocks of a decoder.
 
 For one or two rows each is one kernel on Hopper, whose blocks compute the norm while the weights are on their way.
-Elsewhere, and for more rows, the norm and the product have a kernel each. Where x is a device's term of a sum over the
-devices of an axis, that sum is in the same kernel, or in that of the norm.
+Elsewhere, and for more rows, the norm and the product have a kernel each.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import float8_rows, hopper_gemv
 from jtile.ops._shapes import check_float, check_shape, float_dtype
-from jtile.ops.collective_norms import all_reduce_rms_norm
-from jtile.ops.collective_parts import varying_together
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
 from jtile.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from jtile.ops.matmul import matmul, matmul_reference
@@ -26,12 +23,8 @@ from jtile.ops.operands import Norm, Weight
 from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 
-DEVICES = 8  # at most in a sum: each block reads the terms of all
 
-
-def rms_norm_matmul(
-    x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None, axis: str | None = None
-) -> tuple[jax.Array, jax.Array]:
+def rms_norm_matmul(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual) @ b.T, x + residual)`, with statistics and sums in float32.
 
     Where both are one kernel, the norm is not rounded before the product. Differentiable in x, weight, residual, and in
@@ -44,23 +37,20 @@ def rms_norm_matmul(
       residual: float [..., k].
       eps: added to the mean square.
       out_dtype: dtype of the product; by default that of x.
-      axis: an axis of the mesh inside of `jax.shard_map`: x is this device's term of a sum over the devices along it,
-        which is meant by x above, and the residual is the same on all of them.
 
     Returns:
-      The product [..., n], and the sum [..., k] in the residual's dtype, with `axis` the same on all devices.
+      The product [..., n], and the sum [..., k] in the residual's dtype.
 
     Raises:
       KernelTypeError: x, weight or residual is no float array.
-      KernelValueError: shapes that do not fit, or no such axis.
+      KernelValueError: shapes that do not fit.
     """
-    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype, axis)
+    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype)
 
 
 def rms_norm_gated_mlp(
-    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None,
-    axis: str | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
+) -> tuple[jax.Array, jax.Array]:
     """`(gated_mlp(rms_norm(x + residual), gate, up, transpose=True), x + residual)`; see `rms_norm_matmul`.
 
     Args:
@@ -71,25 +61,23 @@ def rms_norm_gated_mlp(
       eps: added to the mean square.
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
       out_dtype: dtype of the product; by default that of x.
-      axis: an axis of the mesh inside of `jax.shard_map`: x is this device's term of a sum over the devices along it,
-        which is meant by x above, and the residual is the same on all of them.
 
     Returns:
-      The product [..., n], and the sum [..., k] in the residual's dtype, with `axis` the same on all devices.
+      The product [..., n], and the sum [..., k] in the residual's dtype.
 
     Raises:
       KernelTypeError: an array is not of a float dtype, or the two weights are of different kinds.
-      KernelValueError: shapes that do not fit, no such axis, or an unknown activation.
+      KernelValueError: shapes that do not fit, or an unknown activation.
     """
     check_activation("rms_norm_gated_mlp", activation)
     if len({w.kind if isinstance(w, QuantizedTensor) else "float" for w in (gate, up)}) == 2:
         raise jt.errors.KernelTypeError("rms_norm_gated_mlp takes two float weights, or two quantised ones of one kind")
-    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype, axis)
+    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype)
 
 
-def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None, axis=None):
+def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None):
     """The same function in `jnp`, at the highest precision, with a norm that is not rounded."""
-    y, total = rms_norm_reference(_whole(x, axis), weight, eps=eps, residual=residual)
+    y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
     options = {"out_dtype": out_dtype or x.dtype}
     if isinstance(b, QuantizedTensor):
         return quantized_matmul_reference(y, b, **options), total
@@ -97,21 +85,15 @@ def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_
 
 
 def rms_norm_gated_mlp_reference(
-    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None, axis=None
+    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
 ):
     """The same function in `jnp`, at the highest precision, with a norm that is not rounded."""
-    y, total = rms_norm_reference(_whole(x, axis), weight, eps=eps, residual=residual)
+    y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
     y = gated_mlp_reference(y, gate, up, activation=activation, transpose=True)
     return y.astype(out_dtype or x.dtype), total
 
 
-def _whole(x, axis: str | None):
-    """x, or its sum over devices, in float32."""
-    x = x.astype(jnp.float32)
-    return x if axis is None else jax.lax.psum(x, axis)
-
-
-def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype, axis):
+def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype):
     x, weight, residual = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(residual)
     weights = tuple(w if isinstance(w, QuantizedTensor) else jnp.asarray(w) for w in weights)
     check_float(name, x=x, weight=weight, residual=residual)
@@ -125,30 +107,18 @@ def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation
             )
     rows = (math.prod(x.shape[:-1]), *k)
     options = dict(eps=float(eps), activation=activation, out_dtype=float_dtype(name, out_dtype, x.dtype).name)
-    operands = x.reshape(rows), residual.reshape(rows), weight, weights
-    if axis is None or jt.axis_size(axis) == 1 or 0 in rows:
-        y, total = _product(*operands, **options)
-    else:
-        y, total = _summed_product(*operands, axis=axis, **options)
+    y, total = _product(x.reshape(rows), residual.reshape(rows), weight, weights, **options)
     return y.reshape(*x.shape[:-1], n), total.reshape(x.shape)
 
 
 def _one_by_one(x, residual, weight, weights, *, eps: float, activation: str | None, out_dtype: str):
     normed, total = rms_norm(x, weight, eps=eps, residual=residual)
-    return _multiplied(normed, weights, activation, out_dtype), total
-
-
-def _multiplied(normed, weights, activation: str | None, out_dtype: str):
     if activation is not None:
-        return gated_mlp(normed, *weights, activation=activation, transpose=True, out_dtype=out_dtype)
+        options = dict(activation=activation, transpose=True, out_dtype=out_dtype)
+        return gated_mlp(normed, *weights, **options), total
     if isinstance(weights[0], QuantizedTensor):
-        return quantized_matmul(normed, weights[0], out_dtype=out_dtype)
-    return matmul(normed, weights[0], transpose_b=True, out_dtype=out_dtype)
-
-
-def _one_by_one_of_sums(x, residual, weight, weights, *, axis: str, eps: float, activation: str | None, out_dtype: str):
-    normed, total = all_reduce_rms_norm(x, weight, axis, residual=residual, eps=eps)
-    return _multiplied(normed, weights, activation, out_dtype), total
+        return quantized_matmul(normed, weights[0], out_dtype=out_dtype), total
+    return matmul(normed, weights[0], transpose_b=True, out_dtype=out_dtype), total
 
 
 def _streamed(x, residual, weight, weights, **options):
@@ -161,23 +131,6 @@ def _not_streamed(x, residual, weight, weights, **_) -> str | None:
         return f"the codes of {weights[0].kind} are in several arrays"
     kind, stored = _stored(x, weights)
     return next((why for w in stored if (why := hopper_gemv.misfit(x, w, kind, gated=len(weights) > 1))), None)
-
-
-def _streamed_sums(x, residual, weight, weights, *, axis: str, **options):
-    kind, stored = _stored(x, weights)
-    x, residual, weight, stored = varying_together(axis, x, residual, weight, stored)
-    y, total = hopper_gemv.summed_product(x, stored, Norm(weight, residual), axis=axis, kind=kind, **options)
-    return y, jt.same_along(total, axis)
-
-
-def _no_streamed_sums(x, residual, weight, weights, *, axis: str, **options) -> str | None:
-    with jt.config() as now:
-        peers = now.gpu_peers
-    return first_unmet(
-        (bool(peers) and jax.process_count() == 1, "the devices do not reach each other's memory"),
-        (x.dtype.itemsize == 2, "elements of x have no 16 bits"),
-        (jt.axis_size(axis) <= DEVICES, "there are many devices"),
-    ) or _not_streamed(x, residual, weight, weights, **options)
 
 
 def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
@@ -204,10 +157,4 @@ _product = Op(
     Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
     Implementation("norm that rounds its rows, then product", _rounded, _not_rounded, BLOCK_LEVEL, portable=False),
     Implementation("norm, then product", _one_by_one),
-)
-# The same of the sum of x over the devices along an axis.
-_summed_product = Op(
-    "product of an RMS norm of a sum over devices",
-    Implementation("rows against a stream of weights", _streamed_sums, _no_streamed_sums, BLOCK_LEVEL, portable=False),
-    Implementation("sum and norm, then product", _one_by_one_of_sums),
 )

@@ -56,8 +56,8 @@ def in_quads(x, weights: tuple[Weight, ...], kind: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Others:
-    """What other devices along `axis` add to x [m, in / n, n]: `box` [devices, m, in / n, n] of this device is where
-    they store it, and `came` [devices] counts the pieces that each has stored."""
+    """Where results of all devices along `axis` come together: `box` float32 [devices, m, columns] of this device, and
+    `came` [programs, devices], a signal for each program and sender."""
 
     axis: str
     box: jt.Ref
@@ -69,25 +69,14 @@ class Others:
         n, me = jt.axis_size(self.axis), jt.axis_index(self.axis)
         return [(me + 1 + k) % n for k in range(n - 1)]
 
-    def sum(self, own, term):
-        """The sum of all terms in the order of the devices, float32; term: what device d has stored here."""
-        n, me = jt.axis_size(self.axis), jt.axis_index(self.axis)
-        if n == 2:  # two numbers have the same sum in either order
-            return own + term(1 - me)
-        # this device has stored nothing: what is loaded in its place is not used
-        terms = [jnp.where(d == me, own, term(jnp.where(d == me, (me + 1) % n, d))) for d in range(n)]
-        return functools.reduce(jnp.add, terms)
-
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual. others: x is this
-    device's term of a sum, to which they have added theirs."""
+    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual."""
 
     x: jt.Ref
     norm: Norm | None = None
     eps: float = 0.0
-    others: Others | None = None
 
     @property
     def pieces(self) -> int:
@@ -113,9 +102,6 @@ class Rows:
         view = lambda ref: ref.tiles(None, *sizes)
         place = (i, at, 0) if eight is None else (i, *eight)
         x = view(self.x)[place].astype(jnp.float32)
-        if self.others is not None:
-            box = self.others.box.tiles(None, None, *sizes)
-            x = self.others.sum(x, lambda d: box[(d, *place)].astype(jnp.float32))
         return x if self.norm is None else x + view(self.norm.residual)[place].astype(jnp.float32)
 
     def scale(self, squares: list):
@@ -135,25 +121,6 @@ class Rows:
     def parts(self, i: int, at, eights: bool) -> list:
         """Piece `at` of row i before the norm, whole or as its `eights`."""
         return [self.before(i, at, eight) for eight in (self.eights(at) if eights else [None])]
-
-
-@jt.function
-def send_term(x: Rows, others: Others, first, programs):
-    """Stores x, this device's term, to the other devices: a program every `programs`-th piece."""
-    me = jt.axis_index(others.axis)
-    for at in jt.range(first, x.pieces, programs):
-        for d in others.ranks:
-            for i in range(x.x.shape[0]):
-                others.box.on(others.axis, d).tiles(None, None, *x.piece)[me, i, at, 0] = x.view(x.x)[i, at, 0]
-        for d in others.ranks:
-            jt.signal(others.came.on(others.axis, d)[me])
-
-
-@jt.function
-def await_terms(x: Rows, others: Others):
-    """Waits until all other devices have stored all pieces of their terms."""
-    for d in others.ranks:
-        jt.wait(others.came[d], x.pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,3 +163,28 @@ class Places:
 
 
 IN_ORDER = Places()
+
+
+@jt.function
+def send_result(others: Others, row, tile, out):
+    """Stores a tile of a result, float32 [rows], where all devices have room for those of this one."""
+    me, rows = jt.axis_index(others.axis), out.shape[0]
+    for d in others.ranks:
+        others.box.on(others.axis, d).tiles(None, None, rows)[me, row, tile] = out
+    others.box.tiles(None, None, rows)[me, row, tile] = out
+
+
+@jt.function
+def add_results(others: Others, y, walk: Walk):
+    """The tiles of y [m, columns] that are a program's: the sums of those that the same program of all devices has
+    sent, in the order of the devices."""
+    me, parts = jt.axis_index(others.axis), others.box.tiles(None, None, walk.rows)
+    for d in others.ranks:
+        jt.signal(others.came.on(others.axis, d)[walk.first, me])
+    for d in others.ranks:
+        jt.wait(others.came[walk.first, d])
+    for n in jt.range(walk.tiles):
+        tile = walk.first + n * walk.programs
+        for i in range(y.shape[0]):
+            terms = [parts[d, i, tile] for d in range(jt.axis_size(others.axis))]
+            y.tiles(None, walk.rows)[i, tile] = functools.reduce(jnp.add, terms).astype(y.dtype)

@@ -308,28 +308,29 @@ def test_tiles_that_travel(talk, k):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_sums_in_front_of_products(talk, overlap):
-    """One row: the sum over the devices, its norm and the product in one kernel, whose roles are early where launches
-    overlap; many calls with the same bits. And what a mixture does with few rows, each in one kernel."""
+def test_few_rows(talk, overlap):
+    """Products and the sums behind them in one kernel, whose roles are early where launches overlap, and what a mixture
+    does with few rows, each in one kernel; many calls with the same bits."""
     n, k, columns, experts = talk.n, 2048, 1024, 4
-    x, residual, weight, w = normal(1, n, k), normal(2, 1, k), normal(3, k), normal(4, n * columns, k)
-    rows, deltas, copies = normal(5, n * 8, k), normal(6, n * 8, k), normal(7, n * n * 16, k)
-    chosen = jax.random.permutation(jax.random.key(8), n * 16).reshape(n * 8, 2) % (n * experts)
+    x, w = normal(1, n, k), normal(2, n * columns, k)
+    many, right, weight = normal(3, n * 64, k), normal(4, n * k, columns), normal(5, k)
+    rows, deltas, copies = normal(6, n * 8, k), normal(7, n * 8, k), normal(8, n * n * 16, k)
+    chosen = jax.random.permutation(jax.random.key(9), n * 16).reshape(n * 8, 2) % (n * experts)
     places = jnp.arange(n * 16, dtype=jnp.int32).reshape(n * 8, 2)
-    shares = normal(9, n * 8, 2).astype(jnp.float32)
+    shares = normal(10, n * 8, 2).astype(jnp.float32)
+    args = x, w, many, right, rows, deltas, copies
 
     def run(suffix, args):
-        x, w, rows, deltas, copies = args
-        product = ops.rms_norm_matmul if not suffix else ops.normed_products.rms_norm_matmul_reference
-        y, total = product(x, weight, w, residual=residual, axis="x")
+        x, w, many, right, rows, deltas, copies = args
         of = lambda name: getattr(ops.collectives, name + suffix)
+        product, tall = of("matmul_all_reduce")(x, w, "x", transpose_b=True), of("matmul_all_reduce")(many, right, "x")
         normed, sums = of("all_gather_rms_norm")(deltas, weight, "x", residual=rows)
-        return y, total, normed, sums, of("chosen_sums")(copies, places, chosen, shares, "x", count=experts)
+        return product, tall, normed, sums, of("chosen_sums")(copies, places, chosen, shares, "x", count=experts)
 
     with jt.config(overlap=overlap):
         program = talk(lambda args: run("", args))
-        first = jax.tree.map(np.asarray, program((x, w, rows, deltas, copies)))
+        first = jax.tree.map(np.asarray, program(args))
         for _ in range(100):
-            jax.tree.map(np.testing.assert_array_equal, program((x, w, rows, deltas, copies)), first)
-    for got, want in zip(first, talk(lambda args: run("_reference", args))((x, w, rows, deltas, copies)), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, program(args), first)
+    for got, want in zip(first, talk(lambda args: run("_reference", args))(args), strict=True):
         assert relative_error(got, np.asarray(want, np.float32)) < 1e-2

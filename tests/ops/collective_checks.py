@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import collectives as ops
-from jtile.ops import normed_products
 
 DEVICES = np.array(jax.devices())
 RNG = np.random.default_rng(0)
@@ -143,16 +142,13 @@ def pulled(f, n, specs, vma):
     return lambda *args: jax.tree.leaves(jax.jit(run)(*args))
 
 
-def check_a_sum_its_norm_and_a_product():
-    x, residual, weight, b, up = floats(2 * 4, 7), floats(2, 7), floats(7), floats(5 * 4, 7), floats(5 * 4, 7)
-    for vma, name, matrices in ((True, "rms_norm_matmul", (b,)), (False, "rms_norm_gated_mlp", (b, up))):
-        ops_of = getattr(normed_products, name), getattr(normed_products, name + "_reference")
-        specs = dict(in_specs=(P("x"), P(), P(), *[P("x")] * len(matrices)), out_specs=(P(None, "x"), P()))
+def check_products_with_a_transposed_matrix():
+    x, w = floats(2 * 4, 7), floats(5 * 4, 7)
+    specs = dict(in_specs=(P("x"), P("x")), out_specs=P())
+    for vma in (True, False):
         found = [
-            pulled(lambda x, r, w, *m, f=f: f(x, w, *m, residual=r, axis="x"), 4, specs, vma)(
-                x, residual, weight, *matrices
-            )
-            for f in ops_of
+            pulled(lambda x, w, f=f: f(x, w, "x", transpose_b=True), 4, specs, vma)(x, w)
+            for f in (ops.matmul_all_reduce, ops.matmul_all_reduce_reference)
         ]
         agree(*found, 1e-5)
 

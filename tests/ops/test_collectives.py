@@ -48,6 +48,13 @@ def test_sums_in_steps_in_the_interpreter(n, turns):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), x.shape))
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_exchanges_in_steps_in_the_interpreter(n):
+    x = whole(n, n, 13)
+    got = steps.exchange_in_steps.interpret(x, axis="x", bn=2, programs=2, mesh={"x": n}, seed=n)
+    np.testing.assert_array_equal(got, x.swapaxes(0, 1))
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_in_the_interpreter(name):
     x, want = PARTS[name]

@@ -13,7 +13,7 @@ from jtile import ops
 from jtile.ops import gpu_tiles, hopper_gemv, quantized
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
-from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
@@ -43,29 +43,18 @@ def test_products(case, monkeypatch):
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
 
 
-@pytest.mark.parametrize(("n", "m", "inner", "out", "gated", "early"), [(2, 1, 2064, 20, 0, 1), (3, 2, 264, 24, 1, 0)])
-def test_products_of_the_norm_of_a_sum_over_devices(n, m, inner, out, gated, early, monkeypatch):
-    """Pieces of a term are sent by several programs; the sum is the same everywhere."""
-    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
+@pytest.mark.parametrize(("n", "m", "inner", "out", "early"), [(2, 1, 2064, 40, True), (3, 2, 264, 24, False)])
+def test_products_that_are_summed_over_devices(n, m, inner, out, early, monkeypatch):
+    """Programs have several tiles of rows, or one less than others; the sum is the same everywhere."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
     rng = np.random.default_rng(n)
-    draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)
-    x, residual, norm, matrices = draw(n, m, inner), draw(m, inner), draw(inner), draw(1 + gated, n, out, inner)
-    everywhere = lambda v, *shape: np.broadcast_to(v, (n, *v.shape)).reshape(n, *shape, inner // 8, 8)
-    meta = dict(kind="bfloat16", activation="silu" if gated else None, out_dtype="float32", eps=1e-2, early=bool(early))
-    meta |= hopper_gemv.choices(m, inner, "bfloat16", bool(gated))[0] | dict(slots=2)
-    y, total = hopper_gemv.summed_kernel.interpret(
-        x.reshape(n, m, inner // 8, 8), tuple(map(Weight, matrices)), Norm(everywhere(norm), everywhere(residual, m)),
-        axis="x", mesh={"x": n}, seed=n, **meta,
-    )  # fmt: skip
-    wide = lambda v: v.astype(np.float32)
-    want = wide(residual) + wide(x).sum(0)
-    np.testing.assert_array_equal(
-        wide(total).reshape(n, m, inner), np.broadcast_to(wide(want.astype(jnp.bfloat16)), x.shape)
-    )
-    normed = want / np.sqrt((want**2).mean(1, keepdims=True) + 1e-2) * wide(norm)
-    first, *up = np.einsum("mk,wdok->wdmo", normed, wide(matrices))
-    want = first if not gated else np.asarray(jax.nn.silu(first)) * up[0]
-    assert relative_error(y, want) < 3e-6
+    x, w = (rng.standard_normal((n, rows, inner)).astype(jnp.bfloat16) for rows in (m, out))
+    meta = dict(kind="bfloat16", out_dtype="float32", early=early) | hopper_gemv.choices(m, inner, "bfloat16")[0]
+    rows = x.reshape(n, m, inner // 8, 8)
+    y = hopper_gemv.reduced_kernel.interpret(rows, (Weight(w),), axis="x", mesh={"x": n}, seed=n, **meta)
+    want = np.einsum("dmk,dok->mo", x.astype(np.float32), w.astype(np.float32))
+    assert relative_error(y, np.broadcast_to(want, y.shape)) < 3e-6
+    np.testing.assert_array_equal(y, np.broadcast_to(y[0], y.shape))
 
 
 def test_bias_activation_residual_and_two_weights():
