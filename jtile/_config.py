@@ -41,7 +41,7 @@ class Config:
       cache_dir: folder of the disk cache of compiled kernels; an empty text switches the cache off.
       cache_size: bytes that the disk cache may hold before its oldest entries go (the environment also takes 512M, 2G).
       dump: folder that receives the numbered text of every level of every kernel; None: nothing is written.
-      verify: check types and the stage grammar of the IR after every pass.
+      verify: check types and the stage grammar of the IR after the passes; where they do not hold, name the pass.
       poison: fill outputs that have no `init` with NaN (integers: a pattern) before a kernel runs.
       interpret: run every kernel in the reference interpreter.
       seed: order of the programs in the interpreter, and of what the roles of a block do.

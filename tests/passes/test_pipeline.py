@@ -115,6 +115,16 @@ def test_a_pass_that_breaks_the_ir_is_named():
         run_pipeline(parse_kernel(TEXT), (bad,))
 
 
+def test_a_pass_that_breaks_the_ir_is_named_where_a_later_one_fails_over_it():
+    def fails(kernel):
+        verify(kernel)
+        raise AssertionError
+
+    passes = (Pass("bad", "Nothing holds.", _break), Pass("late", "Nothing is reached.", fails))
+    with config(verify=True), pytest.raises(VerificationError, match="after pass bad: kernel my kernel"):
+        run_pipeline(parse_kernel(TEXT), passes)
+
+
 def test_the_kernel_itself_is_verified_first():
     kernel = parse_kernel(TEXT)
     kernel.body.ops.reverse()

@@ -56,7 +56,7 @@ def by_numpy() -> Iterator[None]:
 
     module._pjit_call_impl_python, evaluate._bind = call, bind
     try:
-        with _arrays_are_put():
+        with _arrays_are_put(), _kernels_are_called():
             yield
     finally:
         module._pjit_call_impl_python, evaluate._bind = compiled, bound
@@ -76,6 +76,28 @@ def _arrays_are_put() -> Iterator[None]:
         yield
     finally:
         staged.def_impl(compiled)
+
+
+@contextlib.contextmanager
+def _kernels_are_called() -> Iterator[None]:
+    """An eager call of a kernel for CPUs runs its code on the arrays, without a program of XLA around it, which takes
+    20 to 30 ms to trace and compile. `tests/support/native_calls.py` says which cannot be."""
+    import native_calls
+
+    from jtile.primitive.jtile_call import jtile_call_p
+
+    compiled = jtile_call_p.impl
+
+    def call(*operands: Any, program: Any) -> Any:
+        if jax.config.jax_debug_nans or not all(map(_here, operands)) or not native_calls.plain(program):
+            return compiled(*operands, program=program)
+        return jax.device_put(native_calls.call(program, list(map(np.asarray, operands))), _where(operands))
+
+    jtile_call_p.def_impl(call)
+    try:
+        yield
+    finally:
+        jtile_call_p.def_impl(compiled)
 
 
 def _of_numpy(x: Any) -> bool:
@@ -132,6 +154,10 @@ def _here(x: Any) -> bool:
 def _run(closed: Any, args: Any) -> list[jax.Array]:
     with np.errstate(all="ignore"):
         outs = evaluate._walk(*opened(closed), args)
-    where = next((x.device for x in args if isinstance(x, jax.Array) and x.committed), None)
     outs = [np.array(x, v.aval.dtype) for x, v in zip(outs, opened(closed)[0].outvars, strict=True)]
-    return jax.device_put(outs, where)
+    return jax.device_put(outs, _where(args))
+
+
+def _where(args: Any) -> Any:
+    """The device that operands are bound to, if they are."""
+    return next((x.device for x in args if isinstance(x, jax.Array) and x.committed), None)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from native import run_artifact
 
+from jtile.ir import is_dynamic
 from jtile.lowering import platforms
 from jtile.primitive.jtile_call import bind
 from jtile.primitive.lowering import compile_piece, complete, interpreted, pieces_of
@@ -28,11 +29,12 @@ def install() -> None:
 def _tangents(linear: Linear, operands: Sequence[np.ndarray]) -> Sequence[Any]:
     """As `jtile_tangent` is lowered: by the kernel of its map."""
     primals, moving, _ = linear.split(operands)
-    return _call(forward_program(linear), [*primals, *moving])[: len(active(linear.program, linear.perturbed))]
+    return call(forward_program(linear), [*primals, *moving])[: len(active(linear.program, linear.perturbed))]
 
 
-def _call(program: Program, operands: Sequence[np.ndarray]) -> Sequence[Any]:
-    if _needs_xla(program):
+def call(program: Program, operands: Sequence[np.ndarray]) -> Sequence[Any]:
+    """The results of a kernel: by its code alone, where it is `plain`."""
+    if not plain(program):
         return bind(program, operands)
     cpu = platforms.named("cpu")
     pieces = pieces_of(program, cpu.here())
@@ -47,16 +49,16 @@ def _call(program: Program, operands: Sequence[np.ndarray]) -> Sequence[Any]:
     return [found[r.piece][r.output].sum(tuple(range(r.partials))).astype(o.dtype) for r, o in outs]
 
 
-def _needs_xla(program: Program) -> bool:
-    """Whether a program is more than its compiled kernels: prints and asserts, the interpreter, complex numbers, sizes
-    that are not known yet, an empty grid."""
+def plain(program: Program) -> bool:
+    """Whether a program is no more than its compiled kernels: no prints and asserts, no interpreter, complex numbers,
+    sizes that are not known yet, nor an empty grid."""
     complexes = any(program.spec.complex_inputs()) or any(program.spec.complex_outputs())
-    sides = program.kernel.grid
     unusual = program.io or program.block or program.choice is not None or interpreted(program)
-    return bool(unusual or complexes or not all(isinstance(n, int) and n > 0 for n in sides))
+    static = not is_dynamic(program.kernel) and all(isinstance(n, int) and n > 0 for n in program.kernel.grid)
+    return static and not unusual and not complexes
 
 
 CALLS = {
-    "jtile_call": lambda eqn, *operands: _call(eqn.params["program"], operands),
+    "jtile_call": lambda eqn, *operands: call(eqn.params["program"], operands),
     "jtile_tangent": lambda eqn, *operands: _tangents(eqn.params["linear"], operands),
 }

@@ -8,6 +8,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from draws import thorough
 from safetensors.numpy import save_file
 from serving_checks import idle, until
 from stateless import run
@@ -125,7 +126,7 @@ def kept(answer) -> list:
 
 @pytest.mark.early
 def test_a_soak(engine):
-    """Six hundred requests of a few kinds, of which some are cancelled, dropped or no requests, while weights are
+    """Hundreds of requests of a few kinds, of which some are cancelled, dropped or no requests, while weights are
     replaced: each gets what it gets alone, or the beginning of it, and nothing is left."""
     rng, weights = np.random.default_rng(0), jax.tree.unflatten(engine.lm._structure[1], engine.lm._weights)
     kinds = [
@@ -135,7 +136,8 @@ def test_a_soak(engine):
     ]
     alone = [kept(engine.stream(**kind).result()) for kind in kinds]
     done, open_streams, whole = engine.stats()["steps_total"], [], 0
-    for i in range(600):
+    count = 600 if thorough() else 200
+    for i in range(count):
         which, fate = int(rng.integers(12)), int(rng.integers(10))
         stream = engine.stream(**kinds[which])
         if fate < 2:
@@ -147,7 +149,7 @@ def test_a_soak(engine):
         if fate == 3:
             with pytest.raises(ContextError):
                 engine.stream([1] * 48)
-        if i % 150 == 149:
+        if i % 50 == 49:
             engine.update_weights(weights)
         if len(open_streams) > 12:
             which, stream = open_streams.pop(int(rng.integers(12)))
@@ -156,7 +158,7 @@ def test_a_soak(engine):
             whole += len(answer.tokens) == len(alone[which])
     for which, stream in open_streams:
         assert kept(stream.result()) == alone[which][: len(stream.completion.tokens)]
-    assert whole > 400 and engine.stats()["steps_total"] - done > 300
+    assert 3 * whole > 2 * count and 2 * (engine.stats()["steps_total"] - done) > count
     del stream, open_streams
     until(lambda: idle(engine))
     scheduler = engine._core.scheduler

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import thorough
 from ttir import run_ttir
 
 import jtile as jt
@@ -36,7 +37,11 @@ def inside(name):
     return kernel
 
 
-@pytest.mark.parametrize("name", DRAWS)
+SLOW = ("loggamma", "chisquare")  # draws of gamma, and a function of them
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DRAWS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_draws(name):
     kernel, want = inside(name), evaluated(DRAWS[name])(KEY, A)
     for got in (kernel(KEY, A), kernel.interpret(KEY, A)):
@@ -59,5 +64,5 @@ def test_on_gpus():
     tile_ir = kernel.lower(KEY, A, target="cuda:sm_90").kernel
     got = run_ttir(tile_ir, [np.asarray(jax.random.key_data(KEY)), np.asarray(A)])[0]
     np.testing.assert_allclose(got, evaluated(DRAWS["gamma"])(KEY, A), rtol=2e-6)
-    for target in ("cuda:sm_90", "rocm:gfx942"):
+    for target in ("cuda:sm_90", "rocm:gfx942") if thorough() else ("rocm:gfx942",):
         assert kernel.lower(KEY, A, target=target).image
