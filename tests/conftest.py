@@ -266,16 +266,17 @@ def on_the_cpu():
 
 
 @pytest.fixture
-def by_numpy():
-    """NumPy runs what a test calls of JAX's own functions outside of jit; see `tests/support/eager_calls.py`."""
-    with _by_numpy():
+def by_numpy(request):
+    """NumPy runs what a test calls of JAX's own functions outside of jit, and kernels run without XLA there, but where
+    a kernel's call is the subject; see `tests/support/eager_calls.py`."""
+    with _by_numpy(kernels=not {"calls", "primitive"} & set(request.path.parts)):
         yield
 
 
-def _by_numpy():
+def _by_numpy(kernels=True):
     import eager_calls
 
-    return contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else eager_calls.by_numpy()
+    return contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else eager_calls.by_numpy(kernels)
 
 
 @pytest.fixture

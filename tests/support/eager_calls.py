@@ -30,8 +30,8 @@ class _NoRuleError(Exception):
 
 
 @contextlib.contextmanager
-def by_numpy() -> Iterator[None]:
-    """Eager calls of JAX's functions are run so inside, in this process."""
+def by_numpy(kernels: bool = True) -> Iterator[None]:
+    """Eager calls of JAX's functions are run so inside, in this process, and of kernels by their code alone."""
     module = importlib.import_module("jax._" + "src.pjit")  # nothing public stands between a call and its program
     compiled, bound = module._pjit_call_impl_python, evaluate._bind
     inside: set[int] = set()  # threads that are in a call of NumPy's
@@ -56,7 +56,7 @@ def by_numpy() -> Iterator[None]:
 
     module._pjit_call_impl_python, evaluate._bind = call, bind
     try:
-        with _arrays_are_put(), _kernels_are_called():
+        with _arrays_are_put(), _kernels_are_called() if kernels else contextlib.nullcontext():
             yield
     finally:
         module._pjit_call_impl_python, evaluate._bind = compiled, bound
