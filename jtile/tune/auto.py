@@ -20,6 +20,7 @@ from jtile.tune.nature import COLUMNS, ROWS, STAGES, TERMS, Place
 
 TRIED = 64, 32, 16, 4, 1  # values that a kernel is traced with to see what they are sides of
 MOST = 64  # traces of one choice, at most
+SMALL = 16  # an array of fewer bytes than this part of the largest one is small
 DESCENT = 16, 32, 64, 128  # sides that are tried one after the other where no rule is for a kernel
 
 
@@ -240,12 +241,15 @@ def _by_bytes(
         last, most = max(axis for axis, *_ in found) == -1, max(length for _, length, _ in found)
         itemsize = max(size for *_, size in found)
         longest = math.isqrt(guesses.BUDGET // itemsize) if last and lines > 1 else guesses.BUDGET // itemsize
-        least = min(guesses.LINES // itemsize if last else 1, products.power(most), longest)
-        kernel = asked.kept({**config, name: least})
-        side = least
-        if kernel is not None:  # tiles grow with their sides, and programs become fewer, at most as quickly
+        line = 1 << (guesses.LINES // itemsize).bit_length() - 1
+        least = min(line if last else 1, products.power(most), longest)
+        kernel, side = asked.kept({**config, name: least}), least
+        if kernel is not None:  # tiles grow with their sides
             larger = guesses.budget(kernel) // max(guesses.largest_tile(kernel), 1)
-            larger = min(larger, math.prod(kernel.grid) // often, min(products.power(most), longest) // least)
+            double = asked.kept({**config, name: 2 * least})
+            if double is None or double.grid != kernel.grid:  # and programs become fewer, at most as quickly
+                larger = min(larger, math.prod(kernel.grid) // often)
+            larger = min(larger, min(products.power(most), longest) // least)
             side = least << max(larger.bit_length() - 1, 0)
         while side > 1 and asked.kept({**config, name: side}) is None:
             side //= 2
@@ -257,13 +261,27 @@ def _by_bytes(
 
 
 def _arrays(kernel: ir.Kernel, places: frozenset[Place]) -> list[tuple[int, int, int]]:
-    """For each array in which a meta-parameter is a side: the axis from the end, its length, and an element's bytes."""
+    """For each array in which a meta-parameter is a side: the axis from the end, its length, and an element's bytes.
+
+    Where a line of memory holds several of what stands behind an axis, as of pairs, that counts as an element. Arrays
+    much smaller than the largest one say nothing where another does: the sums of rows, a row that is added to all.
+    """
     found = []
     for kind, *where in places:
         if kind == "array":
             ref = kernel.params[where[0]]
-            found.append((where[1] - len(ref.shape), ref.shape[where[1]], max(ref.type.info.bits // 8, 1)))
-    return found
+            axis, size = where[1] - len(ref.shape), max(ref.type.info.bits // 8, 1)
+            behind = size * math.prod(ref.shape[where[1] + 1 :])
+            if axis < -1 and 0 < 2 * behind <= guesses.LINES:
+                axis, size = -1, behind
+            found.append((_bytes(ref), (axis, ref.shape[where[1]], size)))
+    most = max(map(_bytes, kernel.inputs + kernel.outputs), default=0)
+    large = [f for bytes_, f in found if SMALL * bytes_ >= most]
+    return large or [f for _, f in found]
+
+
+def _bytes(ref: ir.Value) -> int:
+    return math.prod(ref.shape) * max(ref.type.info.bits // 8, 1)
 
 
 def _by_descent(asked: Asked, config: dict[str, int], names: Sequence[str], target: Any) -> Guess:

@@ -460,3 +460,37 @@ def test_a_kernel_that_refuses_small_sides_gets_those_that_it_takes():
 
     x = jnp.ones((64, 4096))
     np.testing.assert_array_equal(double(x), 2 * x)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x, shape=x.shape[:1]), grid=lambda x, *, br, **_: jt.cdiv(x.shape[0], br))
+def sums_of_rows(x, o, *, br: int = jt.auto, bc: int = jt.auto):
+    i, X, total = jt.program_id(0), x.tiles(br, bc), jt.zeros((br,), jnp.float32)
+    for k in jt.range(X.shape[1]):
+        total = total + X[i, k].sum(1)
+    o.tiles(br)[i] = total
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x, *, block: jt.cdiv(x.shape[0], block))
+def points(x, o, *, block: int = jt.auto):
+    i = jt.program_id(0)
+    o.tiles(block, 3)[i, 0] = 2 * x.tiles(block, 3)[i, 0]
+
+
+def test_small_arrays_say_nothing_where_a_large_one_does():
+    """Rows whose sums are a vector are few in a tile, so that all multiprocessors have some; the side of a loop does
+    not make programs fewer, and is as long as a tile may be."""
+    for shape, found in {(64, 1_000_000): (1, 1024), (8192, 4096): (1, 1024), (100_000, 32): (8, 32)}.items():
+        low = sums_of_rows.lower(jax.ShapeDtypeStruct(shape, jnp.float32), target="cuda:sm_90")
+        assert f"br={found[0]}, bc={found[1]} for" in low.texts["choice"]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(50, 300)), jnp.float32)
+    np.testing.assert_allclose(sums_of_rows(x), x.sum(1), atol=1e-4)
+
+
+def test_elements_of_several_numbers_fill_lines():
+    """As of points in space, or complex numbers."""
+    low = points.lower(jax.ShapeDtypeStruct((1003, 3), jnp.float32), target="cuda:sm_90")
+    assert low.texts["choice"].startswith("block=32 for")
+    x = np.random.default_rng(0).normal(size=(2, 70)).astype(np.float32)
+    z = jnp.asarray(x[0] + 1j * x[1])
+    assert "block=64 for" in vector_add.lower(z, z, target="cuda:sm_90").texts["choice"]
+    np.testing.assert_allclose(vector_add(z, z), 2 * z)
