@@ -78,6 +78,16 @@ def test_derivatives_and_sizes():
     assert jt.cost(sines, jax.ShapeDtypeStruct((128, 64), jnp.float32)).kernels[0].counts.bytes == 4 * BYTES
 
 
+def test_a_batch_of_gradients_under_jit():
+    """Kernels and what XLA computes between them: of five lanes, five times that of one."""
+    gradient = jax.grad(lambda x: (jnp.exp(sines(x)) @ x).sum())
+    one, five = jt.cost(gradient, X), jt.cost(jax.jit(jax.vmap(gradient)), jnp.ones((5, 64, 64)))
+    assert [k.name for k in five.kernels] == [k.name for k in one.kernels] and len(one.kernels) == 2
+    for few, many in zip(one.kernels, five.kernels, strict=True):
+        assert numbers(many.counts) == tuple(5 * n for n in numbers(few.counts))
+    assert numbers(five)[:2] == tuple(5 * n for n in numbers(one)[:2])
+
+
 def test_guesses_and_the_table():
     @jt.kernel(out_type=lambda x, n: jt.like(x), grid=1)
     def repeated(x, n, o):
