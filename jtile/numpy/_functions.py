@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy
 
+import jtile as jt
 from jtile.numpy import _device, _ufuncs
 from jtile.numpy import _indexing as _indexing
 from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back
 from jtile.numpy._casts import sizes
 from jtile.numpy._graph import Constant, Op, interned
+from jtile.numpy._mode import MODE
 from jtile.numpy._now import SMALL
 from jtile.numpy._record import leaf, record
 from jtile.numpy._views import Broadcast, Diagonal, Reshape, Transpose
@@ -67,6 +69,19 @@ def _indexed_checks(name: str) -> Callable:
         if index.dtype.kind not in "iu" or (index.size and (index.min() < -size or index.max() >= size)):
             return at_once(getattr(numpy, name), array, index, axis)
         return recorded(array, index, axis=axis)
+
+    call.__name__ = name
+    return call
+
+
+def _by_numpy_on_cpus(name: str) -> Callable:
+    """A function that NumPy computes sooner than XLA's code for CPUs does: it sorts a million float64 in 54 ms, XLA in
+    242. On GPUs, and where a mode asks for programs, it is recorded."""
+    recorded, own = functions[name], getattr(numpy, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        at_host = MODE.get() == "auto" and "warps" not in jt.target().features
+        return at_once(own, *args, **kwargs) if at_host else recorded(*args, **kwargs)
 
     call.__name__ = name
     return call
@@ -251,6 +266,8 @@ def install() -> dict[str, Any]:
             functions[name] = found[name] = Function(name, values, others, device, cost)
     for name in ("take", "take_along_axis"):
         functions[name] = found[name] = _indexed_checks(name)
+    for name in ("sort", "argsort"):
+        functions[name] = found[name] = _by_numpy_on_cpus(name)
     for function in _OWN:
         found[function.__name__] = function
     for name in _METHODS:

@@ -210,6 +210,19 @@ def test_errors_that_are_asked_for_are_raised_where_they_arise():
         pass
 
 
+def test_on_cpus_numpy_sorts():
+    """At once, in its own order, with NaN last; in place as well."""
+    large = numpy.where(numpy.arange(70_000) % 7 == 0, numpy.nan, numpy.cos(numpy.arange(70_000.0)))
+    ours = np.asarray(large) + 0
+    order = np.argsort(ours, kind="stable")
+    if jax.default_backend() == "cpu":
+        assert isinstance(order._cell.node.value, numpy.ndarray)
+    numpy.testing.assert_array_equal(order, large.argsort(kind="stable"))
+    numpy.testing.assert_array_equal(np.sort(ours[::2] * 2), numpy.sort(large[::2] * 2))
+    ours.sort()
+    numpy.testing.assert_array_equal(ours, numpy.sort(large))
+
+
 def test_random_numbers_are_numpys():
     np.random.seed(3)
     legacy = np.random.normal(size=5)
