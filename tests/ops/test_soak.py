@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from draws import thorough
 from soak import Draw, check, check_levels, compiled, planned
 from soak_families import FAMILIES
 
@@ -33,10 +34,11 @@ def test_small(family):
         check(FAMILIES[family](Draw(0, small=True)), times=1, through=evaluated)
 
 
-@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plan_of_small(family, x64):
-    """And at the level where Hopper runs it, also where sums of int32 are 64 bits wide (`jax_enable_x64`)."""
+def test_plan_of_small(family):
+    """And at the level where Hopper runs it, also where sums of int32 are 64 bits wide (`jax_enable_x64`); in `make
+    test` every other family."""
     case = FAMILIES[family](Draw(0, small=True))
-    with jax.enable_x64(x64), jt.config(arch="sm_90", verify=False):
-        check_levels(case, case.arrays(), planned)
+    for x64 in (False, True) if thorough() else (list(FAMILIES).index(family) % 2 == 1,):
+        with jax.enable_x64(x64), jt.config(arch="sm_90", verify=False):
+            check_levels(case, case.arrays(), planned)
