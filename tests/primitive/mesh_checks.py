@@ -26,9 +26,9 @@ def shard(f, mesh=MESH, spec=BOTH, **kw):
 
 
 def rolled(x, mesh=MESH, axis="x"):
-    n = mesh.shape[axis]
-    move = lambda x: jax.lax.ppermute(x, axis, [(k, (k + 1) % n) for k in range(n)])
-    return np.asarray(jax.jit(shard(move, mesh))(x))
+    """Each part is on the next device along an axis. By NumPy: XLA takes 0.1 s for each mesh and axis."""
+    k = mesh.axis_names.index(axis)
+    return np.roll(x, x.shape[k] // mesh.shape[axis], k)
 
 
 def check_the_interpreter_on_meshes():

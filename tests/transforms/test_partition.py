@@ -1,12 +1,9 @@
 """Automatic partitioning on eight forced host devices: the checks of partition_checks.py, in one child process; and
 the errors of sharding rules given by hand."""
 
-import re
-import sys
 from pathlib import Path
 
 import devices
-import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,15 +84,6 @@ def test_rules_follow_pytrees():
     a, b = copies({"b": jnp.ones(2), "a": jnp.zeros(3)})
     assert a.shape == (3,) and b.shape == (2,)
     assert copies.lower({"b": jnp.ones(2), "a": jnp.zeros(3)}).texts["sharding"] == "n, m -> n, m; sum over m, n\n"
-
-
-def test_the_page_is_true(tmp_path, subprocess_env):
-    page = Path(__file__).parents[2] / "docs" / "sharding.md"
-    script = tmp_path / "page.py"  # a file, so that the kernels have source
-    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)))
-    done = forked.run([sys.executable, script], env=subprocess_env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "a b, b c -> a c; sum over b"
 
 
 def identity(x):
