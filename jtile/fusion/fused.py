@@ -240,6 +240,8 @@ def _head_of(unit: Group | Loop | Product) -> str:
     rounds = f"; each runs all {unit.length} rounds" if isinstance(unit, Loop) else ""
     if isinstance(unit, Group) and unit.last:
         rounds = "; its programs share the axes that the last sums go along"
+    if isinstance(unit, Product) and any(source.layout is not None for source in unit.sources):
+        rounds = "; they compute operands of the product as they need them"
     programs = f"{tiling.programs} programs, each with tiles of {tile} elements{whole}{rounds}"
     return f"kernel {kernel.kernel.name}: {programs}{origin}"
 
