@@ -47,7 +47,7 @@ class GroupKernel:
         self._sums = Sums(group, tiling)
         self.types = [self._sums.type_of(v) for v in group.outputs]
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
-        key = digest_of(group.steps, group.outputs)
+        key = lambda: digest_of(group.steps, group.outputs)
         own = {"scratch": self._sums.scratch, "compared": self._sums.joined}
         self._tunable = Tunable(body, self.types, tiling, name=name, key=key, **own)
         self.kernel = self._tunable.kernel
@@ -116,7 +116,8 @@ class LoopKernel:
     def __init__(self, loop: Loop):
         self.loop = loop
         self.types = [jax.ShapeDtypeStruct(self._shape(r), v.dtype) for r, v in zip(loop.written, loop.outputs)]
-        key = digest_of(loop.steps, loop.next, (loop.length, loop.reverse, len(loop.constants), len(loop.carry)))
+        how = loop.length, loop.reverse, len(loop.constants), len(loop.carry)
+        key = lambda: digest_of(loop.steps, loop.next, how)
         name = name_of("loop", loop.steps)
         self._tunable = Tunable(self._body, self.types, loop_tiling(loop.layout), name=name, key=key)
         self.kernel = self._tunable.kernel

@@ -13,9 +13,12 @@ from typing import Any
 import jax
 
 import jtile as jt
+from jtile._config import current
 from jtile.ops._shapes import fit, machine
+from jtile.tune import device
 from jtile.tune.choose import lookup
-from jtile.tune.space import Call
+from jtile.tune.space import Call, recorder
+from jtile.tune.store import store
 
 from .steps import Constant, Operand, Step
 from .tilings import Tiling
@@ -59,14 +62,14 @@ class Tunable:
         tiling: Tiling,
         *,
         name: str,
-        key: str,
+        key: Callable[[], str],
         scratch: Sequence[jax.ShapeDtypeStruct] = (),
         points: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
         defaults: Mapping[str, Any] | None = None,
         compared: Callable[[Sequence[Any]], Any] | None = None,
     ):
-        """body(tiling, refs); points: those of the search space; defaults: options for the compiler; compared: what
-        does not depend on the tiling, of what the kernel writes."""
+        """body(tiling, refs); key: what the choice depends on; points: those of the search space; defaults: options for
+        the compiler; compared: what does not depend on the tiling, of what the kernel writes."""
         self.model, self._defaults = tiling, dict(defaults or {})
 
         def run(*refs, tile=tiling.sides, order=tiling.order):
@@ -76,17 +79,21 @@ class Tunable:
             return tiling.of(tile, order).grid or 1
 
         made = jt.call(run, out_type=list(types), grid=grid, name=name, scratch=[*scratch] or None)
-        space = points or (lambda: points_of(tiling))
-        self.kernel = made.autotune(space=lambda *_, **__: [*space()], key=lambda *_, **__: key)
-        self.kernel._tuning = dataclasses.replace(self.kernel._tuning, compared=compared)
+        self.kernel, self._asks = made, _is_asked(name)
+        if self._asks:
+            space = points or (lambda: points_of(tiling))
+            self.kernel = made.autotune(space=lambda *_, **__: [*space()], key=lambda *_, **__: key())
+            self.kernel._tuning = dataclasses.replace(self.kernel._tuning, compared=compared)
 
     def __call__(self, *args: Any) -> Any:
         return jt.tuned(self.kernel, self._defaults, *args)
 
     def choice(self, types: Sequence[Any]) -> tuple[Tiling, str]:
         """(the tiling in force for arrays of these types, what to say of its origin)."""
-        call = Call(self.kernel, jax.tree.structure((*types,)), types, {}, self._defaults)
-        entry, own = lookup(call), self.model
+        own = self.model
+        if not self._asks:
+            return own, ""
+        entry = lookup(Call(self.kernel, jax.tree.structure((*types,)), types, {}, self._defaults))
         if entry is None:
             return own, ""
         own = own.of(entry.config.get("tile", own.sides), entry.config.get("order", own.order))
@@ -94,6 +101,13 @@ class Tunable:
             return own, "; jt.tune found nothing better"
         speed = entry.default_us / entry.time_us
         return own, f"; jt.tune chose this, {speed:.2f} times as fast as what the model chooses"
+
+
+def _is_asked(name: str) -> bool:
+    """Whether a choice may be made for a kernel: the tuner looks for kernels, or has entries for some of this name."""
+    if recorder.get() is not None or current().autotune:
+        return True
+    return any(entry.startswith(f"{name}#") for entry in store.entries(device.kind()))
 
 
 def points_of(tiling: Tiling) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .chains import Chain, chain_of
 from .costs import (
@@ -85,6 +85,7 @@ class Cutter:
         self.settled: dict[int, Layout] = {}
         self.picked: set[int] = set()  # gathers that are steps of a group
         self.scattered: dict[int, Step] = {}  # scatters that are: the step of each
+        self._known: dict[Any, Group | None] = {}
 
     def _ancestors(self) -> list[int]:
         """For each node the set of nodes that it depends on, as the bits of an int."""
@@ -383,9 +384,11 @@ class Cutter:
 
     def is_convex(self, members: Sequence[int]) -> bool:
         """Whether no node outside of `members` depends on one of them while another of them depends on it."""
-        own = functools.reduce(lambda bits, k: bits | 1 << k, members, 0)
-        before = functools.reduce(lambda bits, k: bits | self.above[k], members, 0) & ~own
-        between = before & (1 << members[-1]) - (1 << members[0])
+        own = before = 0
+        for k in members:
+            own |= 1 << k
+            before |= self.above[k]
+        between = before & ~own & (1 << members[-1]) - (1 << members[0])
         while between:
             lowest = between & -between
             if self.above[lowest.bit_length() - 1] & own:
@@ -421,7 +424,14 @@ class Cutter:
         return order if len(order) == len(needs) else None
 
     def _group(self, members: Sequence[int]) -> Group | None:
-        """The group of these nodes; None if no kernel takes them together."""
+        """The group of these nodes; None if no kernel takes them together. It is asked for several times, and laid out
+        once."""
+        key = tuple(members), tuple(k for k in members if k in self.picked or k in self.scattered)
+        if key not in self._known:
+            self._known[key] = self._made(members)
+        return self._known[key]
+
+    def _made(self, members: Sequence[int]) -> Group | None:
         nodes = [*self.constants_of(members), *map(self._node, members)]
         steps = [step for node in nodes for step in node.steps]
         made = {v for step in steps for v in step.outs}

@@ -140,7 +140,7 @@ class ProductKernel:
         name = "_".join(["product", *dict.fromkeys(s.name for s in product.steps if s.name not in MOVES)][:5])
         before = [step for source in product.sources for step in source.steps]
         how = [(source.inner, source.transposed) for source in product.sources]
-        key = digest_of([*before, *product.products, *product.steps], product.outputs, how)
+        key = lambda: digest_of([*before, *product.products, *product.steps], product.outputs, how)
         self._tunable = Tunable(
             self._body, types, tiling, name=name, key=key, points=self._points, defaults=self._options(*tiling.sides)
         )

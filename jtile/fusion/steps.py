@@ -7,6 +7,7 @@ one node, whose steps are those inside: a kernel computes them, and a derivative
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -287,7 +288,12 @@ def is_fusable(step: Step) -> bool:
 def is_tile(v: Operand) -> bool:
     """Whether a value has a dtype and a shape that tiles can have."""
     shape = getattr(v.aval, "shape", None)
-    return shape is not None and all(isinstance(n, int) for n in shape) and str(v.dtype) in DTYPES
+    return shape is not None and all(isinstance(n, int) for n in shape) and _is_of_tiles(v.dtype)
+
+
+@functools.cache
+def _is_of_tiles(dtype: Any) -> bool:
+    return str(dtype) in DTYPES
 
 
 def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
