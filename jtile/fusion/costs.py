@@ -183,7 +183,7 @@ def product_worth(
 
 
 def _product_worth_on_cpus(m: int, n: int, k: int, dtype: np.dtype, work: int, gates: int, transposed: bool) -> bool:
-    short = any(kind == dtype.name == "bfloat16" for *_, kind in jt.target().matrix_shapes)
+    short = any(kind == dtype.name for *_, kind in jt.target().matrix_shapes)  # bfloat16, int8
     if short and work > 0 and m * n >= LEAST:
         return True
     if gates > 1 or m < 2 or n * k < 4 * LEAST_WEIGHTS or not (short or dtype.name in FEW_ROWS):

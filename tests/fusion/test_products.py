@@ -217,6 +217,8 @@ def test_few_rows_are_worth_it_on_cpus(monkeypatch):
     read = [made(dequantised, of("float32", m, 512), weights("int8"), of("float32", 512)) for m in (2, 256, 257)]
     cast = made(lambda x, w: x @ w.astype(x.dtype), of("bfloat16", 9, 512), weights("float32"))
     on_cpu = int("warps" not in jt.target().features)
+    whole = made(bytes_of, of("int8", 64, 512), weights("int8"), of("float32", 512))
+    assert whole == (on_cpu and any(kind == "int8" for *_, kind in jt.target().matrix_shapes))
     assert [*few.values()] == [on_cpu, on_cpu, 0, on_cpu, 0, 0]
     assert (over, read, cast) == ([0, on_cpu, on_cpu, 0], [on_cpu, on_cpu, 0], 0)
 
