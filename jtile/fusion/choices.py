@@ -97,7 +97,7 @@ class Tunable:
         if entry is None:
             return own, ""
         own = own.of(entry.config.get("tile", own.sides), entry.config.get("order", own.order))
-        if (own.sides, own.order) == (self.model.sides, self.model.order):
+        if entry.time_us == entry.default_us:
             return own, "; jt.tune found nothing better"
         speed = entry.default_us / entry.time_us
         return own, f"; jt.tune chose this, {speed:.2f} times as fast as what the model chooses"
