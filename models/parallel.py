@@ -21,7 +21,7 @@ from jtile.ops import collectives
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
-REDUCED = 0  # rows, at most, whose products and the sums behind them may be one kernel: not timed yet
+REDUCED = 0  # rows, at most, whose products are summed over devices in their own kernel: no GPU has timed it
 GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
 WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searched in those of all devices
 

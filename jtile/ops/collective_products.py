@@ -22,6 +22,7 @@ from jtile.ops.matmul import matmul
 from jtile.ops.operands import Weight
 
 PROGRAMS = 4  # programs on a CPU, where each is a thread
+STREAMED = False  # whether one or two rows are multiplied and summed in one kernel, which no GPU has run yet
 
 
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
@@ -278,6 +279,7 @@ def _not_by_rows(x, w, *, axis: str) -> str | None:
     with jt.config() as now:
         peers = now.gpu_peers
     return first_unmet(
+        (STREAMED, "no GPU has run it"),
         (bool(peers) and jax.process_count() == 1, "the devices do not reach each other's memory"),
         (jt.axis_size(axis) <= UNROLLED, "there are many devices"),
     ) or hopper_gemv.misfit(x, Weight(w), x.dtype.name)

@@ -55,7 +55,7 @@ def few_bytes(x, *, axis: str) -> str | None:
 # Parts for each device: bytes of an array that kernels in steps move sooner than engines for copies, on two devices. On
 # two H200s 58.7 MB take 97.4 us in tiles of 32 KiB with 128 programs, and 100.6 by engines, 470 MB 850 and 670; on four
 # engines are sooner.
-EXCHANGED, EXCHANGED_TILE = (16 << 20, 96 << 20), 32 << 10
+EXCHANGED, EXCHANGED_TILE = (40 << 20, 80 << 20), 32 << 10
 
 
 def exchanged_in_steps(x, *, axis: str):
