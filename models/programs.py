@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jtile as jt
-from jtile.ops import hopper_rows
+from jtile.ops import hopper_rows, hopper_wide
 
 from . import cache as kv
 from . import next_tokens, sampling
 from .decoder import Decoder
 from .host import on_host
+from .parallel import ALONE
 
 LONG = 4096  # see `_most_that_overlap`
 
@@ -82,19 +83,22 @@ def overlapping(rows: int, most: int = hopper_rows.FEW):
     front of them still run, unless `overlap` is False: the weights are operands of the programs here, which no kernel
     writes.
 
-    Products of more rows have no kernel that would read early, and without the promise all kernels of a step run faster
-    (`Launcher::is_node` in ffi/csrc/gpu.cc): Llama-3.1-8B with 64 rows took 5.94 ms, and 6.10 with it."""
+    Where products have no kernel that would read early, all kernels of a step run faster without the promise
+    (`Launcher::is_node` in ffi/csrc/gpu.cc): Llama-3.1-8B with 64 rows took 5.94 ms so, and 6.10 with it."""
     with jt.config() as now:
         promise = now.overlap if rows > most else now.overlap is not False
         with jt.config(overlap=promise):
             yield
 
 
-def _most_that_overlap(weights) -> int:
-    """For how many rows steps of a model with these weights overlap: for more than a few where all of its products are
-    those of 16-bit matrices with rows of `LONG` numbers or more; others were not measured."""
+def _most_that_overlap(rows: int, weights, alone: bool = True) -> int:
+    """Up to how many rows steps of a model with these weights overlap, where there are `rows`: up to more than a few
+    where all of its products are those of 16-bit matrices with rows of `LONG` numbers or more; others were not
+    measured. alone: the model is on one device."""
     sixteen = lambda w: w.ndim == 2 and w.dtype in (jnp.bfloat16, jnp.float16) and w.shape[1] >= LONG
-    return hopper_rows.MOST if all(w.ndim < 2 or sixteen(w) for w in weights) else hopper_rows.FEW
+    if not all(w.ndim < 2 or sixteen(w) for w in weights):
+        return hopper_rows.FEW
+    return rows if alone and rows in hopper_wide.TAKEN else hopper_rows.MOST
 
 
 @functools.partial(
@@ -115,7 +119,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     def step(i, carry):
         tokens, done, out, memory, filled = carry
         filled = filled + unfinished(i, carry).astype(jnp.int32)
-        with overlapping(len(tokens), _most_that_overlap(weights)):
+        with overlapping(len(tokens), _most_that_overlap(len(tokens), weights, model.over == ALONE)):
             logits, cache = model.step(tokens, memory.cache, shares=not logprobs)
         tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
         new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
@@ -138,7 +142,7 @@ def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, 
     """`decode` of greedy tokens by the kernel of `next_tokens`."""
 
     def run(step, *args):
-        with overlapping(len(tokens), _most_that_overlap(weights)):
+        with overlapping(len(tokens), _most_that_overlap(len(tokens), weights)):
             return step(*args)
 
     out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, chunk=chunk, run=run)

@@ -22,11 +22,12 @@ from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, has
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.hopper_columns import piece, pieces
 
-ROWS, TERMS = 64, 64  # rows of an instruction; terms of a round
+ROWS, TERMS = 64, 128  # rows of an instruction; terms of a round
 WIDEST = 128  # rows of a weight in a tile
 MOST_PARTS = 8
-# Rows of x that are taken: none until they have been measured.
-TAKEN = range(0)
+# Rows of x that are taken, where kernels overlap. Otherwise tiles of other sides are as quick: a layer of Llama-3.1-8B
+# with 64 rows takes 167 us on an H200 with those, 170 with these, and 162 where these are launched early.
+TAKEN = range(33, 65)
 _RINGS = 216 << 10  # bytes of shared memory for both rings
 _REGISTERS = 216
 
@@ -171,6 +172,7 @@ def misfit(x, weights: tuple) -> str | None:
     sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
     return first_unmet(
         (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
+        (gpu_tiles.overlaps(), "kernels do not overlap"),
         (m in TAKEN, f"{m} rows are as quick otherwise"),
         (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
         (k % 8 == 0, f"rows of {k} are no lines of copies"),

@@ -22,6 +22,15 @@ def test_the_norm_behind_them():
     assert relative_error(total, exact) < 4e-3 and relative_error(normed, want) < 4e-3
 
 
+def test_which_steps_overlap():
+    """Those of a few rows, and with long 16-bit matrices on one device those of many that wide tiles take."""
+    of = lambda *shape: jnp.zeros(shape, "bfloat16")
+    long, short = [of(8, 4096), of(8)], [of(8, 4096), of(8, 2048)]
+    most = programs._most_that_overlap
+    assert most(64, long) == 64 and most(20, long) == 16 and most(64, long, alone=False) == 16
+    assert most(64, short) == most(64, [of(2, 8, 4096)]) == 8
+
+
 @pytest.mark.parametrize(("name", "options"), [("llama", {}), ("qwen3", {"page_size": 16})])
 def test_generation(short, outputs, monkeypatch, name, options):
     """The kernels for parts stand in a model where products make some."""

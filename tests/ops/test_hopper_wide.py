@@ -52,26 +52,23 @@ def test_in_the_interpreter(name):
 def test_forms(monkeypatch):
     """One round of the multiprocessors: of wide tiles for the projections of a decoder, in parts where rows are few."""
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 132)
-    assert hopper_wide.choice(14336, 4096, 2) == Form(112, 1, 5)
-    assert hopper_wide.choice(4096, 14336, 1) == hopper_wide.choice(4096, 4096, 1) == Form(128, 4, 9)
-    assert hopper_wide.choice(6144, 4096, 1) == Form(96, 2, 9)
+    assert hopper_wide.choice(14336, 4096, 2) == Form(112, 1, 2)
+    assert hopper_wide.choice(4096, 14336, 1) == hopper_wide.choice(4096, 4096, 1) == Form(128, 4, 4)
+    assert hopper_wide.choice(6144, 4096, 1) == Form(96, 2, 4)
     assert hopper_wide.choice(128256, 4096, 1) is None and hopper_wide.choice(64, 4096, 1) is None
 
 
-def test_where_it_is_taken(monkeypatch):
+def test_where_it_is_taken():
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     x, w = of(40, 4096), of(14336, 4096)
     gated = lambda x: ops.choices(lambda *args: ops.gated_mlp(*args, transpose=True), x, w, w)[0]
-    with jt.config(arch="sm_90"):
-        monkeypatch.setattr(hopper_wide, "TAKEN", range(0))
-        assert gated(x).implementation == "tiles" and hopper_wide.parts_of(x, of(4096, 4096)) == 1
-        monkeypatch.setattr(hopper_wide, "TAKEN", range(17, 65))
+    with jt.config(arch="sm_90", overlap=True):
+        assert gated(of(65, 4096)).implementation == gated(of(32, 4096)).implementation == "tiles"
+        with jt.config(overlap=False):
+            assert gated(x).implementation == "tiles" and hopper_wide.parts_of(x, of(4096, 4096)) == 1
         if jax.device_count() > 1:
             return
-        assert (
-            gated(x).implementation == "rows against it, in wide tiles"
-            and gated(of(65, 4096)).implementation == "tiles"
-        )
+        assert gated(x).implementation == "rows against it, in wide tiles"
         assert hopper_wide.parts_of(x, of(4096, 4096)) == 4 and hopper_wide.parts_of(x, w) == 1
 
 
@@ -97,10 +94,13 @@ def test_on_the_gpu(name):
 
 
 @pytest.mark.gpu
-def test_gated_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(hopper_wide, "TAKEN", range(1, 65))
-    x, (gate, up) = arguments(33, 14336, 256, 2, "bfloat16")
-    got = ops.gated_mlp(x, gate, up, transpose=True)
+def test_gated_on_the_gpu():
+    x, (gate, up) = arguments(33, 14336, 512, 2, "bfloat16")
+    with jt.config(overlap=True):
+        assert ops.choices(lambda *a: ops.gated_mlp(*a, transpose=True), x, gate, up)[0].implementation.endswith(
+            "wide tiles"
+        )
+        got = ops.gated_mlp(x, gate, up, transpose=True)
     assert relative_error(got, gated_mlp_reference(x, gate, up, transpose=True)) < 1e-2
 
 
