@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from jtile.language import counters as counters
     from jtile.language import dot as dot
     from jtile.language import dot_async as dot_async
-    from jtile.language import dot_quads as dot_quads
     from jtile.language import dot_scaled as dot_scaled
     from jtile.language import dot_wait as dot_wait
     from jtile.language import ds as ds
@@ -135,7 +134,7 @@ _LANGUAGE = [
     "Barrier", "BarrierRound", "BarrierSlot", "Counters", "Ref", "Shared", "Signals", "TileView", "alloc", "arange",
     "arrive", "assert_", "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max",
     "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "axis_barrier", "axis_index", "axis_size", "barrier",
-    "cdiv", "clock", "cond", "counters", "dot", "dot_async", "dot_quads", "dot_scaled", "dot_wait", "ds",
+    "cdiv", "clock", "cond", "counters", "dot", "dot_async", "dot_scaled", "dot_wait", "ds",
     "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print",
     "program_id", "range", "reduce", "role", "role_barrier", "signal", "signals", "store", "store_wait", "swizzle",
     "symmetric", "wait", "wait_for_kernels", "when", "zeros",

@@ -57,7 +57,6 @@ from .devices import (
 from .dynamic import MAX_SIZE, SizeOf, Source, bind_sizes, concrete, is_dynamic, launch_symbols, sources, used_symbols
 from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
 from .extents import Extent, Size, UndecidedError, at_least, calls_of, evaluate, parse_size, symbol, symbols_of
-from .lanes import QUAD_PRODUCTS, DotQuads
 from .memory import ATOMICS, Alloc, Assert, Atomic, LastArrival, Load, Print, Store, counters_of
 from .parser import parse_kernel
 from .placement import roles_of, shared_bytes

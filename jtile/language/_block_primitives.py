@@ -42,7 +42,7 @@ kernels_wait_p = _action("kernels_wait")  # hold
 expect_p = _action("expect")  # (barriers, at, when?); bytes
 arrive_p = _action("arrive")  # (barriers, at, when?); count
 wait_p = _action("wait")  # (barriers, at, parity, when?)
-async_load_p = _action("async_load")  # (ref, *index, buffer, barriers, at, when?); dims, pad
+async_load_p = _action("async_load")  # (ref, *index, buffer, barriers, at, when?); dims, pad, evict
 async_store_p = _action("async_store")  # (ref, *index, buffer); dims, fn
 store_wait_p = _action("store_wait")  # pending
 role_begin_p = _action("role_begin")  # (*handles); name, warps, registers, early, names (of the handles)
@@ -50,7 +50,6 @@ role_end_p = _action("role_end")
 
 load_shared_p = _primitive("load_shared")
 dot_async_p = _primitive("dot_async")
-dot_quads_p = _primitive("dot_quads")
 dot_wait_p = _primitive("dot_wait", multiple=True)
 clock_p = _primitive("clock")
 
@@ -62,7 +61,6 @@ def _typed(*_, type: TileType, **__):
 
 load_shared_p.def_effectful_abstract_eval(_typed)  # (buffer) -> tile; type
 dot_async_p.def_effectful_abstract_eval(_typed)  # (a, b, acc?, keep?) -> tile; type, has (acc, keep), fast
-dot_quads_p.def_effectful_abstract_eval(_typed)  # (*tiles) -> tile; type, kind
 clock_p.def_effectful_abstract_eval(lambda: (_aval((), np.int64), {BLOCK}))
 
 
@@ -76,5 +74,5 @@ def _(*values, pending):
 PRIMITIVES = (
     alloc_shared_p, alloc_barriers_p, slot_p, transpose_shared_p, slice_shared_p, store_shared_p, fence_shared_p,
     role_barrier_p, expect_p, arrive_p, wait_p, async_load_p, async_store_p, store_wait_p, role_begin_p, role_end_p,
-    load_shared_p, dot_async_p, dot_wait_p, dot_quads_p, clock_p, kernels_wait_p,
+    load_shared_p, dot_async_p, dot_wait_p, clock_p, kernels_wait_p,
 )  # fmt: skip

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -141,7 +140,9 @@ def clock() -> jax.Array:
 # -- asynchronous copies ----------------------------------------------------------------------------------------------
 
 
-def async_copy(src: Any, dst: Any, barrier: Any = None, *, fn: str = "set", when: Any = None) -> None:
+def async_copy(
+    src: Any, dst: Any, barrier: Any = None, *, fn: str = "set", when: Any = None, evict: str | None = None
+) -> None:
     """Start a copy of a tile between an array and shared memory, by a tensor map.
 
     Args:
@@ -150,13 +151,21 @@ def async_copy(src: Any, dst: Any, barrier: Any = None, *, fn: str = "set", when
       barrier: to a buffer: `bar[s]` or `bar.at(it)`, where the bytes of the buffer count when they have come.
       fn: to an array: `"set"`, or `"add"`, `"min"`, `"max"`: combine with what is there, atomic for each element.
       when: to a buffer: a bool scalar; where it is false nothing is copied.
+      evict: to a buffer: whether a cache may forget what was read before other things ("first") or after them ("last");
+        None: as usual. No result depends on it.
 
     Lanes outside the array give zeros, or NaN where the view has `pad=nan`, and are not written. Copies to arrays are
     waited for with `jt.store_wait`.
     """
     _level.in_role("jt.async_copy")
-    if isinstance(src, Place) and isinstance(dst, Shared):
-        return _async_load(src, dst, barrier, fn, when)
+    to_buffer = isinstance(src, Place) and isinstance(dst, Shared)
+    if evict not in ((None, "first", "last") if to_buffer else (None,)):
+        raise KernelValueError(
+            f'jt.async_copy: evict is "first" or "last", or None, for copies to shared memory, got {evict!r}',
+            user_place(),
+        )
+    if to_buffer:
+        return _async_load(src, dst, barrier, fn, when, evict)
     if isinstance(src, Shared) and isinstance(dst, Place):
         return _async_store(src, dst, barrier, fn, when)
     show = lambda x: f"a place in {x.x.name}" if isinstance(x, Place) else repr(x)
@@ -187,7 +196,7 @@ def _place(place: Place, buffer: Shared) -> tuple[Ref | TileView, Access]:
     return x, a
 
 
-def _async_load(src: Place, dst: Shared, barrier: Any, fn: str, when: Any) -> None:
+def _async_load(src: Place, dst: Shared, barrier: Any, fn: str, when: Any, evict: str | None) -> None:
     if not isinstance(barrier, BarrierSlot | BarrierRound):
         raise KernelTypeError(
             "a copy to shared memory names the barrier that counts its bytes, bar[s] or bar.at(round), got "
@@ -207,7 +216,7 @@ def _async_load(src: Place, dst: Shared, barrier: Any, fn: str, when: Any) -> No
         )
     prims.async_load_p.bind(
         _tracer(x), *_operands(a), handle, barrier.barrier.memory, barrier.at, *condition(when, "when"), dims=a.dims,
-        pad=pad,
+        pad=pad, evict=evict,
     )  # fmt: skip
 
 
@@ -279,36 +288,6 @@ def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool =
     return prims.dot_async_p.bind(*operands, *accs, *keeps, type=type, has=has, fast=bool(fast))
 
 
-def dot_quads(first: Any, second: Any, factors: Sequence[Any], *, kind: str) -> jax.Array:
-    """Sums of products of the codes that words hold with two numbers for each, over four lanes at a time, by the tensor
-    cores. It has ended when the next instruction begins, and reads registers only.
-
-    Args:
-      first: tile of words, uint32 [8, 32, 4]: those of 32 lanes for the first 8 of 16 rows.
-      second: the same for the last 8 rows.
-      factors: tiles of words, uint32 [2, 32, 4], which hold two planes of numbers.
-      kind: what words hold. "int4" and "uint4": codes of 4 bits, less 8 or as they are, part 0 the lower ones of each
-        byte, part 1 the upper ones; for each part a tile of factors with four int8 in a word. "int8": codes of 8 bits
-        less 128, part 0 in the first two words, part 1 in the last two; one tile of factors with four int8 in a word.
-        "float8_e4m3fn": part 0 the lower halves of words, part 1 the upper ones; for each part a tile of factors with
-        two float16 in a word.
-
-    Returns:
-      Tile, float32 [16, 2, 16]: element `[r, d, 2 * q + p]` is the sum over the lanes of quad q, and over the codes of
-      part p, of row r times plane d.
-    """
-    _level.in_role("jt.dot_quads")
-    if kind not in ir.QUAD_PRODUCTS:
-        raise KernelValueError(
-            f"jt.dot_quads: kind is one of {', '.join(ir.QUAD_PRODUCTS)}, got {kind!r}", user_place()
-        )
-    first, second = _tile(first, "first"), _tile(second, "second")
-    factors = [_tile(t, "a tile of factors") for t in factors]
-    card = ir.DotQuads(typed(first), typed(second), tuple(map(typed, factors)), kind)
-    (type,) = checked("jt.dot_quads", card)
-    return prims.dot_quads_p.bind(first, second, *factors, type=type, kind=kind)
-
-
 def dot_wait(*values: Any, pending: int = 0) -> Any:
     """Wait until at most `pending` products of this role run; they end in the order of their start.
 
@@ -336,7 +315,6 @@ __all__ = [
     "async_copy",
     "clock",
     "dot_async",
-    "dot_quads",
     "dot_wait",
     "fence_shared",
     "role",

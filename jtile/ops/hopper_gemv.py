@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_held, streamed_quads
+from jtile.ops import gpu_tiles, hopper_held
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
@@ -56,7 +56,6 @@ from jtile.ops.streamed_operands import (
     add_results,
     by_block,
     in_lines,
-    in_quads,
     of_blocks,
     of_piece,
     send_result,
@@ -101,21 +100,21 @@ class _Memory:
     squared: jt.Barrier | None
 
 
-def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, quads: bool) -> _Memory:
+def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int) -> _Memory:
     x, normed = rows_of_x.x, rows_of_x.norm is not None
     rows, roles, chunks = walk.rows, walk.roles, walk.chunks
     m, each, groups, inner = range(x.shape[0]), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, of_piece(a, inner, kind))
-    of_x, width_of_sums = room(kind, bytes_of(x.dtype), quads), streamed_quads.PARTS if quads else LANES
+    of_x = room(kind, bytes_of(x.dtype))
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
             [[[ring(block(a), a.dtype) for _ in groups] for a in of_blocks(w, kind)] for w in weights] for _ in each
         ],
         numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), of_x) for _ in m] for _ in each],
-        sums=[[[ring((rows, width_of_sums), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
+        sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
         squares=[[ring((LANES,), jnp.float32, 1) for _ in m if normed] for _ in each],
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=roles),
@@ -125,12 +124,12 @@ def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, quads: 
     )
 
 
-def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool, quads: bool) -> None:
+def _prepare(x: Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
     """Puts role j's part of x into shared memory as its rounds take it; of a norm only the weights are in it: its scale
     is a factor of what the role that writes has summed. early: the kernels in front make x, and are waited for; they do
     not make the weights of the norm, which are read before."""
     count = bytes_of(x.x.dtype)
-    whole = integers(kind) or quads
+    whole = integers(kind)
     weights = [x.weights(chunk * roles + j, whole) for chunk in range(chunks)]
     if early:
         jt.wait_for_kernels()
@@ -187,7 +186,8 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places):
                 for array, rings in zip((w.codes, *of_blocks(w, kind)), (words, *blocks)):
                     for group, ring in enumerate(rings):
                         at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
-                        jt.async_copy(array.tiles(*ring.shape).at[at], ring.at(k), mem.full.at(k))
+                        tile = array.tiles(*ring.shape).at[at]
+                        jt.async_copy(tile, ring.at(k), mem.full.at(k), evict="first")
 
 
 @jt.function
@@ -293,17 +293,13 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
     walk = Walk(first, programs, tiles, chunks, rows, roles)
-    quads = in_quads(x.x, weights, kind) and streamed_quads.rows_fit(rows, len(weights) > 1)
-    mem = _memory(x, weights, kind, walk, slots, quads)
+    mem = _memory(x, weights, kind, walk, slots)
     mine, aside = _BESIDE if beside else (0, 0)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
-            scales = None if quads else walk.scales(weights, j, kind, jnp.int32(0))
-            _prepare(x, mem, j, kind, roles, chunks, early, quads)
-            if quads:
-                streamed_quads.consume(mem, j, kind, walk)
-            else:
-                _consume(mem, j, kind, weights, walk, scales)
+            scales = walk.scales(weights, j, kind, jnp.int32(0))
+            _prepare(x, mem, j, kind, roles, chunks, early)
+            _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
         _produce(mem, weights, walk, kind, places)
     with jt.role("writer", warps=2, registers=aside):
@@ -349,17 +345,17 @@ def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def choices(
     m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3,
-    beside: bool = False, quads: bool = False,
+    beside: bool = False,
 ) -> list[dict[str, int]]:  # fmt: skip
     """Meta-parameters that fit, the best first: tall tiles (8 rows for 4 bits, where the last tile is sooner done), as
     many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
     `_scale_bytes`; copies go to multiples of 128 bytes. count: see `bytes_of`. beside: room is left for a block of
-    `hopper_step`. quads: see `in_quads`."""
+    `hopper_step`."""
     roles, out = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE))), []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
-        if any(rows * n % 128 for n in scale_bytes) or (quads and not streamed_quads.rows_fit(rows, gated)):
+        if any(rows * n % 128 for n in scale_bytes):
             continue
-        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED, quads)
+        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED)
         out += [found] if found else []
     deep = [one for one in out if one["slots"] >= 3]
     return deep or out
@@ -367,13 +363,13 @@ def choices(
 
 def form(
     m: int, inner: int, kind: str, gated: bool, rows: int, roles: int, scale_bytes: tuple[int, ...] = (),
-    count: int = 3, shared: int = _SHARED, quads: bool = False,
+    count: int = 3, shared: int = _SHARED,
 ) -> dict[str, int] | None:  # fmt: skip
     """The meta-parameters of tiles of so many rows: see `choices`; None where there is no room for two slots."""
     chunks = jt.cdiv(inner, PIECE * roles)
-    numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count, quads)))
+    numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count)))
     row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
-    sums = 2 * roles * (1 + gated) * m * rows * (streamed_quads.PARTS if quads else LANES) * 4
+    sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
     slots = (shared - 2048 * m - numbers - sums) // (row * rows)
     return dict(rows=rows, roles=roles, slots=min(slots, 16)) if slots >= 2 else None
 
@@ -381,8 +377,7 @@ def form(
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     """The meta-parameters that the tuner tries."""
     inner, lines = x.shape[1] * x.shape[2], _scale_bytes(weights[0], x.shape[1] * x.shape[2], kind)
-    quads = in_quads(x, weights, kind)
-    return choices(x.shape[0], inner, kind, len(weights) > 1, lines, bytes_of(x.dtype), quads=quads)
+    return choices(x.shape[0], inner, kind, len(weights) > 1, lines, bytes_of(x.dtype))
 
 
 def _scales_fit(weight: Weight, inner: int, kind: str) -> bool:
@@ -468,13 +463,11 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
         return x.reshape(x.shape[0], x.shape[1] // n, n), {"rows": rows} | ({"hold": True} if gpu_tiles.holds() else {})
     lines = _scale_bytes(weights[0], x.shape[1], kind)
     options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
-    quads = in_quads(x, weights, kind)
-    found = lambda beside: choices(*options, beside, quads) or choices(*options, beside)
-    beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(found(True))
-    meta = found(beside)
+    beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))
+    meta = choices(*options, beside)
     best = meta[0]
     if bits_of(kind) < 16 and x.shape[1] <= PIECE and weights[0].codes.shape[0] >= _MANY * gpu_tiles.processors():
-        best = form(*options[:4], _TALL, 1, *options[4:], _NARROW if beside else _SHARED, quads) or best
+        best = form(*options[:4], _TALL, 1, *options[4:], _NARROW if beside else _SHARED) or best
     if bits_of(kind) == 16:  # tall tiles are best, unless so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())

@@ -122,7 +122,8 @@ def _copies(w: _Work):
             for x, ring, empty, full in ((w.keys, w.K, w.k_empty, w.k_full), (w.values, w.V, w.v_empty, w.v_full)):
                 empty.at(c).wait(before=True)
                 full.at(c).expect(ring.nbytes)
-                jt.async_copy(x.tiles(None, UNIT, None, d).at[row, block, r - b * heads, 0], ring.at(c), full.at(c))
+                unit = x.tiles(None, UNIT, None, d).at[row, block, r - b * heads, 0]
+                jt.async_copy(unit, ring.at(c), full.at(c), evict="first")
             c = c + 1
         r, start = r + 1, start + n
 

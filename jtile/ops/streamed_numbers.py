@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtile.ops import streamed_quads
 from jtile.ops.weight_codes import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
@@ -161,20 +160,14 @@ def _dot(a: list, words, signed: bool):
     return functools.reduce(jnp.add, [x * y.astype(jnp.int32) for x, y in zip(a, of_words)])
 
 
-def room(kind: str, count: int, quads: bool = False):
-    """The shapes and dtypes of x of one row, role and round, as `put` stores it; count: see `bytes_of`; quads: whether
-    the tensor cores multiply it, see `streamed_quads`."""
-    if quads:
-        return streamed_quads.room(kind, groups_of(kind))
+def room(kind: str, count: int):
+    """The shapes and dtypes of x of one row, role and round, as `put` stores it; count: see `bytes_of`."""
     return room_for_integers(kind, count) if integers(kind) else jax.ShapeDtypeStruct((8, LANES, 4), jnp.float32)
 
 
 def put(rings, k, parts: list, kind: str, count: int) -> None:
     """Store x of one row, role and round, float32, in the buffers that `room` is of: four tiles [lanes, `EIGHT`], or
-    one where codes are floats and are not multiplied by the tensor cores."""
-    if isinstance(rings, streamed_quads.Digits):
-        streamed_quads.put(rings, k, parts, kind, groups_of(kind))
-        return
+    one where codes are floats."""
     found = integers_of(parts, kind, count) if integers(kind) else planes_of(parts[0], kind)
     for ring, tile in zip(leaves(rings), jax.tree.leaves(found)):
         ring.at(k).store(tile)

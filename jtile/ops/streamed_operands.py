@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import streamed_quads
 from jtile.ops.operands import Norm, Weight
 from jtile.ops.streamed_numbers import EIGHT, LANES, bits_of, groups_of
 
@@ -44,14 +42,6 @@ def by_block(weight: Weight, kind: str) -> tuple:
 def in_lines(weight: Weight, kind: str) -> bool:
     """Whether tensor maps copy the rows of all arrays of scales or minima."""
     return all(a.shape[1] * jnp.dtype(a.dtype).itemsize % 16 == 0 for a in by_block(weight, kind))
-
-
-def in_quads(x, weights: tuple[Weight, ...], kind: str) -> bool:
-    """Whether the tensor cores multiply these codes, see `streamed_quads`; x: [m, in], or as the kernels take it."""
-    inner = math.prod(x.shape[1:])
-    arrays = [a for w in weights for a in by_block(w, kind)] if bits_of(kind) < 16 else []
-    lines = bits_of(kind) < 16 and all(in_lines(w, kind) for w in weights)
-    return lines and streamed_quads.fits(kind, tuple(of_piece(a, inner, kind) for a in arrays), x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

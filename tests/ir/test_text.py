@@ -174,9 +174,6 @@ kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
       store_wait 0
       %part = slice_shared %C starts=(0, 32) sizes=(8, 16) : shared<8x16xf32>
       %3 = load_shared %part : tile<8x16xf32>
-      %w = full 0 : tile<8x32x4xu32>
-      %d = full 0 : tile<2x32x4xu32>
-      %4 = dot_quads %w, %w, [%d] kind="int8" : tile<16x2x16xf32>
     }
     role "the producer" warps=1 {
       wait %free[%c0], %c1 when=%ctrue

@@ -251,6 +251,12 @@ REFUSED = {
     ),
     "combining load": (_in_role(copy(tile, buffer, barrier=first, fn="add")), KernelValueError, "for copies to arrays"),
     "combine": (_in_role(copy(buffer, lambda x, o, A: o.at[:, :], fn="mul")), KernelValueError, "fn is set, add"),
+    "forgotten soon": (
+        _in_role(copy(tile, buffer, barrier=first, evict="soon")), KernelValueError, 'evict is "first" or "last"',
+    ),
+    "forgotten store": (
+        _in_role(copy(buffer, lambda x, o, A: o.at[:, :], evict="first")), KernelValueError, "copies to shared memory",
+    ),
     "to an input": (_in_role(copy(buffer, lambda x, o, A: x.at[:, :])), KernelTypeError, "x is an input"),
     "shape": (
         _in_role(copy(lambda x, o, A: x.tiles(32, 64).at[0, 0], buffer, barrier=first)), KernelTypeError, "32, 64",

@@ -42,6 +42,15 @@ def test_products(case):
     assert relative_error(z, np.maximum(normed @ np.asarray(matrix).T, 0) * (normed @ np.asarray(second).T)) < 4e-6
 
 
+def test_what_a_ring_says_to_caches():
+    """Matrices are read once: caches may forget them first."""
+    weight = Weight(jax.ShapeDtypeStruct((16, 512), jnp.bfloat16))
+    options = dict(kind="bfloat16", activation=None, out_dtype="bfloat16", rows=8, roles=1, slots=2)
+    kernel, x = hopper_gemv.kernel((weight,), NO_EPILOGUE), jax.ShapeDtypeStruct((1, 64, 8), jnp.bfloat16)
+    ptx = kernel.lower(x, (weight,), NO_EPILOGUE, target="cuda:sm_90", **options).texts["ptx"]
+    assert ptx.count("L2::cache_hint") == ptx.count("cp.async.bulk.tensor") == 4
+
+
 def test_which_matrices():
     """Those that all multiprocessors hold at once, where kernels overlap."""
     kinds = {kind: hopper_held.rows_of(1, 576, 576, kind, False, 132) for kind in ("q4_1", "q8_0", "bfloat16")}

@@ -80,11 +80,11 @@ def _(c: Lowering, barrier, at, parity, *when):
 
 
 @rule("jtile_async_load")
-def _(c: Lowering, ref, *rest, dims, pad):
+def _(c: Lowering, ref, *rest, dims, pad, evict):
     n = len(dims)
     buffer, barrier, at, *when = rest[n:]
     index = to_index(dims, rest[:n])
-    c.b.add(ir.AsyncLoad(ref, index, buffer, barrier, at, pad, when=when[0] if when else None))
+    c.b.add(ir.AsyncLoad(ref, index, buffer, barrier, at, pad, when=when[0] if when else None, evict=evict))
     return []
 
 
@@ -110,11 +110,6 @@ def _(c: Lowering, a, b, *rest, has, fast, **_):
 @rule("jtile_dot_wait")
 def _(c: Lowering, *values, pending):
     return c.b.add(ir.DotWait(values, pending)).results
-
-
-@rule("jtile_dot_quads")
-def _(c: Lowering, first, second, *factors, kind, **_):
-    return c.add(ir.DotQuads(first, second, factors, kind))
 
 
 @rule("jtile_clock")

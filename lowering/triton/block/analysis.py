@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from jtile import ir
 
 from ..emitter import elem_of
-from . import lanes
 from .layouts import (
     Blocked,
     Layout,
@@ -141,8 +140,6 @@ class Homes:
         for op in self._ops:
             if isinstance(op, ir.DotAsync):
                 self._set(op.result, product_layout(op, self.warps, self.widest))
-            if isinstance(op, ir.DotQuads) and lanes.fits(op, self.warps):
-                self._set(op.result, lanes.sums())
         for op in self._ops:
             for v in self._operands_carried(op):
                 self._set(v, self._wanted_operand(v))
@@ -229,8 +226,6 @@ class Homes:
     def _want(self, op: ir.Op, v: ir.Value, k: int, depth: int) -> Layout | None:
         if isinstance(op, ir.DotAsync):
             return operand_layout(op, self.warps, self.widest) if v is op.a else self.get(op.result)
-        if isinstance(op, ir.DotQuads) and lanes.fits(op, self.warps):
-            return lanes.words() if v in (op.first, op.second) else lanes.factors()
         if isinstance(op, POINTWISE) and op.results[0].shape == v.shape:
             r = op.results[0]
             return self.get(r)

@@ -22,7 +22,6 @@ from . import (  # noqa: F401  their emitters register themselves
     emit_copies,
     emit_devices,
     emit_dots,
-    emit_lanes,
     emit_moves,
     emit_pairs,
     emit_roles,

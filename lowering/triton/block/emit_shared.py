@@ -38,10 +38,7 @@ def _alloc_shared(em: BlockEmitter, op: ir.AllocShared) -> Mem:
 
 def _in_lines(em: BlockEmitter, op: ir.AllocShared) -> bool:
     """Whether rows of a buffer are not swizzled: copies fill it, a warp loads a row at once, and nothing else reads it.
-    Such a row comes in one copy, a swizzled one in copies of 128 bytes. Warps that multiply quads of lanes load parts
-    of eight rows at once."""
-    if any(isinstance(other, ir.DotQuads) for other in em.kernel.body.walk()):
-        return False
+    Such a row comes in one copy, a swizzled one in copies of 128 bytes."""
     if len(op.shape) != 2 or op.shape[1] * ir.DTYPES[op.dtype].bits < 8 * LINE:
         return False
     buffers = {op.result}
