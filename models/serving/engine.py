@@ -109,7 +109,7 @@ class Engine:
           stop: strings, before the first of which the text ends.
           eos: tokens that end the answer: "model" for the model's own, ids, or None to go on.
           logprobs: report the log-probability of each token; a number n reports those of the n most likely tokens, too.
-          grammar: the form of the answer, `Grammar.json(schema)` for instance; `max_tokens` may cut off what is no JSON.
+          grammar: the form of the answer, say `Grammar.json(schema)`; `max_tokens` may cut off what is no JSON.
           adapter: the name of the engine's adapter that answers; None for the model itself.
           sampling: `temperature`, `top_p`, `seed` and the other options of `LanguageModel.generate`, one value each.
         Returns:
