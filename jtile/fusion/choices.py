@@ -14,6 +14,7 @@ import jax
 
 import jtile as jt
 from jtile._config import current
+from jtile._errors import KernelValueError
 from jtile.ops._shapes import fit, machine
 from jtile.tune import device
 from jtile.tune.choose import lookup
@@ -96,11 +97,13 @@ class Tunable:
         entry = lookup(Call(self.kernel, jax.tree.structure((*types,)), types, {}, self._defaults))
         if entry is None:
             return own, ""
-        own = own.of(entry.config.get("tile", own.sides), entry.config.get("order", own.order))
+        try:
+            own = own.of(entry.config.get("tile", own.sides), entry.config.get("order", own.order))
+        except KernelValueError:  # of another version; the call warns of it, and takes the model's
+            return own, ""
         if entry.time_us == entry.default_us:
             return own, "; jt.tune found nothing better"
-        speed = entry.default_us / entry.time_us
-        return own, f"; jt.tune chose this, {speed:.2f} times as fast as what the model chooses"
+        return own, f"; jt.tune chose this, {entry.speedup:.2f} times as fast as what the model chooses"
 
 
 def _is_asked(name: str) -> bool:

@@ -7,12 +7,14 @@ import datetime
 import math
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jtile import _cache
+from jtile._errors import CacheWarning
 from jtile.tune import device, measure, prune
 from jtile.tune.api import Tuned
 from jtile.tune.search import WORTH, Candidate
@@ -78,11 +80,16 @@ def cut_of(program: Program) -> Cut:
     entry = entries.get(name)
     if entry is None:
         return MODELS
-    windows, xla, kernels = (entry.config.get(key) for key in ("windows", "xla", "kernels"))
-    cut = Cut(windows, frozenset(xla or ()), frozenset(kernels or ()))
+    windows, *many = (entry.config.get(key) for key in ("windows", "xla", "kernels"))
+    sound = all(isinstance(numbers, tuple) and all(isinstance(n, int) for n in numbers) for numbers in many)
+    if not sound or not isinstance(windows, bool | None):
+        message = f"the tuner's entry {name!r} is no cut of a program, the model's is taken: {dict(entry.config)}"
+        warnings.warn(message, CacheWarning, stacklevel=2)
+        return MODELS
+    cut = Cut(windows, *map(frozenset, many))
     if cut == MODELS:
         return MODELS
-    speed = f"; cut by jt.tune, {entry.default_us / entry.time_us:.2f} times as fast as by the model"
+    speed = f"; cut by jt.tune, {entry.speedup:.2f} times as fast as by the model"
     return dataclasses.replace(cut, origin=speed)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile._errors import KernelValueError
 from jtile.ops._shapes import fit, machine
 
 from .frames import Frame
@@ -37,7 +38,17 @@ class Tiling:
         self.grid = (*(shares,) * bool(layout.late), *(self.blocks(a) for a in self.order))
 
     def of(self, sides: Sequence[int], order: Sequence[int]) -> Tiling:
-        """The tiling with other sides, and another order of programs."""
+        """The tiling with other sides, and another order of programs.
+
+        Raises:
+          KernelValueError: the axes that programs take whole have other sides (a kernel would sum along a part of them,
+            or along padding), or these are no sides of this layout, or the order is not one of its axes.
+        """
+        fits = len(sides) == len(self.sides) and all(isinstance(n, int) and n > 0 for n in sides)
+        if not fits or any(sides[a] != self.sides[a] for a in self.layout.whole):
+            raise KernelValueError(f"a tile has sides {self.sides} along the axes taken whole, got {sides!r}")
+        if sorted(order) != sorted(self.order):
+            raise KernelValueError(f"the grid has the axes {self.order} in any order, got {order!r}")
         return Tiling(self.layout, tuple(sides), self.shares, order)
 
     def blocks(self, axis: int) -> int:

@@ -74,7 +74,7 @@ class Tuned:
     @property
     def speedup(self) -> float:
         """How many times as fast as the default the winner is."""
-        return self.best.default_us / self.best.time_us if self.best else 1.0
+        return self.best.speedup if self.best else 1.0
 
 
 @dataclasses.dataclass(frozen=True)

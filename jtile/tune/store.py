@@ -48,6 +48,11 @@ class Entry:
     jtile: str = ""
     date: str = ""
 
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as the defaults the winner is."""
+        return self.default_us / self.time_us if self.time_us else 1.0
+
 
 Entries = dict[str, Entry]
 

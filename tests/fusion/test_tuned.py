@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 import jtile as jt
+from jtile._errors import CacheWarning
 from jtile.fusion import costs, cuts
 from jtile.fusion.bodies import kernel_of
 from jtile.fusion.choices import points_of
 from jtile.fusion.cuts import Cut
 from jtile.fusion.fused import evaluate
 from jtile.testing.evaluate import evaluated
-from jtile.tune import measure
+from jtile.tune import device, measure
 from jtile.tune.store import store
 
 pytestmark = pytest.mark.usefixtures("any_size_and_rows", "own_store", "by_numpy")
@@ -140,3 +142,24 @@ def test_a_cut_that_gains_nothing_is_the_models(clock):
     assert found.best.config == cuts.MODELS.config
     assert {c.state for c in found.candidates} == {"measured"}
     assert "jt.tune found nothing better" in str(jt.fuse(blurred).explain(X, W))
+
+
+@pytest.mark.parametrize("wrong", [{"tile": (1, 8)}, {"tile": (1, 64)}, {"tile": (1,)}, {"order": (1,)}])
+def test_a_tile_of_another_layout_is_not_taken(clock, wrong):
+    """Sums along a part of an axis that programs take whole, or along padding, are wrong: exp(0) is 1."""
+    clock(lambda _: 1.0)
+    (found,) = [t for t in jt.tune(jt.fuse(norm), X, W, progress=False).kernels if "tile" in t.best.config]
+    store.put(device.kind(), found.name, dataclasses.replace(found.best, config={**found.best.config, **wrong}))
+    with pytest.warns(CacheWarning, match="does not fit the kernel any more"):
+        close(jt.fuse(norm)(X, W), evaluated(norm)(X, W))
+    assert "jt.tune chose" not in str(jt.fuse(norm).explain(X, W))
+
+
+@pytest.mark.parametrize("wrong", [{"xla": 5}, {"kernels": ("a",)}, {"windows": 3}])
+def test_an_entry_that_is_no_cut_is_not_taken(clock, wrong):
+    clock(lambda _: 1.0)
+    report = jt.tune(jt.fuse(blurred), X, W, progress=False)
+    found = next(t for t in report.kernels if t.name.startswith(cuts.KIND))
+    store.put(device.kind(), found.name, dataclasses.replace(found.best, config={**found.best.config, **wrong}))
+    with pytest.warns(CacheWarning, match="no cut of a program"):
+        close(jt.fuse(blurred)(X, W), evaluated(blurred)(X, W))
