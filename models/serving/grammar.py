@@ -149,8 +149,8 @@ class Guide:
         if known:
             for skip in range(min(3, len(known))):
                 rest = known[skip:] if known[-1] == end else [*known[skip:], end]
-                if self._matcher.validate_tokens(rest) == len(rest):
-                    return known[skip:]
+                if self._matcher.validate_tokens(rest) == len(rest):  # a number alone could go on without its end
+                    return rest if self._spelling.digit[known[-1]] else known[skip:]
         if self._retry:
             self._retry -= 1
             return None

@@ -30,6 +30,8 @@ ENDS = [
     (of(a={"type": "string", "pattern": "^[x-z]+@[x-z]+[.]x$"}), None),
     ({"type": "object"}, "{}"),
     (NUMBER, "0"),
+    ({"type": "integer", "minimum": -5}, "0"),
+    ({"anyOf": [{"type": "integer"}, TEXT]}, "0"),
 ]
 
 
@@ -57,7 +59,7 @@ def test_whole_within_their_tokens(engine, schema, shortest):
     text = b"".join(guide._spelling.texts[token] for token in end).decode()
     assert shortest is None or text == shortest
     json.loads(text)
-    for seed, most in enumerate((len(end), len(end) + 1, 40, 300)):
+    for seed, most in enumerate((len(end), len(end) + 1, len(end) + 3, 40, 300)):
         said, ended, _ = draw(engine.lm, grammar, most, seed)
         assert ended
         json.loads(said.decode(errors="replace"))
