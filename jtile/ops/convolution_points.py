@@ -98,5 +98,9 @@ def depthwise_rows(x, w, y, *, bh: int, bw: int, bc: int, pads: Pads):
         seen, here = (here >= 0) & (here < x.shape[2]), jnp.clip(here, 0, x.shape[2] - 1)
         weights = [wide(w[a, b, 0, jt.ds(channel * bc, bc)])[None, :] for a in range(p)]
         sums = _with_column(sums, x, n, rows, here, seen, lanes, weights)
-    for k in range(bh):
-        y[n, i + k, jt.ds(j, bw), jt.ds(channel * bc, bc)] = sums[k].astype(y.dtype)
+    for k in range(bh):  # a row behind the end would be the next plane's first
+        row, there = i + k, None
+        if y.shape[1] % bh:
+            row, there = jnp.minimum(row, y.shape[1] - 1), jnp.broadcast_to(row < y.shape[1], (bw, bc))
+        place = n, row, jt.ds(j, bw), jt.ds(channel * bc, bc)
+        jt.store(y, place, sums[k].astype(y.dtype), mask=there)

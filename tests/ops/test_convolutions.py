@@ -4,12 +4,14 @@ test_stencils_and_convolutions.py."""
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from library import agree, gradients_agree, normal
 
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.convolution_points import depthwise_rows
 from jtile.ops.convolutions import convolution_reference, convolution_transpose_reference
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
@@ -59,6 +61,14 @@ def test_neighbouring_points_of_a_gpu(name):
     with jt.config(arch="sm_90"):
         agree(op, reference, x, w, tolerance=2e-3)
         gradients_agree(op, reference, x, w, tolerance=4e-3)
+
+
+def test_rows_behind_the_end_of_a_plane_are_not_written():
+    """By the interpreter, which refuses them: they would be the next plane's."""
+    x, w = (np.asarray(normal(k, *s)) for k, s in enumerate(((2, 5, 7, 3), (3, 2, 1, 3))))
+    pads = (1, 1), (0, 1)
+    y = depthwise_rows.interpret(x, w, bh=3, bw=4, bc=4, pads=pads)
+    agree(lambda *_: y, functools.partial(convolution_reference, groups=3, padding=pads), x, w)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
