@@ -151,7 +151,9 @@ def _in_points(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: tuple
     bc = math.gcd(channels, 64)
     bo = min(128, max(16, jt.next_power_of_2(outputs)))
     of = {"window": tuple(window), "stride": stride, "dilation": dilation, "pads": pads}
-    run = tuned(convolution_points, num_warps=8 if bo > 64 else 4, num_stages=4, specialize=False)
+    wide = bo > 64
+    stages = 3 if bc == 64 and not wide else 4  # three stages of 24 KiB leave room for a third block
+    run = tuned(convolution_points, num_warps=8 if wide else 4, num_stages=stages, specialize=False)
     y = run(flat, matrix, bm=128, bo=bo, bc=bc, sides=x.shape[1:-1], **of)
     return y.reshape(x.shape[0], *out_shape(_shaped(x, pads), w, stride, dilation)[1:])
 
