@@ -114,6 +114,7 @@ def test_a_step_of_a_model(data, monkeypatch, dtype):
 def test_which_tokens_it_takes(monkeypatch):
     stack = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     gate_up, down = stack(128, 1536, 2048), stack(128, 2048, 768)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: False)
     assert not few_tokens.takes(1, 8, gate_up, down)
     monkeypatch.setattr(few_tokens, "_threads", lambda: True)
     assert few_tokens.takes(1, 8, gate_up, down) and few_tokens.takes(4, 8, gate_up, down)
