@@ -15,10 +15,11 @@ from jtile._errors import ModelError, PromptError
 from ..generate import LanguageModel
 from . import endings
 
-# Before the last so many tokens of an answer nothing is done for its end, unless the least answer has more than half as
-# many.
+# Before the last so many tokens of an answer nothing is done for its end, unless the end that it has takes more than
+# half as many.
 NEAR = 256
 RETRY = 8  # tokens after which an end is looked for again where none was found
+LOOK = 16  # tokens after which it is seen how long the end has become, where nothing is done for it yet
 
 Verdict = Literal["taken", "again", "wrong"]
 
@@ -128,6 +129,8 @@ class Guide:
         if not self._matcher.consume_token(token):
             return "wrong"
         place, left = self._place.after(self._spelling.texts[token]), self._left - 1
+        if self._json and left > self._near and left % LOOK == 0:
+            self._look(place, left)
         if left > self._near:
             self._end = None
         elif self._json:
@@ -140,6 +143,11 @@ class Guide:
             self._end = end
         self._place, self._left, self._only = place, left, None
         return "taken"
+
+    def _look(self, place: endings.Place, left: int) -> None:
+        """Begins sooner to think of the end of an answer that has opened so much that its end is long."""
+        end = len(endings.find(self._matcher, self._spelling, place) or ())
+        self._near = max(self._near, 2 * end if 2 * end < endings.LONGEST else left)
 
     def _end_behind(self, token: int, place: endings.Place) -> list[int] | None:
         """An end behind a token that was just consumed: what is left of the one known, or a new one."""

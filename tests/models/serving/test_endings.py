@@ -72,6 +72,19 @@ def test_what_does_not_fit_is_chosen_again(engine):
     assert all(ended and json.loads(said) for said, ended, _ in drawn) and sum(again for *_, again in drawn) > 0
 
 
+def test_what_is_opened_far_from_the_end_is_closed(engine):
+    """A model that opens arrays for ever: their brackets would take more tokens than the last ones that are watched."""
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
+    guide, taken = Guide(engine.lm, Grammar.json(schema), 560), []
+    opens = guide._spelling.texts.index(b"[")
+    while len(taken) < 560 and not guide.ended:
+        bits = np.unpackbits(guide.allowed().view(np.uint8), bitorder="little")
+        token = opens if bits[opens] else int(np.flatnonzero(bits)[0])
+        taken += [token] if guide.take(token) == "taken" else []
+    said = b"".join(guide._spelling.texts[token] for token in taken)
+    assert guide.ended and said.count(b"[") == said.count(b"]") > 256
+
+
 def test_an_engine_brings_answers_to_their_end(engine):
     """At a high temperature, with penalties; an answer does not depend on those beside it."""
     schema = Grammar.json({"type": "object", "properties": {"a": {"type": "array", "items": MANY}, "b": NUMBER}})
