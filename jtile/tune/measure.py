@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import os
 import statistics
@@ -46,16 +47,20 @@ def random_array(x: Any, seed: int) -> jax.Array:
         return jax.random.split(jax.random.key(seed), x.shape)
     if "warps" not in target().features:
         return jax.device_put(_by_numpy(x, np.random.default_rng(seed)))
-    key = jax.random.key(seed)
-    if is_complex(x.dtype):
-        return jax.jit(lambda k: jax.random.normal(k, x.shape, x.dtype))(key)
-    info = ir.dtype_info(x.dtype)
+    return _by_jax(jax.random.key(seed), x.shape, x.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _by_jax(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Made where it is to be. One program serves all sets of arguments: XLA takes longer for it than it runs."""
+    if is_complex(dtype):
+        return jax.random.normal(key, shape, dtype)
+    info = ir.dtype_info(dtype)
     if info.kind == "f":
-        wide = jnp.float64 if info.bits == 64 else jnp.float32
-        return jax.jit(lambda k: jax.random.normal(k, x.shape, wide).astype(x.dtype))(key)
+        return jax.random.normal(key, shape, jnp.float64 if info.bits == 64 else jnp.float32).astype(dtype)
     if info.kind == "b":
-        return jax.random.bernoulli(key, 0.5, x.shape)
-    return jax.jit(lambda k: jax.random.randint(k, x.shape, 0, 8, jnp.int32).astype(x.dtype))(key)
+        return jax.random.bernoulli(key, 0.5, shape)
+    return jax.random.randint(key, shape, 0, 8, jnp.int32).astype(dtype)
 
 
 def _by_numpy(x: Any, rng: np.random.Generator) -> np.ndarray:
