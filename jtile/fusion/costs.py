@@ -13,6 +13,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.ops import gpu_tiles
+from jtile.ops.dispatch import small_tiles, vector_cores
 
 from .layout import COLUMNS, Layout
 from .steps import ELEMENTWISE, MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
@@ -174,6 +175,8 @@ def product_worth(
     target = jt.target()
     if not gpu_tiles.on_one_device():  # XLA cuts a product along its sums, too, which a kernel would have to gather
         return False
+    if vector_cores():  # what CPUs gain by the other forms has not been seen on an NPU
+        return dtype.name == "bfloat16" and work > 0 and m * n >= LEAST
     if "warps" not in target.features:
         return _product_worth_on_cpus(m, n, k, dtype, work, gates, transposed)
     if not PRODUCTS_ON_GPUS or "warpgroup products" not in target.features:
@@ -200,7 +203,7 @@ def prologue_worth(m: int, n: int, k: int, dtype: np.dtype, read: int | None) ->
     if PRODUCTS_ANYWHERE:
         return True
     target = jt.target()
-    if not gpu_tiles.on_one_device() or "warps" in target.features or read is None or read > dtype.itemsize:
+    if not gpu_tiles.on_one_device() or small_tiles() or read is None or read > dtype.itemsize:
         return False
     quick = dtype == np.float32 or any(kind == dtype.name == "bfloat16" for *_, kind in target.matrix_shapes)
     return quick and m <= MOST_ROWS and n * k >= LEAST_WEIGHTS
@@ -224,7 +227,7 @@ def scatter_worth(step: Step) -> bool:
     window = step.params["dimension_numbers"].update_window_dims
     rows = any(step.ins[-1].shape[i] != 1 for i in window)  # XLA adds a row in vectors
     few = table <= LARGEST_TABLE and table * LEAST_UPDATES <= updates and not rows
-    return few and updates >= LEAST and "warps" not in jt.target().features
+    return few and updates >= LEAST and not small_tiles()
 
 
 def takes_large_products() -> bool:

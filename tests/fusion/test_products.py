@@ -272,3 +272,14 @@ def test_random_programs():
     for seed, ((_, _, closed, want), got) in enumerate(zip(some, ours, strict=True)):
         agree(10 * seed, closed, jax.tree.leaves(got), want)
     assert made > 30
+
+
+def test_what_cpus_gain_is_not_asked_of_npus(monkeypatch):
+    """Products of few rows, transposed or computed weights were timed on CPUs, and are XLA's on an NPU."""
+    monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", False)
+    f32, rows = np.dtype("float32"), {"gates": 1, "transposed": True}
+    worth = lambda: (costs.prologue_worth(4, 4096, 512, f32, 1), costs.product_worth(4, 4096, 512, f32, [], **rows))
+    with jt.config(arch="910b1"):
+        assert worth() == (False, False)
+    if jax.default_backend() == "cpu" and jax.device_count() == 1:
+        assert worth() == (True, True)
