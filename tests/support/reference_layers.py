@@ -35,7 +35,7 @@ def linear(x, weight, dtype=None):
     return jnp.matmul(x, dense(weight).T, precision="highest")
 
 
-def add_norm_linear(x, delta, norm, eps, weight, dtype=None):
+def add_norm_linear(x, delta, norm, eps, weight, dtype=None, parts=False):
     x, normed = add_norm(x, delta, norm, eps)
     return x, linear(normed, weight)
 
