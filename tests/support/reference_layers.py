@@ -75,8 +75,8 @@ def attention(q, k, v, window=None, scale=None, softcap=None, sinks=None):
     return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest")
 
 
-def gated_mlp(x, gate, up, down, activation="silu"):
-    return linear(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down)
+def gated_mlp(x, gate, up, down, activation="silu", last=linear):
+    return last(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down)
 
 
 def add_norm_gated_mlp(x, delta, norm, eps, *weights):
@@ -96,6 +96,7 @@ LAYERS = types.SimpleNamespace(
     rms_norm=rms_norm,
     add_norm=add_norm,
     linear=linear,
+    linear_or_parts=linear,
     with_bias=with_bias,
     add_norm_linear=add_norm_linear,
     HeadNorms=layers.HeadNorms,
