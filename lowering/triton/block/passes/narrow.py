@@ -73,7 +73,8 @@ class Narrow:
             case Full(value, _, dtype):
                 return b.value(Full(value, shape, dtype))
             case Iota(_, along, dtype) if DTYPES[dtype].kind in "iu":  # to cut one up takes a compiler long
-                numbers, first = b.value(Iota(shape, along, dtype)), self.k * shape[along] if along == axis else 0
+                numbers = b.value(Iota(shape, along, dtype))
+                first = _wrapped(self.k * shape[along], dtype) if along == axis else 0
                 return b.value(Map("add", (numbers, b.value(Full(first, shape, dtype))))) if first else numbers
             case Broadcast(x, _, dims):
                 own = dims.index(axis) if axis in dims else None
@@ -119,3 +120,10 @@ def part(b: Builder, d: Dim, k: int, n: int) -> Dim:
 def narrowed(b: Builder, index: Index, k: int, n: int) -> Index:
     """An index whose last dimension is part `k` of `n`."""
     return (*index[:-1], part(b, index[-1], k, n))
+
+
+def _wrapped(n: int, dtype: str) -> int:
+    """A number as integers of a dtype have it, whose range it may leave."""
+    info = DTYPES[dtype]
+    n %= 1 << info.bits
+    return n - (1 << info.bits) if info.kind == "i" and n >> (info.bits - 1) else n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from block_kernels import operands
 from machines import machine
 
@@ -52,10 +53,12 @@ def test_each_piece_is_loaded_before_the_one_in_front_of_it_is_computed():
         np.testing.assert_array_equal(interpret(found.kernel, inputs, seed=seed)[0], want)
 
 
-def test_places_in_a_piece_are_counted_not_cut_from_those_of_the_tile():
+@pytest.mark.parametrize(("dtype", "few"), [("i32", 150), ("i8", 20), ("u8", 150)])
+def test_places_in_a_piece_are_counted_not_cut_from_those_of_the_tile(dtype, few):
+    """Also those that leave the range of short integers."""
     masked = KERNEL.replace(
         "  %u = cast %t",
-        "  %n = iota 1 : tile<128x256xi32>\n  %few = full 150 : tile<128x256xi32>\n  %in = lt %n, %few\n"
+        f"  %n = iota 1 : tile<128x256x{dtype}>\n  %few = full {few} : tile<128x256x{dtype}>\n  %in = lt %n, %few\n"
         "  %v = select %in, %t, %zero\n  %u = cast %v",
     )
     kernel = parse_kernel(masked)
