@@ -68,6 +68,17 @@ class _Walk:
 
     def work_behind(self, values: list[_Value]) -> Iterator[tuple[tuple[str, ...], str]]:
         """All instructions that the values need and that compute something, each as (its calls, its name)."""
+        for value, instruction in self._needed(values):
+            if instruction.opcode not in (*_FREE, *_MADE):
+                yield value[:2]
+
+    def reads_arguments(self, work: tuple[tuple[str, ...], str]) -> bool:
+        """Whether an instruction needs an argument of the program."""
+        needed = self._needed([(*work, ())])
+        return any(instruction.opcode == "parameter" and not value[0] for value, instruction in needed)
+
+    def _needed(self, values: list[_Value]) -> Iterator[tuple[_Value, _Instruction]]:
+        """The values, and all that they need, each once and with its instruction."""
         stack, done = list(values), set()
         while stack:
             value = stack.pop()
@@ -75,24 +86,8 @@ class _Walk:
                 continue
             done.add(value)
             instruction = self._of(value)
-            if instruction.opcode not in (*_FREE, *_MADE):
-                yield value[:2]
+            yield value, instruction
             stack.extend(self._before(value, instruction))
-
-    def reads_arguments(self, work: tuple[tuple[str, ...], str]) -> bool:
-        """Whether an instruction needs an argument of the program."""
-        stack: list[_Value] = [(*work, ())]
-        done = set()
-        while stack:
-            value = stack.pop()
-            if value in done:
-                continue
-            done.add(value)
-            instruction = self._of(value)
-            if instruction.opcode == "parameter" and not value[0]:
-                return True
-            stack.extend(self._before(value, instruction))
-        return False
 
     def _of(self, value: _Value) -> _Instruction:
         return self._computation(value[0]).instructions[value[1]]
