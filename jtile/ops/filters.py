@@ -19,7 +19,7 @@ import numpy as np
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, fit, known, machine, sums_in, tuned
-from jtile.ops.dispatch import has, vector_cores
+from jtile.ops.dispatch import vector_cores
 from jtile.ops.stencils import stencil_weight_sums
 
 Sides = tuple[int, ...]
@@ -149,8 +149,9 @@ def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outs
 
 def _indexed(sizes: tuple[Sides, ...], how: str) -> bool:
     """Whether points outside, which have one value, are found by their indices: on GPUs, where that was measured to be
-    quicker than a copy of the array. Indices that lead back inside, as at an edge, take five times as long."""
-    return has(jt.target(), "warps") and (how != "sum" or len(sizes) == 1)
+    quicker than a copy of the array. Indices that lead back inside, as at an edge, take five times as long. NPUs take
+    the copy: their compiler refuses an address in front of an array even where a mask leaves its element out."""
+    return "warps" in jt.target().features and (how != "sum" or len(sizes) == 1)
 
 
 def _forward(x, windows, **meta):

@@ -235,7 +235,7 @@ def _by_bytes(
     allows (two of them, as of a transpose, share it), then rows; and all so that every unit has several programs."""
     often = guesses.WAVES * guesses.units(target)
     config = config | dict.fromkeys(places, 1)
-    lines = sum(max(axis for axis, *_ in _arrays(base, at)) == -1 for at in places.values())
+    lines = sum(max(axis for axis, *_ in _arrays(base, at, joined=False)) == -1 for at in places.values())
     for name in sorted(places, key=lambda n: -max(axis for axis, *_ in _arrays(base, places[n]))):
         found = _arrays(base, places[name])
         last, most = max(axis for axis, *_ in found) == -1, max(length for _, length, _ in found)
@@ -257,14 +257,48 @@ def _by_bytes(
         even = products.even(most, side) if last else -(-most // max(-(-most // side), 1))
         if guesses.whole_sides(target) and asked.kept({**config, name: even}) is not None:
             config[name] = even
+    return _busy(asked, base, config, places, target) if "warps" in target.features else config
+
+
+def _busy(
+    asked: Asked, base: ir.Kernel, config: dict[str, int], places: Mapping[str, frozenset[Place]], target: Any
+) -> dict[str, int]:
+    """Sides with which few programs, each of which loops, keep the memory of a GPU busy: shorter lines, so that every
+    multiprocessor has a program, and then longer tiles in the loops, since a program waits for one after the other."""
+    kernel, loops = asked.kept(config), []
+    if kernel is None or not math.prod(kernel.grid):
+        return config
+    for name in places:
+        double = asked.kept({**config, name: 2 * config[name]})
+        if double is not None and double.grid == kernel.grid and guesses.largest(double) > guesses.largest(kernel):
+            loops.append(name)
+    if not loops:
+        return config
+    for name in sorted(places.keys() - set(loops)):
+        axis, _, itemsize = max(_arrays(base, places[name]))
+        while axis == -1 and config[name] * itemsize > guesses.SHORTEST:
+            shorter = {**config, name: config[name] // 2}
+            found = asked.kept(shorter)
+            if found is None or math.prod(kernel.grid) >= guesses.units(target):
+                break
+            config, kernel = shorter, found
+    for name in loops:
+        most = max(length for _, length, _ in _arrays(base, places[name]))
+        while config[name] < most:
+            longer = {**config, name: 2 * config[name]}
+            found = asked.kept(longer)
+            if found is None or guesses.largest_tile(found) > guesses.streamed(found, target):
+                break
+            config, kernel = longer, found
     return config
 
 
-def _arrays(kernel: ir.Kernel, places: frozenset[Place]) -> list[tuple[int, int, int]]:
+def _arrays(kernel: ir.Kernel, places: frozenset[Place], joined: bool = True) -> list[tuple[int, int, int]]:
     """For each array in which a meta-parameter is a side: the axis from the end, its length, and an element's bytes.
 
-    Where a line of memory holds several of what stands behind an axis, as of pairs, that counts as an element. Arrays
-    much smaller than the largest one say nothing where another does: the sums of rows, a row that is added to all.
+    Where a line of memory holds several of what stands behind an axis, as of pairs, that counts as an element, if they
+    are to be `joined`. Arrays much smaller than the largest one say nothing where another does: the sums of rows, a row
+    that is added to all.
     """
     found = []
     for kind, *where in places:
@@ -272,7 +306,7 @@ def _arrays(kernel: ir.Kernel, places: frozenset[Place]) -> list[tuple[int, int,
             ref = kernel.params[where[0]]
             axis, size = where[1] - len(ref.shape), max(ref.type.info.bits // 8, 1)
             behind = size * math.prod(ref.shape[where[1] + 1 :])
-            if axis < -1 and 0 < 2 * behind <= guesses.LINES:
+            if joined and axis < -1 and 0 < 2 * behind <= guesses.LINES:
                 axis, size = -1, behind
             found.append((_bytes(ref), (axis, ref.shape[where[1]], size)))
     most = max(map(_bytes, kernel.inputs + kernel.outputs), default=0)

@@ -4,6 +4,7 @@ rules that the library chooses by, from bytes of a program where there are none.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,10 @@ from jtile.tune.warpgroups import Form, cdiv
 LITTLE = 100 << 10  # bytes of shared memory of a block of all GPUs but those made for data centres
 BUDGET, OFTEN = 16384, 4096  # bytes of the largest tile of a program; of one that is passed over several times
 LINES = 512  # bytes along the last axis that a tile has at least
+SHORTEST = 128  # where there would be fewer programs than multiprocessors, each with a loop
+# Bytes that the programs of a multiprocessor ask for at a time, together, so that memory stays busy; and those of the
+# largest tile that the registers of a program hold.
+IN_FLIGHT, HELD = 32768, 65536
 WAVES = 8  # programs for each multiprocessor or core that keep all of them busy
 STAGED, FEW_STAGED = 3, 4
 _PASSES = (ir.Reduce, ir.ArgReduce, ir.UserReduce, ir.Cumulative, ir.UserScan, ir.Sort)
@@ -147,6 +152,11 @@ def units(target: Any) -> int:
 def budget(kernel: ir.Kernel) -> int:
     """Bytes of the largest tile that a program of a kernel without products best holds."""
     return OFTEN if any(isinstance(op, _PASSES) for op in kernel.body.walk()) else BUDGET
+
+
+def streamed(kernel: ir.Kernel, target: Any) -> int:
+    """Bytes of the largest tile that a program of a kernel without products best reads in a loop, on a GPU."""
+    return min(IN_FLIGHT * units(target) // max(math.prod(kernel.grid), 1), HELD)
 
 
 def largest(kernel: ir.Kernel) -> int:

@@ -479,11 +479,27 @@ def points(x, o, *, block: int = jt.auto):
 def test_small_arrays_say_nothing_where_a_large_one_does():
     """Rows whose sums are a vector are few in a tile, so that all multiprocessors have some; the side of a loop does
     not make programs fewer, and is as long as a tile may be."""
-    for shape, found in {(64, 1_000_000): (1, 1024), (8192, 4096): (1, 1024), (100_000, 32): (8, 32)}.items():
-        low = sums_of_rows.lower(jax.ShapeDtypeStruct(shape, jnp.float32), target="cuda:sm_90")
-        assert f"br={found[0]}, bc={found[1]} for" in low.texts["choice"]
+    for shape, found in {(1000, 1_000_000): (1, 1024), (8192, 4096): (1, 1024), (100_000, 32): (64, 32)}.items():
+        assert chosen(sums_of_rows, spec(*shape, dtype="float32"), target=HOPPER)[0] == dict(zip(("br", "bc"), found))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(50, 300)), jnp.float32)
     np.testing.assert_allclose(sums_of_rows(x), x.sum(1), atol=1e-4)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x, shape=x.shape[1:]), grid=lambda x, *, bc, **_: jt.cdiv(x.shape[1], bc))
+def sums_of_columns(x, o, *, br: int = jt.auto, bc: int = jt.auto):
+    i, X, total = jt.program_id(0), x.tiles(br, bc), jt.zeros((bc,), jnp.float32)
+    for k in jt.range(X.shape[0]):
+        total = total + X[k, i].sum(0)
+    o.tiles(bc)[i] = total
+
+
+def test_few_programs_that_loop_read_much_at_a_time():
+    """A program waits for one tile after the other: 64 programs with tiles of 4 KiB read 0.55 TB/s on an H200."""
+    assert chosen(sums_of_rows, spec(64, 1_000_000, dtype="float32"), target=HOPPER)[0] == {"br": 1, "bc": 16384}
+    tiles, why = chosen(sums_of_columns, spec(8192, 4096, dtype="float32"), target=HOPPER)
+    assert tiles == {"br": 256, "bc": 32} and "128 programs for 132 units" in why
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 50)), jnp.float32)
+    np.testing.assert_allclose(sums_of_columns(x), x.sum(0), atol=1e-4)
 
 
 def test_elements_of_several_numbers_fill_lines():
