@@ -24,7 +24,7 @@ from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
 from .parallel import ALONE, Axes
-from .sums import Parts
+from .sums import Unmade
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -33,7 +33,7 @@ class Attention(nnx.Module):
     """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves.
 
     It is used in two steps: `enter` makes the projection, which `prefill` or `step` takes. On several devices each has
-    some of the heads, and its output is a `Term`. parts: what is behind it takes `Parts`."""
+    some of the heads, and its output is a `Term`. parts: what is behind it takes `Unmade`."""
 
     over: Axes = ALONE
     parts: bool = False
@@ -141,7 +141,7 @@ def _last(module: Attention | GatedMLP) -> Callable:
     """What multiplies by the last matrix of a module: a function of the rows and the matrix."""
     if module.over.tensor is not None:
         return functools.partial(layers.summed, over=module.over)
-    return layers.linear_or_parts if module.parts else layers.linear
+    return layers.linear_or_unmade if module.parts else layers.linear
 
 
 class GatedMLP(nnx.Module):
@@ -200,7 +200,7 @@ class Block(nnx.Module):
     cache. mlp: a module that is called as `GatedMLP` is.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
-    array may be None, a `Term`, or `Parts`: their sums are in the same kernel, too.
+    array may be None, a `Term`, or `Unmade`: their sums are in the same kernel, too.
     """
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
@@ -412,7 +412,7 @@ class Decoder(nnx.Module):
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         if of is not None:
-            delta = layers.whole(delta) if isinstance(delta, Parts) else delta
+            delta = layers.whole(delta) if isinstance(delta, Unmade) else delta
             x, delta = jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), (x, delta))
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)

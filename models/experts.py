@@ -20,7 +20,7 @@ from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from . import few_tokens, layers
 from .config import WeightSource
 from .parallel import ALONE, Axes, Term
-from .sums import Parts
+from .sums import Unmade
 
 Matrix = jax.Array | QuantizedTensor
 # Whether few rows of all devices are normed and gathered in one kernel, and their sums made and sent in one. On two
@@ -216,13 +216,13 @@ class Mixture(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, the output of this mixture for the norm of that sum)."""
-        if NORMED and delta is not None and not isinstance(delta, Term | Parts) and self.shared is None:
+        if NORMED and delta is not None and not isinstance(delta, Term | Unmade) and self.shared is None:
             rows = x.reshape(-1, x.shape[-1])
             if self.over.gathers(rows):
                 total, normed = self.over.of_all_normed(rows, delta.reshape(rows.shape), norm, eps)
                 return total.reshape(x.shape), self.over.term(self._of_gathered(normed).reshape(x.shape))
         alone = self.over == ALONE and self.shared is None and not self.weighted_rows
-        if delta is None or isinstance(delta, Term | Parts) or not alone or not hasattr(self.router, "probable"):
+        if delta is None or isinstance(delta, Term | Unmade) or not alone or not hasattr(self.router, "probable"):
             x, normed = layers.add_norm(x, delta, norm, eps)
             return x, self(normed)
         matrices = self.experts.gate_up.get_value(), self.experts.down.get_value()

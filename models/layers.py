@@ -22,10 +22,10 @@ from jtile import ops
 from jtile.ops import QuantizedTensor
 from jtile.ops.quantized_tensor import BLOCKS
 
-from . import kernels
+from . import kernels, sums
 from .cache import HeadNorms
 from .parallel import Axes, Term
-from .sums import Parts, in_parts, parts_of
+from .sums import Parts, Product, Unmade, in_parts, parts_of
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ def add_norm(x, delta, weight, eps: float):
     """(x + delta, its `rms_norm`), in one pass over memory; a delta of None adds nothing."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
-    if isinstance(delta, Term | Parts):
+    if isinstance(delta, Term | Unmade):
         return delta.add_norm(x, weight, eps)
     normed, x = ops.rms_norm(delta, weight, eps=eps, residual=x)
     return x, normed
@@ -75,16 +75,18 @@ def add_norm(x, delta, weight, eps: float):
 def whole(y):
     """The sum if `y` is `Parts` of one, or this device's `Term` of one over devices; otherwise `y`, which is whole
     already."""
-    return y.whole() if isinstance(y, Term | Parts) else y
+    return y.whole() if isinstance(y, Term | Unmade) else y
 
 
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, parts: bool = False):
     """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs. parts: the
     product may be `Parts`."""
     if parts and parts_of(x, weight) > 1:
+        if isinstance(delta, Product) and delta.reaches(weight):
+            return delta.norm_product(x, norm, eps, weight)
         x, normed = add_norm(x, delta, norm, eps)
-        return x, linear_or_parts(normed, weight)
-    if delta is None or isinstance(delta, Term | Parts) or isinstance(weight, tuple | Adapted | Routed):
+        return x, in_parts(normed, weight)
+    if delta is None or isinstance(delta, Term | Unmade) or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
     with _made_before(x, weight):
@@ -92,9 +94,11 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, part
     return x, y
 
 
-def linear_or_parts(x, weight: Weight) -> jax.Array | Parts:
-    """`linear`, or `Parts` of it where a kernel behind it is to add them up."""
-    return in_parts(x, weight) if parts_of(x, weight) > 1 else linear(x, weight)
+def linear_or_unmade(x, weight: Weight) -> jax.Array | Unmade:
+    """`linear`, or what is left for the kernel behind it to make."""
+    if parts_of(x, weight) == 1:
+        return linear(x, weight)
+    return Product(x, weight) if sums.JOINED else in_parts(x, weight)
 
 
 def summed(x, weight: Weight, over: Axes) -> jax.Array | Term:
@@ -218,7 +222,10 @@ def add_norm_gated_mlp(
     last: Callable = linear,
 ):  # fmt: skip
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
-    if delta is None or isinstance(delta, Term | Parts) or _apart(gate, up):
+    if isinstance(delta, Product) and delta.reaches(gate, up):
+        x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation)
+        return x, last(hidden, down)
+    if delta is None or isinstance(delta, Term | Unmade) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation, last)
     with _made_before(x, gate, up):

@@ -3,19 +3,32 @@ them adds up, so that no kernel does only that."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import hopper_wide
+from jtile.ops import hopper_normed, hopper_wide
 from jtile.ops._shapes import of_rows
+
+
+class Unmade(abc.ABC):
+    """A sum that some kernel behind it is to make."""
+
+    @abc.abstractmethod
+    def whole(self) -> jax.Array:
+        """The sum."""
+
+    @abc.abstractmethod
+    def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
+        """(x + the sum, the RMS norm of that with this weight)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class Parts(Unmade):
     """The sum over the first axis of `value`, float32 [parts, rows, n], rounded to `dtype`."""
 
     value: jax.Array
@@ -26,13 +39,42 @@ class Parts:
         return self.value.shape[1:]
 
     def whole(self) -> jax.Array:
-        """The sum."""
         return self.value.sum(0).astype(self.dtype)
 
     def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
-        """(x + the sum, the RMS norm of that with this weight)."""
         normed, total = of_rows(part_norm_rows, x, weighted=True)(self.value, x, weight, eps=eps)
         return total, normed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Product(Unmade):
+    """x [rows, in] times the transposed weight [out, in], both 16-bit, of which `parts_of` says that parts are best:
+    the kernel that makes it may also add it to what it is for, and begin the norm behind that."""
+
+    x: jax.Array
+    weight: jax.Array
+
+    def whole(self) -> jax.Array:
+        return in_parts(self.x, self.weight).whole()
+
+    def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
+        return in_parts(self.x, self.weight).add_norm(x, weight, eps)
+
+    def reaches(self, *weights) -> bool:
+        """Whether `norm_product` is for these weights."""
+        return hopper_normed.misfit(self.x, self.weight, weights) is None
+
+    def norm_product(self, x, norm, eps: float, *weights, activation=None):
+        """(x + the product, the product of its RMS norm with one weight or the gated one with two, perhaps as
+        `Parts`)."""
+        options = {"eps": eps, "activation": activation}
+        total, y = hopper_normed.products(self.x, self.weight, x, norm, weights, **options)
+        return total, y if y.ndim == 2 else Parts(y, x.dtype.name)
+
+
+# Whether kernels of products do what the norm between them does: not measured.
+JOINED = False
 
 
 def parts_of(x, weight) -> int:

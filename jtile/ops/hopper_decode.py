@@ -40,7 +40,11 @@ _PIECE = 32
 # Whether keys come while the kernel in front runs, where kernels overlap: not measured, and `lengths` have to be those
 # of an earlier kernel.
 EARLY = False
+# Whether the heads of keys of a short row are its keys, one behind the other, of which each query sees its own head's:
+# not measured.
+FOLDED = False
 _BESIDE = 216  # registers of a thread that multiplies, where the kernel in front is to find room beside it
+_BESIDE_FOLDED = 232  # the same, for heads one behind the other, whose masks take some
 _SHORT = 2048  # slots of rows that count as short; longer rows, of which the last unit is little, were not measured
 
 
@@ -83,7 +87,7 @@ class Work:
         """This program's share, see `share_of`; of `whole` rows it has those that begin in the share."""
         begin, end, r, start, size = share_of(self.lengths, jt.program_id(0), self.parts, self.units)
         if self.whole:
-            before, n = start < begin, self.units.of(self.length(r))
+            before, n = start < begin, self.count(self.length(r))
             r, start = jnp.where(before, r + 1, r), jnp.where(before, start + n, start)
         return begin, end, r, start, size
 
@@ -91,10 +95,14 @@ class Work:
         """Where this program's part of a row begins and ends, if the row begins at `start` and has n units."""
         return (start, start + n) if self.whole else (jnp.maximum(begin, start), jnp.minimum(end, start + n))
 
+    def count(self, length):
+        """The units of a row and head that has so many keys."""
+        return jnp.maximum(jt.cdiv(length, self.units.size), 1)
+
     def length(self, r):
-        """The length of row-and-head r; behind the last one, that of the last row."""
+        """How many keys row-and-head r has; behind the last one, those of the last row."""
         last = self.lengths.shape[0] - 1
-        return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)], 0, self.units.slots)
+        return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)] * self.units.times, 0, self.units.slots)
 
     def positions(self, rows: int, length):
         """Where the queries of a tile stand among the keys: [rows, 1]."""
@@ -151,7 +159,7 @@ def copies_early(w: Work):
     write, lies in the last unit of its row."""
     begin, end, r, start, _ = w.share()
     b, length = row_of(r, w.units), w.length(r)
-    n, head = w.units.of(length), r - b * w.units.heads
+    n, head = w.count(length), r - b * w.units.heads
     lo, hi = w.inside(begin, end, start, n)
     count = jnp.where(start < end, jnp.clip(jnp.minimum(hi, start + n - 1) - lo, 0, w.k_full.count), 0)
     for c in jt.range(count):
@@ -177,7 +185,7 @@ def _copies_from(w: Work, done):
     begin, end, r, start, _ = w.share()
     c, turn, length = jnp.int32(0) if done is None else done, jnp.int32(0), w.length(r)
     while start < end:
-        b, n, mine, length = row_of(r, w.units), w.units.of(length), length, w.length(r + 1)
+        b, n, mine, length = row_of(r, w.units), w.count(length), length, w.length(r + 1)
         head = r - b * heads
         lo, hi = w.inside(begin, end, start, n)
         if done is not None:
@@ -199,6 +207,9 @@ def _copies_from(w: Work, done):
 def _seen(s, key, length, w: Work):
     """The scores of the keys from `key` on, -inf where a query does not see a key."""
     rows, bk = s.shape
+    if w.units.times > 1:
+        mine = jt.arange(rows)[:, None] // (w.q.shape[1] // w.units.times)
+        s = jnp.where(jt.arange(bk)[None, :] % w.units.times == mine, s, -math.inf)
     if key + bk > length - w.t + 1:
         s = jnp.where(key + jt.arange(bk)[None, :] <= w.positions(rows, length), s, -math.inf)
     return s
@@ -268,7 +279,7 @@ def _products(w: Work, o, o_part, lse_part, *, scale: float, softcap: float | No
     c, turn, ahead = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
         length, ahead = ahead, w.length(r + 1)
-        n = w.units.of(length)
+        n = w.count(length)
         lo, hi = w.inside(begin, end, start, n)
         acc, m, l, c = sums_of_row(w, 0, c, turn, lo, hi, start, length, scale=scale, softcap=softcap)
         acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
@@ -314,7 +325,7 @@ def hopper_decode(
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
-    with jt.role("products", warps=4, registers=_BESIDE if early else 0):
+    with jt.role("products", warps=4, registers=(_BESIDE_FOLDED if units.times > 1 else _BESIDE) if early else 0):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
     with jt.role("copies", warps=1, registers=40, early=early):
         if early:
@@ -391,6 +402,8 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     count, and the others of the output are not written. `whole`: a program takes all keys of a row and head, unit by
     unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
     (batch, t, heads, d), kvs = q.shape, k.shape[2]
+    if FOLDED and t == 1 and not whole and _folds(heads, k, lengths, table):
+        return _of_folded(q, k, v, lengths, scale=scale, softcap=softcap)
     units, group, parts = units_of(k, table), heads // kvs, gpu_tiles.processors()
     # One row and head for each program, or less: 14.1 us instead of 15.1 for 16 rows of 8 heads of keys. With 64 rows,
     # 44.6 instead of 42.7.
@@ -404,3 +417,25 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)
+
+
+def _folds(heads: int, k, lengths, table) -> bool:
+    """Whether the heads of keys are best one behind the other: then rows of a few hundred keys are whole units, and a
+    copy brings neighbours in memory."""
+    slots, kvs = k.shape[1:3]
+    short = table is None and slots <= _SHORT and k.shape[3] < 256
+    return short and heads <= ROWS and kvs in (2, 4, 8, 16) and lengths.shape[0] * kvs > gpu_tiles.processors()
+
+
+def _of_folded(q, k, v, lengths, *, scale: float, softcap: float | None):
+    """`of_batch` for one token a row, where all heads of keys are one."""
+    (_, _, heads, d), (_, slots, kvs, _), parts = q.shape, k.shape, gpu_tiles.processors()
+    units = Units(slots=slots * kvs, size=128, times=kvs)
+    k, v = (x.reshape(x.shape[0], slots * kvs, 1, d) for x in (k, v))
+    last = by_the_last(lengths.shape[0], heads, d, parts)
+    options = {"parts": parts, "units": units, "t": 1, "scale": scale, "softcap": softcap, "last": last}
+    options |= {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
+    options |= {"early": True} if EARLY and gpu_tiles.overlaps() else {}
+    o, o_part, lse_part = hopper_decode(q[:, 0], k, v, lengths, None, **options)
+    o = o if last else combined(o, o_part, lse_part, lengths, units)
+    return o[:, None]

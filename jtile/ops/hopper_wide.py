@@ -44,7 +44,7 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Memory:
+class Memory:
     """Buffers and barriers of a program.
 
     Attributes:
@@ -59,8 +59,29 @@ class _Memory:
     x_full: jt.Barrier
 
 
+def memory(weights: tuple, dtype, form: Form) -> Memory:
+    """Buffers and barriers for these weights."""
+    wide = jt.next_power_of_2(form.columns)
+    ring = lambda rows: jt.alloc((rows, form.terms), dtype, slots=form.slots)
+    return Memory(
+        rings=[ring(wide) for _ in weights],
+        x=ring(ROWS),
+        full=jt.barrier(form.slots),
+        empty=jt.barrier(form.slots),
+        x_full=jt.barrier(form.slots),
+    )
+
+
+def rounds_of(part, k: int, form: Form) -> tuple:
+    """The first round of a part of sums over k terms, and how many rounds it has."""
+    rounds = jt.cdiv(k, form.terms)
+    each = jt.cdiv(rounds, form.parts)
+    first = part * each
+    return first, jnp.minimum(rounds - first, each)
+
+
 @jt.function
-def _sums(mem: _Memory, rounds, form: Form):
+def sums_of(mem: Memory, rounds, form: Form):
     """The sums of a program for each weight, in the first columns of a tile."""
     sums = tuple(jt.zeros((ROWS, ring.shape[0]), jnp.float32) for ring in mem.rings)
     for k in jt.range(rounds):
@@ -75,7 +96,7 @@ def _sums(mem: _Memory, rounds, form: Form):
     return sums
 
 
-def _write(sums, y, part, tile, form: Form, activation) -> None:
+def write(sums, y, part, tile, form: Form, activation) -> None:
     """Write what the sums of a tile give: float32 sums of a part, or the result."""
     there = jt.arange(ROWS)[:, None] < y.shape[1]
     for at, width in pieces(form.columns, 64):
@@ -88,7 +109,7 @@ def _write(sums, y, part, tile, form: Form, activation) -> None:
 
 
 @jt.function
-def _bring_weights(mem: _Memory, weights, tile, first, rounds, form: Form):
+def bring_weights(mem: Memory, weights, tile, first, rounds, form: Form):
     """The role that fills the rings of W."""
     nbytes, terms = len(weights) * form.columns * form.terms * weights[0].dtype.itemsize, form.terms
     for k in jt.range(rounds):
@@ -103,7 +124,7 @@ def _bring_weights(mem: _Memory, weights, tile, first, rounds, form: Form):
 
 
 @jt.function
-def _bring_rows(mem: _Memory, x, first, rounds):
+def bring_rows(mem: Memory, x, first, rounds):
     """The role that fills the ring of x."""
     for k in jt.range(rounds):
         mem.empty.at(k).wait(before=True)
@@ -125,25 +146,14 @@ def hopper_wide(x, weights: tuple, y, *, form: Form, activation, out_dtype: str,
     in one part)."""
     # Y_s = X_s W_sᵀ, a sum over rounds of `terms`
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
-    wide = jt.next_power_of_2(form.columns)
-    ring = lambda rows: jt.alloc((rows, form.terms), x.dtype, slots=form.slots)
-    mem = _Memory(
-        rings=[ring(wide) for _ in weights],
-        x=ring(ROWS),
-        full=jt.barrier(form.slots),
-        empty=jt.barrier(form.slots),
-        x_full=jt.barrier(form.slots),
-    )
-    rounds = jt.cdiv(x.shape[1], form.terms)
-    each = jt.cdiv(rounds, form.parts)
-    first = part * each
-    count = jnp.minimum(rounds - first, each)
+    mem = memory(weights, x.dtype, form)
+    first, count = rounds_of(part, x.shape[1], form)
     with jt.role("consumer", warps=4, registers=_REGISTERS):
-        _write(_sums(mem, count, form), y, part, tile, form, activation)
+        write(sums_of(mem, count, form), y, part, tile, form, activation)
     with jt.role("producer", warps=1, registers=24, early=early):
-        _bring_weights(mem, weights, tile, first, count, form)
+        bring_weights(mem, weights, tile, first, count, form)
     with jt.role("feeder", warps=1, registers=24):
-        _bring_rows(mem, x, first, count)
+        bring_rows(mem, x, first, count)
 
 
 def slots(columns: int, weights: int, itemsize: int = 2) -> int:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jtile.models import programs, sums
-from jtile.ops import hopper_wide
+from jtile.ops import hopper_normed, hopper_wide
+from jtile.ops.hopper_wide import Form
 from jtile.ops.norms import rms_norm_reference
 from jtile.testing import relative_error
 
@@ -44,3 +45,20 @@ def test_generation(short, outputs, monkeypatch, name, options):
     assert np.array_equal(lm.generate(ids, 6, eos=None), whole)
     programs.decode.clear_cache()
     assert len(set(asked)) > 1
+
+
+def test_products_that_norms_join(short, outputs, monkeypatch):
+    """Products before and behind a norm stand in a model where they fit: the same tokens."""
+    ids = outputs("llama")["input_ids"][:2]
+    lm = short("llama", 2)
+    whole = lm.generate(ids, 6, eos=None)
+    lm._executables.clear()
+    asked = []
+    monkeypatch.setattr(sums, "JOINED", True)
+    monkeypatch.setattr(hopper_wide, "parts_of", lambda x, w: 3)
+    monkeypatch.setattr(hopper_normed, "misfit", lambda x, w, weights: asked.append(len(weights)))
+    monkeypatch.setattr(hopper_wide, "choice", lambda n, k, weights: Form(64, 3 if weights == 1 else 1, 2))
+    programs.decode.clear_cache()
+    assert np.array_equal(lm.generate(ids, 6, eos=None), whole)
+    programs.decode.clear_cache()
+    assert set(asked) == {1, 2}

@@ -72,6 +72,23 @@ def test_in_the_interpreter(name, last, monkeypatch):
         assert relative_error(got, want) < 4e-3
 
 
+@pytest.mark.parametrize(("last", "early", "softcap"), [(True, False, None), (False, True, 2.0)])
+def test_heads_of_keys_one_behind_the_other(last, early, softcap, monkeypatch):
+    """Rows of 300, 33, 0 and 16 tokens of 8 heads of keys are 19, 3, 1 and 1 units of 16 tokens, in four programs."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 4)
+    monkeypatch.setattr(hopper_decode, "FOLDED", True)
+    monkeypatch.setattr(hopper_decode, "EARLY", early)
+    monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
+    args = arguments(4, 1, 32, 8, 304, 64, (300, 33, 0, 16))
+    kernel, asked = hopper_decode.hopper_decode, []
+    interpreted = lambda *a, **options: asked.append(options) or kernel.interpret(*a, seed=1, **options)
+    monkeypatch.setattr(hopper_decode, "hopper_decode", interpreted)
+    with jt.config(overlap=early):
+        got = hopper_decode.of_batch(*args, scale=0.1, softcap=softcap)
+    assert relative_error(got, reference(*args, softcap)) < 4e-3
+    assert asked[0]["units"].times == 8 and asked[0].get("early", False) == early
+
+
 def test_whole_rows_depend_on_nothing_beside_them(monkeypatch):
     """Bit for bit: with other rows, and the same tokens one by one."""
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
@@ -123,6 +140,20 @@ def test_on_the_gpu(page, last, monkeypatch):
     monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
     args = arguments(3, 2, 8, 2, 640, 128, (640, 77, 333), page=page)
     with jt.config(interpret=False):
+        run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
+        got = run(*args)
+        assert all(np.array_equal(run(*args), got) for _ in range(5))
+    assert relative_error(got, reference(*args)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_heads_one_behind_the_other_on_the_gpu(early, monkeypatch):
+    monkeypatch.setattr(hopper_decode, "FOLDED", True)
+    monkeypatch.setattr(hopper_decode, "EARLY", early)
+    lengths = [int(n) for n in np.random.default_rng(0).integers(0, 640, 40)]
+    args = arguments(40, 1, 32, 8, 640, 128, lengths)
+    with jt.config(interpret=False, overlap=early):
         run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
         got = run(*args)
         assert all(np.array_equal(run(*args), got) for _ in range(5))
