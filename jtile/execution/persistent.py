@@ -19,12 +19,15 @@ from jtile.lowering import registry
 from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
 from jtile.lowering.triton.emit_tasks import AHEAD, ROW, SIGNALS, STARTS, UNIT, Shape
+from jtile.lowering.triton.task_pages import ROW as COPY
+from jtile.lowering.triton.task_pages import Pages
 from jtile.primitive.lowering import compiler_options
 from jtile.tune.prune import predicted_us
 
 from .boxes import parts
 from .build import Piece
 from .encode import arena
+from .pages import inputs_in_pages, lists, pages_for, rows
 from .schedule import Schedule
 from .tasks import TaskGraph, footprint_of
 
@@ -76,22 +79,45 @@ def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
     first = -(-8 * (arrays + len(places)) // PLACED) * PLACED
     entry = [_entry(m, operands, arrays, places, offsets.get(k)) for k, m in enumerate(graph.memories)]
     arrivals = np.cumsum([0, *(_counters(task.kernel) for task in graph.tasks)])
-    rows, more = _rows(schedule, entry, arrivals)
-    starts = np.cumsum([0, *(len(own) for own in rows)])
-    flat = [row for own in rows for row in own]
+    fixed = dict(zip(numbers(graph), _fixed(graph), strict=True))
+    pages, copies = _pages(schedule, entry, fixed)
+    in_pages = {
+        s: inputs_in_pages(k, fixed[s]) if pages else set() for s, k in zip(fixed, kernels_of(graph), strict=True)
+    }
+    lines, more = _rows(schedule, entry, arrivals, in_pages)
+    starts = np.cumsum([0, *(len(own) for own in lines)])
+    flat = [row for own in lines for row in own]
     width = len(flat[0])
     head = STARTS + len(starts) + (len(flat) + 1) * width
-    words = np.zeros(head + len(more) + len(places), np.int32)
-    words[:2] = head + len(more), len(places)
+    behind = head + len(more) + len(places)
+    behind += -(behind + len(starts)) % COPY  # so that rows of copies are a multiple of their words from the beginning
+    words = np.zeros(behind + len(copies), np.int32)
+    words[:3] = head + len(more), len(places), behind
+    words[behind:] = copies
+    words[behind : behind + len(starts)] += (behind + len(starts)) // COPY if pages else 0
     words[STARTS : STARTS + len(starts)] = starts
     table = words[STARTS + len(starts) : head].reshape(-1, width)
     table[: len(flat)] = flat
     table[: len(flat), ROW.index("signals")] += head
     words[head : head + len(more)] = more
-    words[head + len(more) :] = [(first + at) // UNIT for at in places]
+    words[head + len(more) :][: len(places)] = [(first + at) // UNIT for at in places]
     counts = {"events": len(graph.events), "arrivals": int(arrivals[-1])}
-    shape = Shape((operands, results), graph.cores, traced, **counts, name="jtile_graph", fixed=_fixed(graph))
+    shape = Shape(
+        (operands, results), graph.cores, traced, **counts, name="jtile_graph", fixed=tuple(fixed.values()), pages=pages
+    )
     return Launch(words, first + max(size, 1), shape)
+
+
+def _pages(
+    schedule: Schedule, entry: Sequence[int], fixed: dict[Any, tuple[int, ...]]
+) -> tuple[Pages | None, list[int]]:
+    """The pages of a launch, and the words of its copies: for each block where they begin, then their rows."""
+    found = lists(schedule, entry, fixed)
+    pages = pages_for(found)
+    if pages is None:
+        return None, []
+    words = [rows(own, pages) for own in found]
+    return pages, [*map(int, np.cumsum([0, *(len(own) // COPY for own in words)])), *(w for own in words for w in own)]
 
 
 def _entry(memory: Any, operands: int, arrays: int, places: Sequence[int], offset: int | None) -> int:
@@ -119,8 +145,11 @@ def _counters(kernel: ir.Kernel) -> int:
     return sum(size for _, size in ir.counters_of(kernel).values())
 
 
-def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tuple[list[list[list[int]]], list[int]]:
-    """For each block the rows of its bands, and the events that bands count in besides their first one."""
+def _rows(
+    schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray, in_pages: dict[Any, set[int]]
+) -> tuple[list[list[list[int]]], list[int]]:
+    """For each block the rows of its bands, and the events that bands count in besides their first one. `in_pages`: for
+    the source of each task the inputs of which tiles come in pages."""
     graph = schedule.graph
     event = {needs: k for k, needs in enumerate(graph.events)}
     signals: list[list[int]] = [[] for _ in graph.bands]
@@ -147,7 +176,7 @@ def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tup
         row = [words.get(w, 0) for w in ROW] + memories + [0] * (arrays - len(memories))
         core = schedule.core[b]
         if core in row_of:  # the band in front fetches for this one
-            for words_of, part in zip(AHEAD, _ahead(graph, b, entry), strict=False):
+            for words_of, part in zip(AHEAD, _ahead(graph, b, entry, in_pages[task.source]), strict=False):
                 for word, number_ in zip(words_of, part, strict=True):
                     row_of[core][ROW.index(word)] = number_
         rows[core].append(row)
@@ -155,15 +184,15 @@ def _rows(schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray) -> tup
     return rows, more
 
 
-def _ahead(graph: TaskGraph, band: int, entry: Sequence[int]) -> list[tuple[int, int, int]]:
+def _ahead(graph: TaskGraph, band: int, entry: Sequence[int], but: set[int]) -> list[tuple[int, int, int]]:
     """(array, place in units of `UNIT` bytes, bytes) of what a band reads in one piece and no task writes: weights, the
-    largest parts first."""
+    largest parts first, without the inputs `but`, which come in pages."""
     b = graph.bands[band]
     task = graph.tasks[b.task]
     found = []
-    for m, region in zip(task.memories, footprint_of(task.kernel, b.begin, b.end).reads, strict=True):
+    for k, (m, region) in enumerate(zip(task.memories, footprint_of(task.kernel, b.begin, b.end).reads, strict=True)):
         memory = graph.memories[m]
-        if memory.operand is None or memory.result is not None or not region.boxes:
+        if k in but or memory.operand is None or memory.result is not None or not region.boxes:
             continue
         for offset, size in parts(region, DTYPES[memory.dtype].bits // 8, 1):
             first, last = offset // UNIT, min(offset + size, offset + FETCHED) // UNIT

@@ -84,7 +84,7 @@ def _carried(em: Emitter, bounds: Sequence[ir.Value]) -> bool:
 def _attributes(em: Emitter, op: ir.For) -> str:
     """What the pipeliner and the unroller of triton read on a loop. `num_stages` of the user is taken at its word."""
     asked = em.num_stages or min(op.stages or 0, em.features.stages)
-    stages = 1 if in_order(em, op.body) else asked
+    stages = 1 if in_order(em, op.body) or any(x in em.paged for x in op.body.walk()) else asked
     out = [f"tt.num_stages = {stages} : i32"] * bool(stages)
     out += [f"tt.loop_unroll_factor = {op.unroll} : i32"] * (op.unroll > 1)
     return f" {{{', '.join(out)}}}" if out else ""

@@ -9,7 +9,7 @@ import math
 from jtile import ir
 from jtile.ir.shapes import full_array
 
-from . import tma, versions
+from . import task_pages, tma, versions
 from .addresses import Line, addresses, lines, pointers, resolve, touches_nothing
 from .emit_basics import code_of
 from .emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
@@ -32,6 +32,8 @@ def _load(em: Emitter, op: ir.Load) -> Val:
     shape, pad = ir.index_shape(op.index), _pad(op)
     if touches_nothing(buf, op.index):
         return code.const(pad, elem_of(buf.dtype), padded(shape))
+    if op in em.paged:
+        return _from_pages(em, buf, op, pad)
     meet(em, op)
     through_map = tma.load(em, buf, op)
     if through_map is not None:
@@ -53,6 +55,15 @@ def _load(em: Emitter, op: ir.Load) -> Val:
     if extended:
         v = dataclasses.replace(code.select(mask, v, other), fill=pad)
     return from_memory(em, v, buf.dtype)
+
+
+def _from_pages(em: Emitter, buf: Buffer, op: ir.Load, pad: Number) -> Val:
+    """A tile that has come into the pages of an execution graph."""
+    v = task_pages.load(em, *em.paged[op])
+    mask = resolve(em, buf, lines(em, buf, op.index), ir.index_shape(op.index), op.checked).mask
+    if mask is None or not op.checked:
+        return v
+    return dataclasses.replace(em.code.select(mask, v, em.code.const(pad, v.elem, v.shape)), fill=pad)
 
 
 def _policy(em: Emitter, op: ir.Load) -> str:

@@ -7,10 +7,12 @@ cannot be numbered when the kernel runs.
 
 The plan is int32 words (`ROW` names those of a band; `jtile/execution/persistent.py` writes them):
 
-    0   where the places of inner memories begin, and how many there are
+    0   where the places of inner memories begin, and how many there are; where the copies into pages begin
     16  for each block where its bands begin among the rows; one number more for the end of the last
     ..  rows: a band each, in the order of the blocks and of their lists; one row more, which nobody runs
     ..  numbers of further events that a band counts in; places of inner memories, in units of 16 bytes
+    ..  for each block where its copies begin, in rows, one number more for the end of the last; a row of four words a
+        copy: array, place in units of 16 bytes, bytes and place in the pages, copies to start (`task_pages.py`)
 
 The call's memory on the device is a block as `emit_devices.py` describes it, of one device; of its counters
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jtile import ir
@@ -37,6 +39,8 @@ from .emit_devices import CLAIMED, EXIT, FAULT, FENCE, PLACE, REPORT, TIMEOUT, W
 from .emitter import Buffer, Emitter, memory_elem
 from .features import Features
 from .record import Record
+from .task_pages import BEGIN, HERE, ROWS, START, Pages, act, loads, paged, put
+from .task_pages import ROW as ROW_WORDS
 from .ttir import Code, Val
 
 UNIT = 16  # bytes of which the place of an array is a multiple
@@ -80,6 +84,7 @@ class Shape:
       name: of the function.
       fixed: for each kernel, by number, the inputs that no band in front of its bands writes: these load them before
         they wait.
+      pages: shared memory through which tiles of such inputs come; None: none does.
     """
 
     arrays: tuple[int, int]
@@ -89,6 +94,7 @@ class Shape:
     arrivals: int
     name: str
     fixed: tuple[tuple[int, ...], ...] = ()
+    pages: Pages | None = None
 
 
 class Tasks:
@@ -123,6 +129,8 @@ class Tasks:
         self.own = em.param({"kind": "devices"}, "!tt.ptr<i8>", " {tt.divisibility = 16 : i32}")
         self.block = code.let("tt.get_program_id x : i32", (), "i32")
         self._begin(found)
+        if self.shape.pages:
+            self._begin_pages(self.shape.pages)
         self._bands()
         self._end()
         code.do("tt.return")
@@ -150,7 +158,36 @@ class Tasks:
             code.do(f"tt.store {where.name}, {far.name} : {where.elem}")
         self._inner_places(table, len(found))
         self.em.barrier()
-        self.table = table
+        self.table, self.start = table, start
+
+    def _begin_pages(self, pages: Pages) -> None:
+        """Write the table of the block's copies, and start the first of them."""
+        code, em = self.code, self.em
+        base = self.pages = act(em, HERE, "=l,r", (code.i32(pages.bytes),), "i64")
+        act(em, BEGIN, "=r,l,~{memory}", (base,))
+        starts = self.moved(self.plan, self.word(self.moved(self.plan, code.i32(2))))
+        first, end = (self.word(self.moved(starts, code.shift(self.block, k))) for k in range(2))
+        count = em.kept(code.sub(end, first))
+        lanes = code.arange(ROWS)
+        k = Val(code.name(), (), "i32")
+        code.do(f"scf.for {k.name} = {code.i32(0).name} to {count.name} step {code.i32(ROWS).name} : i32 {{")
+        with code.region():
+            own = code.add(lanes, code.splat(k, (ROWS,)))
+            inside = code.cmp("slt", own, code.splat(count, (ROWS,)))
+            at = code.add(code.splat(first, (ROWS,)), own)
+            words = [self._some(self.plan, code.shift(code.scale(at, ROW_WORDS), j), inside) for j in range(ROW_WORDS)]
+            far = code.add(self._some(self.table, words[0], inside), code.to_int(words[1], "i64"))
+            address = code.add(code.scale(far, UNIT), code.splat(self.start, (ROWS,)))
+            put(em, base, own, (address, *words[2:]))
+        code.do("} {tt.num_stages = 1 : i32}")
+        em.barrier()
+        act(em, START, "=r,l,r,~{memory}", (base, code.i32(0)))
+
+    def _some(self, pointer: Val, at: Val, inside: Val) -> Val:
+        """Elements of an array; zero where `inside` is false."""
+        where, elem = self._vector(pointer, at), "i64" if pointer is self.table else "i32"
+        zero = self.code.const(0, elem, at.shape)
+        return self.code.let(f"tt.load {where.name}, {inside.name}, {zero.name} : {where.type}", at.shape, elem)
 
     def _inner_places(self, table: Val, first: int) -> None:
         """Write the places of inner memories behind those of the arrays of the call."""
@@ -245,6 +282,9 @@ class Tasks:
         """Run the programs of a band one after another. The first of them waits, behind the loads that need not."""
         code, kernel = self.code, self.kernels[number]
         em = self._emitter(kernel, self.stages[number], code)
+        fixed = self.shape.fixed[number] if self.shape.fixed else ()
+        if self.shape.pages:
+            em.paged = {part.op: (part, self.pages, self.base) for part in loads(paged(kernel, fixed))}
         for k, (r, far) in enumerate(zip([*kernel.inputs, *kernel.outputs], arrays, strict=False)):
             pointer = self.moved(self.base, far)
             pointer = code.bitcast(pointer, f"!tt.ptr<{memory_elem(r.dtype)}>")
@@ -256,7 +296,7 @@ class Tasks:
         code.do(f"scf.for {p.name} = {row['begin'].name} to {row['end'].name} step {code.i32(1).name} : i32 {{")
         with code.region():
             start_program(em, p, plain=True)  # bands are cut in this order
-            early = _early(kernel, self.shape.fixed[number] if self.shape.fixed else ())
+            early = _early(kernel, fixed, em.paged)
             for op in early:
                 em.op(op)
             with self.branch(code.cmp("eq", p, row["begin"])):
@@ -371,7 +411,7 @@ class Tasks:
         }  # fmt: skip
 
 
-def _early(kernel: ir.Kernel, fixed: Sequence[int]) -> list[ir.Op]:
+def _early(kernel: ir.Kernel, fixed: Sequence[int], but: Collection[ir.Op] = ()) -> list[ir.Op]:
     """The loads of a kernel from inputs that nobody writes, and what computes their places, in their order: those that
     stand beside each other in its body, outside of loops."""
     refs = {kernel.inputs[k] for k in fixed}
@@ -379,7 +419,7 @@ def _early(kernel: ir.Kernel, fixed: Sequence[int]) -> list[ir.Op]:
     known: dict[ir.Value, set[ir.Op]] = {}  # values that need no waiting, and the ops that make them
     kept: set[ir.Op] = set()
     for op in body:
-        load = isinstance(op, ir.Load) and op.ref in refs
+        load = isinstance(op, ir.Load) and op.ref in refs and op not in but
         if any(True for _ in op.blocks()) or not (load or (op.effect == "none" and not isinstance(op, ir.Load))):
             continue
         needs = [v for v in op.operands() if not isinstance(v.type, ir.RefType)]

@@ -96,6 +96,7 @@ class Emitter:
         self.around = False  # whether the whole kernel stands in a loop, which carries what the kernel goes by
         self.memo: dict[str, Any] = {}  # values that emitters of one family keep from op to op
         self.counters: Val | None = None  # where programs arrive, see `emit_arrivals.py`
+        self.paged: dict[ir.Op, Any] = {}  # loads that come in pages, and where these are: see `task_pages.py`
         self.log: Val | None = None  # the log of print and assert, see `emit_debug.py`
 
     def new_code(self, isolate: bool) -> Code:

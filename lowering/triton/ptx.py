@@ -13,6 +13,8 @@ _MAP = r"mov\.b(?:32|64)\s+(%rd?\d+), \w+_param_{};"
 _SAME = re.compile(r"^\s*(?:cvta\.param\.u64|cvt\.u64\.u32)\s+(%rd\d+), (%rd?\d+);", re.M)
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.[\w:.]+) (\[%r\d+\], \[(%rd\d+), [^;]*);")
 _START = re.compile(r"^\{\n", re.M)
+_OF_PAGES = re.compile(r"\bld\.global\.cg\b")
+_ENTRY = re.compile(r"^\s*(?:\.visible )?\.entry ", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
 FEW_PROGRAMS = 512  # of grids whose programs let the kernel behind start: see `letting`
 WAITS = "griddepcontrol.wait"  # the instruction that waits for the kernels in front
@@ -27,7 +29,15 @@ _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 def mended(text: str) -> str:
     """PTX of a kernel in which the defects below are worked around."""
-    return _defined(_sums_of_halves(text))
+    return _paged(_defined(_sums_of_halves(text)))
+
+
+def _paged(text: str) -> str:
+    """PTX in which the shared memory of a launch has a name that `task_pages.py` goes by."""
+    if "jtile_pages" not in text:
+        return text
+    text = _OF_PAGES.sub("ld.shared", text)
+    return _ENTRY.sub(lambda m: f".extern .shared .align 16 .b8 jtile_pages[];\n{m[0]}", text, count=1)
 
 
 def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:

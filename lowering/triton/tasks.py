@@ -16,6 +16,7 @@ from . import compile as single
 from . import heuristics, layouts, stages
 from .emit_tasks import Shape, Tasks
 from .targets import features_of
+from .task_pages import PAGE
 
 MOST_WARPS = 8  # of a launch, where no kernel was given more: a thread may then have 255 registers
 
@@ -53,11 +54,14 @@ def compile_tasks(
     depth = [c.num_stages if "num_stages" in c.fixed else None for c in choices]
     choice = heuristics.Choice(warps, max(c.num_stages for c in choices))
     where = dataclasses.replace(kernels[0], name="graph")
+    taken = shape.pages.bytes if shape.pages else 0
+    within = dataclasses.replace(f, shared=(f.shared - taken) // PAGE * PAGE)
     try:
         text, record = Tasks(kernels, shape, f, depth).emit()
-        built = stages.build(text, f, choice, where=where)
+        built = stages.build(text, within, choice, where=where)
     except layouts.ScatteredLanesError:
         text, record = Tasks(kernels, shape, f, depth, isolate=True).emit()
-        built = stages.build(text, f, choice, where=where)
+        built = stages.build(text, within, choice, where=where)
+    built = dataclasses.replace(built, shared=-(-built.shared // PAGE) * PAGE + taken)
     launch = {"name": "graph", "record": record.finish("graph", shape.name, f, built), "level": "tile"}
     return Artifact(target.name, built.image, {"ttir": text} | built.texts, launch)

@@ -57,6 +57,13 @@ def eviction(policy: str) -> str:
     return f" {{cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = {policy}>}}"
 
 
+def modifier(name: str) -> str:
+    """The attribute of a `tt.load` with a cache modifier."""
+    if version() < (3, 9):
+        return f" cacheModifier = {name}"
+    return f" {{cachePolicy = #tt.cache_policy<cache_modifier = {name}, eviction_policy = evict_normal>}}"
+
+
 def store_wait(pending: int) -> str:
     """The op that waits until all but `pending` asynchronous stores have read their buffers."""
     return f"ttng.async_tma_store_wait {{pendings = {pending} : i32{', read_only' if version() >= (3, 9) else ''}}}"

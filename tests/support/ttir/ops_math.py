@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import scipy.special as sp
@@ -186,7 +187,8 @@ PTX = {
 
 # PTX that does more than to compute a number: the elements of its operands, and `(machine, *operands) -> i32`. Other
 # files put it here.
-ACTS: dict[str, tuple[tuple[str, ...], Callable[..., int]]] = {}
+ACTS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
+GIVES: dict[str, str] = {}  # the element of their results where it is no i32
 
 
 def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
@@ -194,8 +196,11 @@ def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
     demand(stmt, text in PTX or text in ACTS, "the evaluator does not know this PTX")
     demand(stmt, stmt.attrs.get("packed_element") == 1, "one element at a time")
     if text in ACTS:
-        demand(stmt, [str(a) for a in args] == [*ACTS[text][0]], f"operands of {ACTS[text][0]}")
-        demand(stmt, stmt.outs == [Type((), "i32")] and "pure = false" in stmt.text, "an i32, and effects")
+        demand(stmt, [a.elem for a in args] == [*ACTS[text][0]], f"operands of {ACTS[text][0]}")
+        shape = args[0].shape if args else ()
+        demand(stmt, all(a.shape == shape for a in args), "operands of one shape")
+        demand(stmt, [str(t) for t in stmt.outs] == [str(Type(shape, GIVES.get(text, "i32")))], "one result")
+        demand(stmt, "pure = false" in stmt.text, "effects")
         return stmt.outs
     kinds = ("i32", "i64") if text == NOTHING else ("f32",)
     demand(stmt, args == stmt.outs and args[0].elem in kinds, f"an operand and a result of {' or '.join(kinds)}")
@@ -205,7 +210,7 @@ def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
 @op("tt.elementwise_inline_asm", rule=_asm_rule, form=arrow)
 def _asm(m, s: Stmt, *args):
     text = s.words[0][1:-1]
-    return np.asarray(ACTS[text][1](m, *args), np.int32) if text in ACTS else PTX[text](*args)
+    return np.asarray(ACTS[text][1](m, *args), s.types[0].numpy) if text in ACTS else PTX[text](*args)
 
 
 # -- floats of 8 bits --------------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ from jtile.ir.types import DTYPES
 from jtile.lowering import starts
 from jtile.lowering.triton.emit_tasks import AGAIN, FETCH, POLL, SIGNAL, Tasks
 from jtile.lowering.triton.features import features
+from jtile.lowering.triton.task_pages import AWAIT, BEGIN, HERE, PUT, SIZES, START, TABLE
+from jtile.lowering.triton.task_pages import PAGE as PAGE_BYTES
 
 from .devices import UNIT, Program, Turns, _wait, own_view, run_in_turns
 from .launch import _argument, _check_params, read, value_of
 from .memory import SKEW, Memory
-from .ops_math import ACTS
+from .ops_math import ACTS, GIVES
 
 REPORT, TIMEOUT = 24, 16  # bytes of the block, see emit_devices.py
 
@@ -32,6 +34,74 @@ def _signal(m: Program, counter) -> int:
 
 ACTS |= {POLL: (("i64", "i32", "i64", "i64"), _wait), SIGNAL: (("i64",), _signal), AGAIN: (("i64",), _signal)}
 ACTS |= {FETCH: (("i64", "i32"), lambda m, address, size: 0 * m.word(int(address))[0])}
+
+
+# -- pages: a copy takes place when it starts or when it is waited for, as the seed of the block decides --------------
+
+
+def _here(m: BlockProgram, size: int) -> int:
+    assert size == m.memory.sizes[m.pages]
+    return m.memory.base(m.pages)
+
+
+def _begin(m: BlockProgram, base: int) -> int:
+    m.read, m.begun, m.late = 0, 0, {}
+    return 0
+
+
+def _put(m: BlockProgram, at, address, size, starts):
+    view = m.memory.bytes[m.pages]
+    for one in zip(at, address, size, starts, strict=True):
+        _, offset = m.memory.place(int(one[0]))
+        view[offset : offset + 8].view(np.int64)[0] = one[1]
+        view[offset + 8 : offset + 16].view(np.int32)[:] = one[2:]
+    return np.zeros(at.shape, np.int32)
+
+
+def _row(m: BlockProgram, k: int) -> tuple[int, int, int, int]:
+    """(address, bytes, place, copies to start) of a row of the table."""
+    row = m.memory.bytes[m.pages][TABLE + 16 * k :][:16]
+    size, starts = map(int, row[8:].view(np.uint32))
+    return int(row[:8].view(np.int64)[0]), size % (1 << SIZES), (size >> SIZES) * PAGE_BYTES, starts
+
+
+def _copy(m: BlockProgram, k: int) -> None:
+    address, size, place, _ = _row(m, k)
+    array, offset = m.memory.place(address)
+    assert not size or 0 <= offset <= offset + size <= m.memory.sizes[array], "a copy out of bounds"
+    m.memory.bytes[m.pages][place : place + size] = m.memory.bytes[array][offset : offset + size] if size else 0
+
+
+def _await(m: BlockProgram, base: int) -> int:
+    assert m.read < m.begun, "a copy that nobody starts"
+    if m.late.pop(m.read):
+        _copy(m, m.read)
+    return _row(m, m.read)[2]
+
+
+def _start(m: BlockProgram, base: int, more: int) -> int:
+    m.read += int(more)
+    starts = _row(m, m.read)[3]
+    for k in range(starts & 0xFFFF, starts >> 16):
+        assert k == m.begun and k not in m.late
+        _, size, place, _ = _row(m, k)
+        m.memory.bytes[m.pages][place : place + size] = 0xFF  # what lay here is over
+        m.begun, m.late[k] = k + 1, bool(m.random.integers(2))
+        if not m.late[k]:
+            _copy(m, k)
+    return 0
+
+
+ACTS |= {HERE: (("i32",), _here), BEGIN: (("i64",), _begin), AWAIT: (("i64",), _await)}
+ACTS |= {START: (("i64", "i32"), _start), PUT: (("i64", "i64", "i32", "i32"), _put)}
+GIVES[HERE] = "i64"
+
+
+class BlockProgram(Program):
+    """The machine of a block: its pages are a memory of its own."""
+
+    pages = read = begun = 0
+    late: dict[int, bool] = {}  # copies that have started; whether they take place only when they are waited for
 
 
 class GraphSite:
@@ -61,9 +131,11 @@ class GraphSite:
         inner = np.full(self.launch.inner, 0xFF, np.uint8)
         given = [np.array(x) for x in operands]
         arrays = [*given, self.launch.plan if plan is None else plan, *results, inner, self.block, self.report]
+        base = [Memory(arrays).base(k) for k in range(len(arrays))]
+        self.first, pages = len(arrays), self.launch.shape.pages
+        arrays += [np.full(pages.bytes, 0xFF, np.uint8) for _ in range(self.graph.cores)] if pages else []
         memory = Memory(arrays)
-        base = [memory.base(k) for k in range(len(arrays))]
-        block = memory.bytes[-2][UNIT - SKEW :]
+        block = memory.bytes[self.first - 2][UNIT - SKEW :]
         block[TIMEOUT : TIMEOUT + 8].view(np.int64)[0] = 1
         block[REPORT : REPORT + 8].view(np.int64)[0] = base[-1]
         self._run(memory, [*base[:-2], base[-2] + UNIT - SKEW], seed)
@@ -73,8 +145,8 @@ class GraphSite:
         grid = value_of(self.record.grid)
         turns, programs = Turns(grid, seed), []
         for block in range(grid):
-            machine = Program(turns, block, read(self.text), own_view(memory), grid, [], seed + block)
-            machine.block = block
+            machine = BlockProgram(turns, block, read(self.text), own_view(memory), grid, [], seed + block)
+            machine.block, machine.pages = block, self.first + block
             args = [base[-1] if p["kind"] == "devices" else _argument(p, base, [], []) for p in self.record.params]
             programs.append((machine, args))
         _check_params(self.function, self.record)
