@@ -25,6 +25,7 @@ from jtile._config import config, current
 from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
+from jtile.passes.handed_on import handed_on
 from jtile.primitive import complexes, partition
 from jtile.primitive.devices import gathered, groups, own_part, place
 from jtile.primitive.program import Program, for_target
@@ -184,6 +185,9 @@ def _custom_calls(
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
         outs = [ShapedArray(_shape(v, values), v.type.info.numpy) for v in kernel.outputs]
         inner = ctx.replace(avals_in=tuple(avals[i] for i in inputs), avals_out=outs)
+        if (source := _handed_on(program, kernel)) is not None:
+            found.append((outs, [given[inputs[source]]]))
+            continue
         found.append((outs, _custom_call(platform, inner, [given[i] for i in inputs], program, k, values)))
         passed = [r.output for r in pieces.between if r.piece == k]
         given += [found[-1][1][o] for o in passed]
@@ -200,16 +204,25 @@ def _custom_calls(
     return mlir.lower_fun(finish, multiple_results=True)(last, *[v for _, v in chosen])
 
 
+def _handed_on(program: Program, kernel: ir.Kernel) -> int | None:
+    """Which operand of a derived kernel is its result, so that it needs no call; None: it computes something."""
+    spec = program.spec
+    if not spec.derived or any((*spec.complex_inputs(), *spec.complex_outputs())):
+        return None
+    return handed_on(kernel)
+
+
 def _compiled_together(program: Program, platform: Platform) -> None:
     """Compile the kernels of a program in as many threads: each is found in the caches then, which a dump passes by."""
     target = platform.here()
     kernels = pieces_of(program, target).kernels
-    if len(kernels) < 2 or current().dump:
+    made = [k for k, kernel in enumerate(kernels) if _handed_on(program, kernel) is None]
+    if len(made) < 2 or current().dump:
         return
     context = contextvars.copy_context()
     one = lambda k: context.copy().run(_compile, program, k, complete(kernels[k], platform), target)
-    with ThreadPoolExecutor(len(kernels), thread_name_prefix="jtile-compile") as pool:
-        for done in [pool.submit(one, k) for k in range(len(kernels))]:
+    with ThreadPoolExecutor(len(made), thread_name_prefix="jtile-compile") as pool:
+        for done in [pool.submit(one, k) for k in made]:
             done.result()
 
 
