@@ -27,7 +27,9 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import hopper_sparse24
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in, tuned
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.matmul import matmul
 
 HALVES, PLACES, KEPT = 2, 4, 2
@@ -300,13 +302,26 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
         raise KernelValueError(f"{op}: x is [..., {k}] for a weight [{n}, {k}], got shape {tuple(x.shape)}")
     if x.dtype != weight.dtype and weight.dtype.itemsize > 1:
         raise KernelTypeError(f"{op}: x has dtype {x.dtype.name}, the weight {weight.dtype.name}; cast one")
-    lead, width = x.shape[:-1], k // UNIT
+    lead = x.shape[:-1]
     if 0 in (*lead, n, k):
         return jnp.zeros((*lead, n), out_dtype)
     if not machine().whole and known(math.prod(lead)) >= DENSE:
         return matmul(x, _whole(weight).astype(x.dtype), transpose_b=True, out_dtype=out_dtype)
-    rows = x.reshape(math.prod(lead), HALVES, width, PLACES).swapaxes(2, 3).reshape(-1, UNIT, width)
-    return _y(rows, weight.values, weight.codes).astype(out_dtype).reshape(*lead, n)
+    y = _few_rows(x.reshape(math.prod(lead), k), weight.values, weight.codes)
+    return y.astype(out_dtype).reshape(*lead, n)
+
+
+def _in_places(x, values, codes):
+    """The product of x [m, k]."""
+    rows = x.reshape(x.shape[0], HALVES, codes.shape[1], PLACES).swapaxes(2, 3).reshape(-1, UNIT, codes.shape[1])
+    return _y(rows, values, codes)
+
+
+_few_rows = Op(
+    "product with a 2:4 weight",
+    Implementation("roles", hopper_sparse24.product, hopper_sparse24.misfit, BLOCK_LEVEL, portable=False),
+    Implementation("tiles", _in_places),
+)
 
 
 def _whole(weight: Sparse24Tensor) -> jax.Array:

@@ -27,11 +27,13 @@ BETTER = 0.95  # of the time of other tiles, at most: predictions are off by 5 %
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Tiles of `consumers` times 64 rows and of `columns`, a multiple of 8; `turned`: rows of W are the rows."""
+    """Tiles of `consumers` times 64 rows and of `columns`, a multiple of 8; `turned`: rows of W are the rows; `parts`:
+    programs that share the sums of a tile."""
 
     turned: bool
     consumers: int
     columns: int
+    parts: int = 1
 
     @property
     def registers(self) -> int:
@@ -42,7 +44,8 @@ class Form:
         """Slots that rings have room for."""
         wide = 1 << (self.columns - 1).bit_length()
         leaving = 2 * LEAVING if self.columns % LEAVING else LEAVING  # and smaller pieces, which are fewer together
-        room = ROOM - RESERVE - self.consumers * ROWS * leaving * itemsize
+        left = itemsize if self.parts == 1 else 4  # parts of sums leave in float32
+        room = ROOM - RESERVE - self.consumers * ROWS * leaving * left
         return min(MOST, room // ((ROWS * self.consumers + wide) * TERMS * itemsize))
 
     def tiles(self, p: Product) -> int:
