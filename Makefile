@@ -4,15 +4,17 @@ OLDEST ?= .venv-oldest
 PYTEST_ARGS ?=
 
 NATIVE := pyproject.toml .ci/setup $(wildcard ffi/CMakeLists.txt ffi/csrc/*)
+SOAK   := tests/models/serving/test_storm.py::test_a_soak
 TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 
 # Bytecode is written, whatever the shell says: the suite starts some two hundred processes that import jtile.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-oldest test-gpu ascend-tools test-ascend lint format bench docs dist clean
+.PHONY: help demo test soak test-all test-oldest test-gpu ascend-tools test-ascend lint format bench docs dist clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
+	@echo "make soak          a server under clients of all kinds, for a minute"
 	@echo "make test-all      the test-suite with its slow tests, and the compilers' optimisations on"
 	@echo "make test-oldest   the test-suite with the oldest supported JAX"
 	@echo "make test-gpu      the test-suite on an NVIDIA GPU"
@@ -27,6 +29,10 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.dev
 	@$(VENV)/bin/python $(TEST)
+
+# Little work for the processors: most of the minute passes between two clients. `make test-all` has twenty minutes.
+soak: $(VENV)/.dev
+	@SOAK_SECONDS=60 SOAK_CLIENTS=250 $(VENV)/bin/python -m pytest -n 0 -q -rP --runslow $(SOAK)
 
 # What continuous integration leaves out to be quick: for every night.
 test-all: $(VENV)/.dev

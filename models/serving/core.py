@@ -109,17 +109,25 @@ class Core:
             for sequence in plan.seats:
                 assert sequence.slot is not None
                 self.device.seat(sequence.slot, self._jobs[sequence].request.row, sequence.tokens)
-            jobs = [self._jobs[segment.sequence] for segment in plan.samples]
-            rows, guides = [job.request.row for job in jobs], [job.request.guide for job in jobs]
-            masks = {i: guide.allowed() for i, guide in enumerate(guides) if guide is not None}
-            level = max((row.level for row in rows), default=0)
-            logprobs = any(row.logprobs is not None for row in rows)
-            self._flying.append((plan, self.device.run(plan, level, logprobs, masks)))
+            self._flying.append((plan, self.device.run(plan, *self._needs(plan))))
             self.totals.steps += 1
         meanwhile()
         if self._flying and (len(self._flying) > 1 or not plan.segments):
             plan, result = self._flying.popleft()
             self._read(plan, *result.read())
+
+    def _needs(self, plan: Plan) -> tuple[int, bool, dict[int, np.ndarray]]:
+        """The arguments `level`, `logprobs` and `masks` of `Device.run` for a plan."""
+        level, logprobs, masks, jobs = 0, False, {}, self._jobs
+        for i, segment in enumerate(plan.samples):
+            request = jobs[segment.sequence].request
+            if request.plain:  # as most are
+                continue
+            level = max(level, request.row.level)
+            logprobs |= request.row.logprobs is not None
+            if request.guide is not None:
+                masks[i] = request.guide.allowed()
+        return level, logprobs, masks
 
     def update_weights(self, weights: list) -> None:
         """Replaces the weights as `Engine.update_weights` says; weights: the result of `checked_weights`."""

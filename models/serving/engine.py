@@ -314,15 +314,14 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
         return self
 
     async def __anext__(self) -> Token:
-        if self._mail.items:  # no lock is needed: nobody else takes items out
-            return self._mail.items.popleft()
-        loop = asyncio.get_running_loop()
-        while True:
-            with self._worker.changed:
-                if self._mail.items or self._mail.ended:
-                    return self._next(StopAsyncIteration)
-                waiter = self._mail.wait(loop)
-            await waiter
+        mail = self._mail
+        while not mail.items:
+            waiter = mail.wait(asyncio.get_running_loop())
+            if mail.ended:  # before `items`: no token comes behind it
+                return self._next(StopAsyncIteration)
+            if not mail.items:
+                await waiter
+        return mail.items.popleft()  # nobody else takes items out
 
     def __iter__(self) -> Stream:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -77,6 +78,11 @@ class Request:
     row: Row
     guide: Guide | None = None
     adapter: int = 0
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether its tokens are the likeliest ones, and nothing else is asked for."""
+        return self.row.level == 0 and self.row.logprobs is None and self.guide is None
 
 
 def read_request(

@@ -201,15 +201,7 @@ class Scheduler:
         it must be run before any later plan."""
         copies: list[tuple[int, int]] = []
         seats = self._admit(copies)
-        segments = self._continue()
-        for sequence, _, start, count, samples, *_ in segments:
-            sequence.computed += count
-            sequence.pending += samples
-            if start < len(sequence.prompt):
-                self.counts.prefilled += count
-            if (sequence.inserted + 1) * self.page <= sequence.computed:
-                self._remember(sequence)
-        return Plan(segments, copies, seats)
+        return Plan(self._continue(), copies, seats)
 
     # -- sequences that run --------------------------------------------------------------------------------------------
 
@@ -218,13 +210,16 @@ class Scheduler:
         budget."""
         todo, prompts = [], []
         for sequence in self.running:  # `Sequence.ready` and `_remaining`, inlined for speed
-            length = len(sequence.tokens) + sequence.pending
-            if length - len(sequence.prompt) < sequence.max_tokens and not (sequence.stepwise and sequence.pending):
+            pending = sequence.pending
+            length = len(sequence.tokens) + pending
+            if length - len(sequence.prompt) < sequence.max_tokens and not (pending and sequence.stepwise):
                 todo.append(sequence)
                 if length - sequence.computed > 1:
                     prompts.append(sequence)
         if self.mixed or not prompts:
-            counts = dict.fromkeys(todo, 1) | self._chunks(prompts, self._room(len(todo) - len(prompts)))
+            counts = dict.fromkeys(todo, 1)
+            if prompts:
+                counts |= self._chunks(prompts, self._room(len(todo) - len(prompts)))
             return self._segments(counts)
         return self._segments(self._whole(prompts)) or self._segments(
             {sequence: 1 for sequence in todo if _remaining(sequence) == 1}
@@ -260,18 +255,25 @@ class Scheduler:
 
     def _segments(self, counts: dict[Sequence, int]) -> list[Segment]:
         """Segments of so many tokens of each sequence, in the order in which sequences came, where there are pages for
-        them."""
+        them. They count as computed from now on."""
         segments, page = [], self.page
         for sequence, count in counts.items():
             slot, start = sequence.slot, sequence.computed
             if slot is None or not count:  # a sequence before it has preempted it
                 continue
-            if start + count > len(sequence.pages) * page and not self._grow_or_preempt(sequence, start + count):
+            end, unknown = start + count, sequence.pending
+            if end > len(sequence.pages) * page and not self._grow_or_preempt(sequence, end):
                 continue
-            length = len(sequence.tokens) + sequence.pending
-            last, made = start + count == length, length - len(sequence.prompt)
-            pending = last and sequence.pending > 0
-            segments.append(Segment(sequence, slot, start, count, last, made, pending))
+            length, prompt = len(sequence.tokens) + unknown, len(sequence.prompt)
+            last = end == length
+            segments.append(Segment(sequence, slot, start, count, last, length - prompt, last and unknown > 0))
+            sequence.computed = end
+            if last:
+                sequence.pending = unknown + 1
+            if start < prompt:
+                self.counts.prefilled += count
+            if (sequence.inserted + 1) * page <= end:
+                self._remember(sequence)
         return segments
 
     def _grow_or_preempt(self, sequence: Sequence, length: int) -> bool:

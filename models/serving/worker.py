@@ -56,7 +56,7 @@ class Worker:
         self._commands: list[Callable[[], None]] = []
         self.open = 0
         self.closed: str | None = None
-        self._fresh: dict[Mail, None] = {}  # mail of clients that have not been told yet
+        self._fresh: list[Mail] = []  # mail of clients that have something to be told
         self.thread = threading.Thread(target=self._run, name="jtile engine", daemon=True)
         self.thread.start()
         atexit.register(self.close)  # a thread that is in XLA when Python ends would abort the process
@@ -148,7 +148,7 @@ class Worker:
     def deliver(self, mail: Mail) -> None:
         """Notes, on the worker's thread, that something has come for a client, who is told of it by the next
         `_woken`."""
-        self._fresh[mail] = None
+        self._fresh.append(mail)
 
     def _next_commands(self) -> bool:
         """Runs commands, and waits for some where there is nothing to do; False at the end."""
@@ -167,7 +167,7 @@ class Worker:
 
     def _woken(self) -> None:
         """Wakes those who wait, since something has come: once a step for each event loop."""
-        fresh, self._fresh = self._fresh, {}
+        fresh, self._fresh = self._fresh, []
         wake: Wake = {}
         with self.changed:
             for mail in fresh:
@@ -188,15 +188,19 @@ def _resolve(waiters: list[asyncio.Future]) -> None:
 
 class Mail:
     """What the engine has for one client. The worker holds it, and not the client's `Stream`, so that a stream that
-    nobody reads any more is cancelled."""
+    nobody reads any more is cancelled.
+
+    Tokens need no lock, of which there would be two a token: the worker adds to `items`, and then looks whether the
+    client waits; the client, which alone sets `_waiter`, says that it waits, and then looks at `items`. So one of them
+    sees what the other did."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
         self.items: collections.deque[Token] = collections.deque()
         self.completion, self.error = Completion(), None
-        self.ended = False
-        self._fresh: list[tuple[Token | None, JtileError | None]] = []
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self.ended = False  # set when all tokens are in `items`, and never unset
+        self._end: tuple[JtileError | None] | None = None  # the error of an end that the client has not been told
+        self._waiter: asyncio.Future | None = None  # what the client waits for, or did, if it is done
         self._job: Job | None = None
         self._gone = False
 
@@ -214,26 +218,27 @@ class Mail:
             core.cancel(self._job)
 
     def wait(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future:
-        """A future that is set when something comes."""
-        waiter = loop.create_future()
-        self._waiter = loop, waiter
+        """A future that is set when something comes. What has come before this call may not set it."""
+        self._waiter = waiter = loop.create_future()
         return waiter
 
     def _deliver(self, token: Token | None, error: JtileError | None) -> None:
         """Adds a token, an error or the end, on the thread of the worker; `_woken` then tells all clients together."""
-        self._fresh.append((token, error))
-        self._worker.deliver(self)
+        if token is not None:
+            self.items.append(token)
+            waiter = self._waiter
+            if waiter is not None and not waiter.done():
+                self._worker.deliver(self)
+        else:
+            self._end = (error,)
+            self._worker.deliver(self)
 
     def tell(self, wake: Wake) -> None:
-        """Puts what has come where the client finds it, and notes whom to wake. The worker's `changed` is held."""
-        for token, error in self._fresh:
-            if token is not None:
-                self.items.append(token)
-            else:
-                self.ended, self.error = True, error
-                self._worker.open -= 1
-        self._fresh.clear()
-        if self._waiter is not None:
-            loop, waiter = self._waiter
-            wake.setdefault(loop, []).append(waiter)
-            self._waiter = None
+        """Tells the client of the end, if it has come, and notes whom to wake. The worker's `changed` is held."""
+        if self._end is not None:
+            (self.error,), self._end = self._end, None
+            self.ended = True
+            self._worker.open -= 1
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            wake.setdefault(waiter.get_loop(), []).append(waiter)

@@ -55,8 +55,10 @@ class Storm:
         self._place = host, int(port)
         self.outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
 
-    async def requests(self, count: int, at_once: int = 24, seed: int = 0) -> collections.Counter[str]:
-        """So many clients of random kinds; how many there were of each.
+    async def requests(
+        self, count: int, at_once: int = 24, seed: int = 0, seconds: float = 0.0
+    ) -> collections.Counter[str]:
+        """So many clients of random kinds, which come evenly within so many seconds; how many there were of each.
 
         Raises:
           AssertionError: one of them saw what it must not see.
@@ -69,14 +71,18 @@ class Storm:
 
             async def one(i: int) -> None:
                 name, kind = kinds[drawn[i]]
+                await asyncio.sleep(seconds * i / count)
                 async with gate:
                     self.outcomes[name, await kind(self, client, np.random.default_rng((seed, i)))] += 1
 
             await asyncio.gather(*map(one, range(count)))
         return collections.Counter(kinds[i][0] for i in drawn)
 
-    async def for_seconds(self, seconds: float, seed: int = 0) -> int:
-        """Goes on for so long; returns how many clients there were."""
+    async def for_seconds(self, seconds: float, seed: int = 0, clients: int | None = None) -> int:
+        """Goes on for so long, with so many clients, or as many as find time; returns how many there were."""
+        if clients is not None:
+            await self.requests(clients, seed=seed, seconds=seconds)
+            return clients
         end, turns = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             await self.requests(200, seed=seed + turns)

@@ -21,7 +21,7 @@ from jtile.models.lora import add_lora
 from jtile.models.serving.core import Job
 from jtile.models.serving.engine import Stream
 from jtile.models.serving.scheduler import Sequence
-from jtile.models.serving.settings import settings_of
+from jtile.models.serving.settings import default_shapes
 from jtile.models.serving.worker import Mail
 
 SIZES = dict(rows=4, shapes=(24,), cache_tokens=256, max_length=48)
@@ -179,8 +179,8 @@ def test_an_adapter_that_the_engine_lacks(lm, engine):
 
 def test_quantised_models_with_adapters_have_the_shapes_of_dense_ones(write_gguf, tmp_path):
     lm = jtile.models.load(write_gguf(tmp_path / "model.gguf", "Q4_0"), dtype="float32")
-    assert settings_of(lm).shapes[0] == 1
-    assert settings_of(lm, adapters=("one",)).shapes[0] == 24
+    assert default_shapes(lm, 16, True, True)[0] == 1
+    assert default_shapes(lm, 16, True, True, adapters=True)[0] == 24
 
 
 def test_a_trained_update_is_written_and_read_again(lm, tmp_path):

@@ -62,7 +62,11 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch(lm, core):
     for request, completion in zip(requests, together, strict=True):
         core.scheduler.reset()
         (alone,) = run(core, [request], [0])
-        assert numbers(completion) == numbers(alone)
+        if jt.platform() == "cpu":
+            assert numbers(completion) == numbers(alone)
+        else:  # XLA's products of float32 have another order of sums there for other numbers of rows
+            assert completion.ids == alone.ids
+            np.testing.assert_allclose(*([rate for _, rate in numbers(one)] for one in (completion, alone)), atol=1e-5)
         assert len(alone.ids) == request.max_tokens
     core.scheduler.reset()
     assert core.scheduler.pool.free == core.settings.pages
@@ -179,6 +183,34 @@ def test_streams_of_one_event_loop(engine):
     assert results[6:] == [c.ids[0] for c in alone]
     until(lambda: engine.stats()["requests_cancelled_total"] == cancelled + 6)
     until(lambda: engine.stats()["pages_in_use"] == 0)
+
+
+def test_what_comes_just_before_a_stream_waits(engine):
+    """The engine may tell a stream of a token or the end between its look and its waiting."""
+    stream = engine.stream([5, 6], max_tokens=1, eos=None)
+    until(lambda: stream._mail.ended)
+    mail, (token,) = stream._mail, stream._mail.items
+    mail.items.clear()
+    mail.ended = False
+    came: list = []
+
+    async def follow():
+        loop = asyncio.get_running_loop()
+        create = loop.create_future
+
+        def late(what):
+            mail._deliver(*what)
+            mail.tell({})
+            return create()
+
+        with pytest.MonkeyPatch.context() as patch:
+            for what in ((token, None), (None, None)):
+                patch.setattr(loop, "create_future", lambda what=what: late(what))
+                came.append(await anext(stream, None))
+
+    mail._worker.open += 1  # for the second end
+    asyncio.run(follow())
+    assert came == [token, None]
 
 
 def test_streams_of_several_threads(engine):

@@ -77,16 +77,18 @@ def test_a_storm_leaves_nothing_behind(engine, server, clients):
 
 @pytest.mark.slow
 def test_a_soak(engine, server, request):
-    """Twenty minutes (SOAK_SECONDS: others): the memory of the process is that of its first tenth."""
+    """Twenty minutes of as many clients as find time (SOAK_SECONDS, SOAK_CLIENTS: so many clients within that time; see
+    `make soak`): the memory of the process is that of its first tenth."""
     running, url = server
     gc.enable()  # as in a server; the tests do without
     request.addfinalizer(gc.disable)
-    seconds = float(os.environ.get("SOAK_SECONDS", "1200"))
+    seconds, clients = float(os.environ.get("SOAK_SECONDS", "1200")), os.environ.get("SOAK_CLIENTS")
+    few, many = (None, None) if clients is None else (int(clients) // 10, int(clients) - int(clients) // 10)
     storm = Storm(url, engine.generate(["abc"], max_tokens=5, eos=None)[0].text)
-    asyncio.run(storm.for_seconds(seconds / 10))
+    asyncio.run(storm.for_seconds(seconds / 10, clients=few))
     check_nothing_is_left(engine, running)
     before = resident()
-    count = asyncio.run(storm.for_seconds(0.9 * seconds, seed=1_000_000))
+    count = asyncio.run(storm.for_seconds(0.9 * seconds, seed=1_000_000, clients=many))
     check_nothing_is_left(engine, running)
     grown = resident() - before
     print(f"{count} clients, {grown / 2**20:.1f} MiB more")
