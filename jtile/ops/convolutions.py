@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -163,9 +164,8 @@ def _shaped(x, pads: tuple[Pair, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0], *sides, x.shape[-1]), x.dtype)
 
 
-def _not_in_points(x, w, *, groups: int, pads: tuple[Pair, ...], **_) -> str | None:
+def _not_in_points(x, w, *, groups: int, **_) -> str | None:
     return dispatch.first_unmet(
-        (min(map(min, pads)) >= 0, "padding takes points away"),
         (not machine().whole and not dispatch.vector_cores(), "tiles of points are of the registers of a GPU"),
         (groups == 1, "channels fall into groups"),
         (x.dtype.itemsize == 2, f"products of {x.dtype.name} are as quick in other tiles"),
@@ -190,12 +190,12 @@ def _in_depthwise_rows(x, w, *, pads: tuple[Pair, ...], **_):
 
 
 def _not_in_depthwise_rows(
-    x, w, *, stride: Sides, dilation: Sides, pads: tuple[Pair, ...], groups: int
+    x, w, *, stride: Sides, dilation: Sides, groups: int, **_
 ) -> str | None:  # fmt: skip
     return _not_depthwise(x, w, groups=groups) or dispatch.first_unmet(
         (not machine().whole and not dispatch.vector_cores(), "rows of sums are of the registers of a GPU"),
         (len(stride) == 2 and set(stride) == set(dilation) == {1}, "the window has strides, gaps or another axis"),
-        (min(map(min, pads)) >= 0 and w.shape[0] > 1, "there is no row that two rows of the result need"),
+        (w.shape[0] > 1, "there is no row that two rows of the result need"),
         (all(isinstance(n, int) for n in x.shape[1:]), "sides are not known"),
     )
 
@@ -288,7 +288,7 @@ def convolution(
       weight: float array [(r, p,) q, channels / groups, outputs] of x's dtype.
       stride, dilation: one int for all axes, or one for each.
       padding: "SAME" (the output has ceil(side / stride) points), "VALID", one int, or a pair for each axis, as
-        ((top, bottom), (left, right)).
+        ((top, bottom), (left, right)). Negative numbers take so many points of x away.
       groups: outputs and channels fall into this many groups that do not mix; it divides both.
     Returns:
       [batch, (depth', height',) width', outputs] of x's dtype.
@@ -297,7 +297,7 @@ def convolution(
     """
     rank = _rank("convolution", x, weight)
     stride, dilation = _each("stride", stride, rank), _each("dilation", dilation, rank)
-    pads = _check(x, weight, stride, padding, dilation, groups)
+    x, pads = _cut(x, _check(x, weight, stride, padding, dilation, groups))
     if rank == 1:
         more = {"stride": (1, *stride), "dilation": (1, *dilation), "padding": ((0, 0), *pads), "groups": groups}
         return convolution(x[:, None], weight[None], **more)[:, 0]
@@ -377,7 +377,23 @@ def _check(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> t
         )
     check_shape("convolution", "weight", weight, (*window, x.shape[-1] // groups, outputs))
     sides = tuple((n - 1) * d + 1 for n, d in zip(window, dilation, strict=True))
-    return _pads("convolution", padding, lambda: jax.lax.padtype_to_pads(x.shape[1:-1], sides, stride, padding), window)
+    named = lambda: jax.lax.padtype_to_pads(x.shape[1:-1], sides, stride, padding)
+    pads = _pads("convolution", padding, named, window)
+    for axis, (n, (lo, hi)) in enumerate(zip(x.shape[1:-1], pads, strict=True), 1):
+        if isinstance(n, int) and max(-lo, 0) + max(-hi, 0) > n:
+            raise KernelValueError(
+                f"convolution: padding {(lo, hi)} takes away more than the {n} points of axis {axis} of x, which is "
+                f"{tuple(x.shape)}: give at least {-n} for both together"
+            )
+    return pads
+
+
+def _cut(x, pads: tuple[Pair, ...]):
+    """x without the points that negative padding takes away, and the padding that is left."""
+    if min(map(min, pads)) >= 0:
+        return x, pads
+    kept = (slice(max(-lo, 0), n - max(-hi, 0)) for n, (lo, hi) in zip(x.shape[1:-1], pads, strict=True))
+    return x[(slice(None), *kept)], tuple((max(lo, 0), max(hi, 0)) for lo, hi in pads)
 
 
 def _check_transpose(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> tuple[Pair, ...]:
@@ -405,9 +421,13 @@ def _pads(op: str, padding, named, window) -> tuple[Pair, ...]:
         if padding not in ("SAME", "VALID"):
             raise KernelValueError(f"{op}: padding is 'SAME', 'VALID', an int or pairs, got {padding!r}")
         padding = named()
-    if len(padding) != len(window):
+    try:
+        pairs = tuple((operator.index(lo), operator.index(hi)) for lo, hi in padding)
+    except (TypeError, ValueError) as e:
+        raise KernelValueError(f"{op}: padding has a pair of ints for each axis, got {padding!r}") from e
+    if len(pairs) != len(window):
         raise KernelValueError(f"{op}: padding has a pair for each of {len(window)} axes, got {padding!r}")
-    return tuple(tuple(int(v) for v in pair) for pair in padding)
+    return pairs
 
 
 def _each(name: str, v, rank: int) -> Sides:

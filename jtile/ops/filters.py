@@ -150,7 +150,7 @@ def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outs
 def _indexed(sizes: tuple[Sides, ...], how: str) -> bool:
     """Whether points outside, which have one value, are found by their indices: on GPUs, where that was measured to be
     quicker than a copy of the array. Indices that lead back inside, as at an edge, take five times as long. NPUs take
-    the copy: their compiler refuses an address in front of an array even where a mask leaves its element out."""
+    the copy, with which several steps are one pass over memory: nothing was measured there."""
     return "warps" in jt.target().features and (how != "sum" or len(sizes) == 1)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jtile as jt
 from jtile import cdiv
 from jtile.ops import hopper_tiles
+from jtile.ops.dispatch import first_unmet
 from jtile.ops.hopper_tiles import Product
 from jtile.tune import guesses, products
 from jtile.tune.products import power, side
@@ -34,6 +36,20 @@ def overlaps() -> bool:
     """Whether a kernel may read a matrix while the kernel in front of it still runs; see `jt.config`."""
     with jt.config() as now:
         return bool(now.overlap)
+
+
+def misfit_of_stream(x, weights: tuple) -> str | None:
+    """Why no kernel of the block level whose matrices come from memory once, and overlap, takes rows x [m, k] and these
+    [n, k] of 16-bit floats; None where it depends on the number of rows only."""
+    if not all(isinstance(n, int) and n > 0 for n in (*x.shape, *weights[0].shape)):
+        return "sizes are 0, or not known"
+    alike = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
+    return first_unmet(
+        (overlaps(), "kernels do not overlap"),
+        (on_one_device(), "rows may be shared out among several devices"),
+        (alike, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
+        (x.shape[1] % 8 == 0, f"rows of {x.shape[1]} are no lines of copies"),
+    )
 
 
 def holds() -> bool:

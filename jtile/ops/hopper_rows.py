@@ -238,18 +238,10 @@ def choice(m: int, weights: int, itemsize: int = 2) -> dict[str, int]:
 
 def misfit(x, weights: tuple) -> str | None:
     """Why the kernel does not compute x [m, in] times these [out, in], None where it does."""
-    m, inner = x.shape
-    sizes = m, inner, *weights[0].shape
-    if not all(isinstance(n, int) and n > 0 for n in sizes):
-        return "sizes are 0, or not known"
-    sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
-    return first_unmet(
-        (gpu_tiles.overlaps(), "kernels do not overlap"),
-        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
+    m = x.shape[0]
+    return gpu_tiles.misfit_of_stream(x, weights) or first_unmet(
         (2 < m <= MOST, f"there are {m} rows, not 3 to {MOST}"),
         (m <= FEW or _small(weights), f"tiles are quicker for {m} rows times so large a matrix"),
-        (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
-        (inner % 8 == 0, f"rows of {inner} are no lines of copies"),
     )
 
 

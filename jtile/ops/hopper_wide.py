@@ -175,18 +175,9 @@ def choice(n: int, k: int, weights: int) -> Form | None:
 
 def misfit(x, weights: tuple) -> str | None:
     """Why the kernel does not compute x [m, k] times these [n, k], None where it does and is the quickest."""
-    m, k = x.shape
-    sizes = m, k, *weights[0].shape
-    if not all(isinstance(n, int) and n > 0 for n in sizes):
-        return "sizes are 0, or not known"
-    sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
-    return first_unmet(
-        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
-        (gpu_tiles.overlaps(), "kernels do not overlap"),
-        (m in TAKEN, f"{m} rows are as quick otherwise"),
-        (sixteen, f"rows are {x.dtype.name}, and matrices {weights[0].dtype.name}: not 16-bit floats alike"),
-        (k % 8 == 0, f"rows of {k} are no lines of copies"),
-        (choice(weights[0].shape[0], k, len(weights)), "tiles of other sides are as quick"),
+    return gpu_tiles.misfit_of_stream(x, weights) or first_unmet(
+        (x.shape[0] in TAKEN, f"{x.shape[0]} rows are as quick otherwise"),
+        (choice(weights[0].shape[0], x.shape[1], len(weights)), "tiles of other sides are as quick"),
     )
 
 

@@ -22,6 +22,15 @@ class NpuEmitter(Emitter):
     def barrier(self) -> None:
         pass
 
+    def unfolded(self, base: Val) -> Val:
+        """An offset that the adapter does not know: it refuses negative ones that it knows, where the elements in front
+        of the array are masked, too."""
+        if base.number is None:
+            return base
+        block = self.code.let("tt.get_program_id x : i32", (), "i32")
+        none = self.code.op("arith.minsi", block, self.code.i32(0))
+        return self.code.add(base, self.code.to_int(none, base.elem))
+
 
 class NpuCode(Code):
     """TTIR whose ops on tensors the vector cores have, and which their compiler (1.2.0) translates as they are meant:

@@ -138,6 +138,8 @@ def resolve(em: Emitter, buf: Buffer, found: Sequence[Line], shape: tuple[int, .
             cond = code.both(cond, inside)
     if cond is not None:
         mask = code.both(mask, code.splat(cond, full))
+    if any(_limits(line)[0] < 0 for line in found):
+        base = em.unfolded(base)
     return Places(base, tuple(lanes), mask, shape)
 
 

@@ -107,6 +107,10 @@ class Emitter:
         """Emit a barrier, behind which all threads of the block see what each of them has done to memory before."""
         self.code.do("gpu.barrier")
 
+    def unfolded(self, base: Val) -> Val:
+        """The offset of an access whose masked lanes may stand in front of the array, as the compiler takes it."""
+        return base
+
     # -- parameters of the function -----------------------------------------------------------------------------------
 
     def param(self, record: dict[str, Any], elem: str, attributes: str = "") -> Val:

@@ -27,6 +27,7 @@ CONVOLUTIONS = {
     "three axes, groups": ((1, 3, 4, 5, 4), (2, 1, 2, 2, 4), {"groups": 2}),
     "few channels": ((2, 9, 9, 3), (5, 5, 3, 6), {"stride": 2, "dilation": (2, 1)}),
     "few channels, three axes": ((1, 4, 4, 5, 2), (2, 3, 3, 2, 3), {"stride": (2, 1, 2)}),
+    "points taken away": ((1, 7, 8, 3), (2, 2, 3, 4), {"padding": ((-2, 1), (0, -1))}),
     "depthwise": ((1, 8, 9, 6), (3, 3, 1, 6), {"groups": 6, "stride": 2}),
     "depthwise, three axes": ((1, 4, 5, 6, 5), (2, 3, 1, 1, 5), {"groups": 5, "dilation": (1, 2, 1)}),
 }
@@ -113,6 +114,7 @@ def test_errors():
         (KernelValueError, "4 groups do not divide", (x, w), {"groups": 4}),
         (KernelValueError, "a pair for each of 2 axes", (x, w), {"padding": ((0, 0),)}),
         (KernelValueError, "padding is", (x, w), {"padding": "FULL"}),
+        (KernelValueError, "a pair of ints", (x, w), {"padding": ((0, 0.5), (0, 0))}),
         (KernelValueError, "as many axes", (x[0], w), {}),
         (KernelTypeError, "one dtype", (x, w.astype("bfloat16")), {}),
     ]:

@@ -81,6 +81,7 @@ def test_convolution_errors():
         ("4 groups do not divide", (x, weight), {"groups": 4}),
         ("weight has shape", (x, weight), {"groups": 2}),
         ("padding is", (x, weight), {"padding": "FULL"}),
+        (r"padding \(-3, -2\) takes away more than the 4 points", (x, weight), {"padding": ((-3, -2), (0, 0))}),
         ("stride is a positive int", (x, weight), {"stride": 0}),
         ("x is", (x[0, 0], weight), {}),
         ("as many axes", (x[0], weight), {}),

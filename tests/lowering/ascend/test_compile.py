@@ -96,6 +96,18 @@ def test_loops_over_programs_give_equal_numbers():
     equal(longest, x[:50])
 
 
+def test_masked_elements_may_stand_in_front_of_an_array():
+    """The adapter refuses negative offsets that it knows, as of the only program of a kernel."""
+
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 64))
+    def moved(x, y):
+        here = 64 * jt.program_id(0) + jt.arange(64)
+        jt.store(y, (here,), jt.load(x, (here - 3,), mask=here >= 3, other=1.0), mask=here < x.shape[0])
+
+    for n in (50, 150):
+        equal(moved, np.random.default_rng(0).standard_normal(n).astype(np.float32))
+
+
 def test_functions_keep_their_digits():
     """Near zero, where the compiler's own forms cancel, and far from it."""
 
