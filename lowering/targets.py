@@ -203,7 +203,7 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
 
 
 def _check_devices(kernel: ir.Kernel, target: Target) -> None:
-    if "peers" in target.features and not talks(target):
+    if "peers" in target.features and not talks(target) and not ir.alone(kernel):
         what = "a kernel that talks to other devices while the option gpu_peers (JTILE_GPU_PEERS) is off"
         _refuse(kernel, target, what, f"switch it on; or {INSTEAD_OF_DEVICES}", kernel.loc)
     resident, programs = target.limit("resident"), math.prod(kernel.grid)

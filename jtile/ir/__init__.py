@@ -45,12 +45,14 @@ from .core import (
     with_dim_value,
 )
 from .devices import (
+    ALONE,
     MEETING,
     AxisBarrier,
     AxisIndex,
     On,
     Signal,
     WaitSignal,
+    alone,
     root,
     waits,
 )

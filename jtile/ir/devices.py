@@ -2,7 +2,8 @@
 
 Two kinds of Refs belong to a call on all devices of the axes that the kernel names (`Kernel.devices`): of the role
 `symmetric` (memory of any dtype) and of the role `signal` (counters). Each device has its own, of one shape everywhere;
-`on` gives that of another device.
+`on` gives that of another device. A kernel at the block level may have signals and name no axis: its programs wait for
+each other on one device, of the axis `ALONE`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .memory import ref
 from .types import INDEX, RefType
 
 SIGNALS = ("add", "set")
+ALONE = "one device"  # the axis of a kernel whose programs wait for each other, and for no other device
 
 
 def device_ref(v: Value) -> RefType:
@@ -127,6 +129,11 @@ class AxisBarrier(Op):
 TALKING = (AxisIndex, On, AxisBarrier)  # the cards that name an axis
 WAITING = (WaitSignal, AxisBarrier)
 MEETING = (Signal, *WAITING)  # the cards that order the accesses of programs
+
+
+def alone(kernel: Kernel) -> bool:
+    """Whether programs of a kernel wait for each other on one device, and for no other."""
+    return kernel.devices == ((ALONE, 1),)
 
 
 def waits(kernel: Kernel) -> bool:

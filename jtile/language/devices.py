@@ -47,7 +47,8 @@ def symmetric(shape: int | tuple[int, ...], dtype: Any) -> OnEveryDevice:
 def signals(shape: int | tuple[int, ...] = ()) -> OnEveryDevice:
     """Counters that every device of the call has, to be given as `scratch=`; they are zero when a call begins.
 
-    Any device may raise them (`jt.signal`); only the device that has them waits for them (`jt.wait`).
+    Any device may raise them (`jt.signal`); only the device that has them waits for them (`jt.wait`). In a kernel with
+    roles that names no axis of a mesh, they are those of the programs of one device.
 
     Args:
       shape: how many along each axis; `()`: one.

@@ -25,7 +25,7 @@ def register(primitive: Any) -> None:
             outs = primitive.bind(*operands, program=program)
             return outs, [None] * len(outs)
         size, flags, operands = to_front(operands, dims, [i for i, _ in program.kernel.aliases])
-        if program.devices and _more_than_run_at_once(program, size):
+        if (program.devices or program.alone) and _more_than_run_at_once(program, size):
             return _lane_after_lane(primitive, program, flags, operands)
         level = Level(size, (*flags, *[True] * program.spec.n_out))
         outs = primitive.bind(*operands, program=_batched(program, level, axis.name))

@@ -46,10 +46,13 @@ def interpreted(program: Program) -> bool:
 
 def run_interpreter(program: Program, operands: Sequence[Any], seed: int | None = None) -> list[np.ndarray]:
     """Run a program in the reference interpreter on the host; raises its typed errors."""
-    from jtile.interpret import interpret
+    from jtile.interpret import interpret, interpret_devices
 
     seed = current().seed if seed is None else seed
-    outs = interpret(program.kernel, [np.asarray(x) for x in operands], seed=seed)
+    if program.alone:
+        outs = [x[0] for x in interpret_devices(program.kernel, [np.asarray(x)[None] for x in operands], seed=seed)]
+    else:
+        outs = interpret(program.kernel, [np.asarray(x) for x in operands], seed=seed)
     return [np.asarray(x).astype(o.dtype) for x, o in zip(outs, program.out_avals, strict=True)]
 
 
@@ -261,7 +264,8 @@ def _custom_call(
         name = platform.devices_call or name
     if kernel.devices and platform.peers:
         name = (platform.io_call if current().debug else None) or name
-        attributes |= {"groups": groups(program, ctx), "timeout": milliseconds()}
+        of_call = np.zeros(0, np.int64) if program.alone else groups(program, ctx)
+        attributes |= {"groups": of_call, "timeout": milliseconds()}
     aliases = dict(whole.kernel.aliases)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.effect)
     ins, complex_outs = _complexes(program, piece, aliases)

@@ -208,7 +208,12 @@ class Program:
     @property
     def devices(self) -> tuple[tuple[str, int], ...]:
         """The axes of the mesh whose devices the kernel talks to, with their sizes; () if it talks to none."""
-        return self.base.devices
+        return () if self.alone else self.base.devices
+
+    @property
+    def alone(self) -> bool:
+        """Whether its programs wait for each other on one device, so that all of them run at once there."""
+        return ir.alone(self.base)
 
     @property
     def effect(self) -> bool:

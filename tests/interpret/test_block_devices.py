@@ -1,5 +1,8 @@
 """Roles that talk to other devices, in the interpreter: copies into the memory of others, and the faults it finds."""
 
+import json
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,3 +91,39 @@ def test_early_roles_meet_other_devices_behind_their_wait():
     np.testing.assert_array_equal(early.interpret(X[:2], mesh={"x": 2}, waits=True), X[[1, 0]])
     with pytest.raises(KernelValueError, match="in an early role meets other devices before it is known"):
         early.interpret(X[:2], mesh={"x": 2}, waits=False)
+
+
+@jt.kernel(out_type=lambda x, **_: (jt.like(x), jt.like(x)), grid=3, scratch=lambda x, **_: [jt.signals((1,))])
+def around(x, y, z, came, *, wanted):
+    """z: what the next program of the grid has written to y."""
+    p, n = jt.program_id(0), jt.num_programs(0)
+    Y, rows = jt.barrier(1), x.shape[0] // 3
+    with jt.role("writer", warps=4):
+        y.tiles(rows)[p] = x.tiles(rows)[p] + 1
+        jt.signal(came[0])
+        jt.wait(came[0], wanted)
+        Y[0].arrive()
+    with jt.role("reader", warps=4):
+        Y[0].wait(0)
+        z.tiles(rows)[p] = y.tiles(rows)[(p + 1) % n]
+
+
+def test_programs_of_one_device_wait_for_each_other():
+    """Without an axis of a mesh: also under jit and vmap, where each lane has signals of its own."""
+    x = jnp.arange(12, dtype=jnp.float32)
+    want = np.roll(x, -4) + 1
+    for seed in range(3):
+        np.testing.assert_array_equal(around.interpret(x, seed=seed, wanted=3)[1], want)
+    with jt.config(interpret=True):
+        each = jax.jit(jax.vmap(lambda x: around(x, wanted=3)[1]))
+        np.testing.assert_array_equal(each(jnp.stack([x, -x])), [want, np.roll(-x, -4) + 1])
+    record = json.loads(around.lower(jnp.zeros(384), target="cuda:sm_90", wanted=3).launch["record"])
+    assert record["devices"]["axes"] == [["one device", 1]] and record["devices"]["waits"]
+
+
+@pytest.mark.parametrize(("wanted", "kind", "words"), [(1, RaceError, "race"), (4, DeadlockError, "came.*to reach 4")])
+def test_faults_of_programs_of_one_device(wanted, kind, words):
+    x = jnp.arange(12, dtype=jnp.float32)
+    with pytest.raises(kind, match=words):
+        for seed in range(4):
+            around.interpret(x, seed=seed, wanted=wanted)
