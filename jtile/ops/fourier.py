@@ -13,6 +13,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_axis, check_float, fit, machine, tuned
 from jtile.ops.butterflies import add, butterfly, divisor, first_root, multiply, pair, radices, roots, subtract
+from jtile.ops.dispatch import Implementation, Op, first_unmet
 
 _LONGEST = (
     4096,
@@ -154,35 +155,70 @@ def _real(x):
     """The first n + 1 numbers of the transforms of 2 n real ones, for x [rows, n, 2], of neighbours."""
     # z = even + i odd     X_k = even_k + w^k odd_k     even_k = (Z_k + conj Z_-k) / 2, odd_k = (Z_k - conj Z_-k) / 2i
     n = x.shape[1]
-    factors, turns = radices(n, 8), (-0.5j * np.exp(-1j * np.pi * np.arange(n + 1) / n)).astype(np.complex64)
-    if machine().whole and factors and n <= _LONGEST[True]:
-        return rfft_rows(x, roots(factors, -1), turns, factors=factors)
-    return _halves_joined(x, turns)
+    turns = (-0.5j * np.exp(-1j * np.pi * np.arange(n + 1) / n)).astype(np.complex64)
+    return _joined(x, turns)
+
+
+def _joined_in_rows(x, turns):
+    factors = radices(x.shape[1], 8)
+    assert factors is not None
+    return rfft_rows(x, roots(factors, -1), turns, factors=factors)
+
+
+def _not_in_rows(x, *_, **__) -> str | None:
+    """Why a program does not transform a row of x [rows, n, ...] in memory of its own."""
+    n = x.shape[1]
+    return _no_butterflies(x) or first_unmet(
+        (n > 1, "a number is its own transform"),
+        (machine().whole, "programs have no memory of their own that is as quick as registers"),
+        (n <= _LONGEST[True], f"rows of {n} are too long for a cache"),
+    )
+
+
+def _no_butterflies(x, *_, **__) -> str | None:
+    return None if radices(x.shape[1], 8) is not None else f"{x.shape[1]} has a prime factor of more than 13"
 
 
 def _halves_joined(x, turns):
     """`_real` by the transform of x as complex numbers, whose results are arrays."""
-    z = _rows(x, -1, 1.0) if x.shape[1] > 1 else jax.lax.complex(x[..., 0], x[..., 1])
+    z = _rows(x, sign=-1, scale=1.0) if x.shape[1] > 1 else _as_complex(x)
     z = jnp.concatenate([z, z[:, :1]], 1)
     back = jnp.conj(jnp.flip(z, 1))
     return (z + back) * np.complex64(0.5) + (z - back) * turns[None]
 
 
-def _rows(x, sign: int, scale: float):
-    """The transforms of the rows of x [rows, n], complex64, or of x float32 [rows, n, 2], both parts side by side."""
-    n, whole = x.shape[1], machine().whole
-    factors = radices(n, 8)
-    if x.ndim == 3 and (factors is None or n > _LONGEST[whole]):
-        x = jax.lax.complex(x[..., 0], x[..., 1])
-    if factors is None:
-        return _by_chirps(x, sign, scale)
-    if n > _LONGEST[whole]:
-        return _in_two(x, _halves(factors), sign, scale)
-    options = {"factors": factors, "sign": sign, "scale": scale}
-    if whole:
-        return fft_rows(x, roots(factors, sign), **options)
-    br = fit(x.shape[0], max(1, 2048 // n))
-    return tuned(fft_tiles, num_warps=8 if br * n > 2048 else 4)(x, roots(factors, sign), br=br, **options)
+_joined = Op(
+    "halves of the transform of real numbers",
+    Implementation("joined in the kernel of the transform", _joined_in_rows, _not_in_rows),
+    Implementation("joined as arrays", _halves_joined),
+)
+
+
+def _as_complex(x):
+    """complex64 [rows, n] of x [rows, n], or of float32 [rows, n, 2]."""
+    return jax.lax.complex(x[..., 0], x[..., 1]) if x.ndim == 3 else x
+
+
+def _in_memory(x, *, sign: int, scale: float):
+    factors = radices(x.shape[1], 8)
+    assert factors is not None
+    return fft_rows(x, roots(factors, sign), factors=factors, sign=sign, scale=scale)
+
+
+def _in_tiles(x, *, sign: int, scale: float):
+    (rows, n), factors = x.shape[:2], radices(x.shape[1], 8)
+    assert factors is not None
+    br = fit(rows, max(1, 2048 // n))
+    kernel = tuned(fft_tiles, num_warps=8 if br * n > 2048 else 4)
+    return kernel(x, roots(factors, sign), br=br, factors=factors, sign=sign, scale=scale)
+
+
+def _not_in_tiles(x, **_) -> str | None:
+    n = x.shape[1]
+    return _no_butterflies(x) or first_unmet(
+        (not machine().whole, "memory of a program is as quick as registers"),
+        (n <= _LONGEST[False], f"rows of {n} are too long for registers"),
+    )
 
 
 def _halves(factors: tuple[int, ...]) -> int:
@@ -190,22 +226,25 @@ def _halves(factors: tuple[int, ...]) -> int:
     return functools.reduce(lambda a, r: a * r if (a * r) ** 2 <= 2 * math.prod(factors) else a, factors, 1)
 
 
-def _in_two(x, left: int, sign: int, scale: float):
+def _in_two(x, *, sign: int, scale: float):
     """The transform of n = left right numbers, by those of the columns and then the rows of a matrix (Bailey 1990)."""
     # y[k1 + left k2] = sum_j2 w_right^(j2 k2) w_n^(j2 k1) sum_j1 w_left^(j1 k1) x[j1 right + j2]
-    (rows, n), right = x.shape, x.shape[1] // left
+    x, factors = _as_complex(x), radices(x.shape[1], 8)
+    assert factors is not None
+    (rows, n), left = x.shape, _halves(factors)
+    right = n // left
     columns = x.reshape(rows, left, right).swapaxes(1, 2).reshape(-1, left)
-    inner = _rows(columns, sign, 1.0).reshape(rows, right, left)
+    inner = _rows(columns, sign=sign, scale=1.0).reshape(rows, right, left)
     turns = np.outer(np.arange(right), np.arange(left)) % n
     turns = np.exp(sign * 2j * np.pi * turns / n).astype(np.complex64)
-    outer = _rows((inner * turns[None]).swapaxes(1, 2).reshape(-1, right), sign, scale)
+    outer = _rows((inner * turns[None]).swapaxes(1, 2).reshape(-1, right), sign=sign, scale=scale)
     return outer.reshape(rows, left, right).swapaxes(1, 2).reshape(rows, n)
 
 
-def _by_chirps(x, sign: int, scale: float):
+def _by_chirps(x, *, sign: int, scale: float):
     """The transform as a convolution of the length of a power of two (Bluestein 1970), since
     j k = (j^2 + k^2 - (k - j)^2) / 2."""
-    n = x.shape[1]
+    x, n = _as_complex(x), x.shape[1]
     m = jt.next_power_of_2(2 * n - 1)
     chirp = np.exp(sign * 1j * np.pi * (np.arange(n) ** 2 % (2 * n)) / n)
     against = np.zeros(m, np.complex128)
@@ -213,31 +252,82 @@ def _by_chirps(x, sign: int, scale: float):
     against[m - n + 1 :] = chirp.conj()[1:][::-1]
     spectrum = (np.fft.fft(against) / m).astype(np.complex64)
     chirp = chirp.astype(np.complex64)
-    z = _rows(jnp.pad(x * chirp[None], ((0, 0), (0, m - n))), -1, 1.0) * spectrum[None]
-    return _rows(z, 1, 1.0)[:, :n] * (chirp * np.float32(scale))[None]
+    z = _rows(jnp.pad(x * chirp[None], ((0, 0), (0, m - n))), sign=-1, scale=1.0) * spectrum[None]
+    return _rows(z, sign=1, scale=1.0)[:, :n] * (chirp * np.float32(scale))[None]
+
+
+# The transforms of the rows of x [rows, n], complex64, or of x float32 [rows, n, 2], both parts side by side.
+_rows = Op(
+    "transforms of rows",
+    Implementation("rows in memory of a program", _in_memory, _not_in_rows),
+    Implementation("rows in tiles", _in_tiles, _not_in_tiles),
+    Implementation("two passes", _in_two, _no_butterflies),
+    Implementation("a convolution", _by_chirps),
+)
 
 
 _MANY = 1 << 20  # numbers, from which on XLA's transforms were measured on a GPU
 
 
-def _left_to_xla(x) -> bool:
-    """Whether XLA's transforms are quicker: on NVIDIA's GPUs, where 16384 rows of 1024 numbers took 69 us on an H200
+def _not_left_to_xla(x, **_) -> str | None:
+    """Why XLA's transforms are not quicker. On NVIDIA's GPUs they are: 16384 rows of 1024 numbers took 69 us on an H200
     (167 in kernels here), and 39 of real ones (160)."""
-    return "measured warps" in jt.target().features and isinstance(x.size, int) and x.size >= _MANY
+    many = isinstance(x.size, int) and x.size >= _MANY
+    return None if many else f"{x.size} numbers are fewer than {_MANY}"
 
 
-def _along(op: str, x, axis: int, sign: int, scale_by_n: bool):
+def _by_xla(x, *, axis: int, inverse: bool):
+    return (jnp.fft.ifft if inverse else jnp.fft.fft)(x, axis=axis)
+
+
+def _by_rows(x, *, axis: int, inverse: bool):
+    last, n = jnp.moveaxis(x, axis, -1), x.shape[axis]
+    found = _rows(last.reshape(-1, n), sign=1 if inverse else -1, scale=1.0 / n if inverse else 1.0)
+    return jnp.moveaxis(found.reshape(last.shape), -1, axis)
+
+
+_MEASURED = ("measured warps",)  # the feature of the GPUs that kernels were timed on
+_transform = Op(
+    "Fourier transform",
+    Implementation("XLA's", _by_xla, _not_left_to_xla, _MEASURED),
+    Implementation("transforms of rows", _by_rows),
+)
+
+
+def _reals_by_xla(x, *, axis: int):
+    return jnp.fft.rfft(x.astype(jnp.float32), axis=axis)
+
+
+def _reals_as_complex(x, *, axis: int):
+    return jax.lax.slice_in_dim(fft(x, axis), 0, x.shape[axis] // 2 + 1, axis=axis)
+
+
+def _reals_in_pairs(x, *, axis: int):
+    x, n = jnp.moveaxis(x, axis, -1), x.shape[axis]
+    y = _real(x.astype(jnp.float32).reshape(-1, n // 2, 2)).reshape(*x.shape[:-1], n // 2 + 1)
+    return jnp.moveaxis(y, -1, axis)
+
+
+def _no_pairs(x, *, axis: int) -> str | None:
+    return f"{x.shape[axis]} numbers are no pairs" if x.shape[axis] % 2 else None
+
+
+_transform_of_reals = Op(
+    "Fourier transform of real numbers",
+    Implementation("XLA's", _reals_by_xla, _not_left_to_xla, _MEASURED),
+    Implementation("one of pairs", _reals_in_pairs, _no_pairs),
+    Implementation("one of complex numbers", _reals_as_complex),
+)
+
+
+def _along(op: str, x, axis: int, inverse: bool):
     axis = check_axis(axis, x.ndim, op)
     n = x.shape[axis]
     if n == 0:
         raise KernelValueError(f"{op}: axis {axis} of x has no elements")
     if x.size == 0 or n == 1:
         return x
-    if _left_to_xla(x):
-        return jnp.fft.ifft(x, axis=axis) if scale_by_n else jnp.fft.fft(x, axis=axis)
-    last = jnp.moveaxis(x, axis, -1)
-    found = _rows(last.reshape(-1, n), sign, 1.0 / n if scale_by_n else 1.0)
-    return jnp.moveaxis(found.reshape(last.shape), -1, axis)
+    return _transform(x, axis=axis, inverse=inverse)
 
 
 def _complex(op: str, x):
@@ -264,7 +354,7 @@ def fft(x: jax.Array, axis: int = -1) -> jax.Array:
     Raises:
       KernelTypeError: another dtype. KernelValueError: no such axis, or one of no elements.
     """
-    return _along("fft", _complex("fft", x), axis, -1, False)
+    return _along("fft", _complex("fft", x), axis, False)
 
 
 @functools.partial(jax.jit, static_argnames=("axis",), inline=True)
@@ -279,7 +369,7 @@ def ifft(x: jax.Array, axis: int = -1) -> jax.Array:
     Raises:
       KernelTypeError: another dtype. KernelValueError: no such axis, or one of no elements.
     """
-    return _along("ifft", _complex("ifft", x), axis, 1, True)
+    return _along("ifft", _complex("ifft", x), axis, True)
 
 
 @functools.partial(jax.jit, static_argnames=("axis",), inline=True)
@@ -296,16 +386,9 @@ def rfft(x: jax.Array, axis: int = -1) -> jax.Array:
     """
     check_float("rfft", x=x)
     axis = check_axis(axis, x.ndim, "rfft")
-    n = x.shape[axis]
-    if _left_to_xla(x):
-        return jnp.fft.rfft(x.astype(jnp.float32), axis=axis)
-    if n % 2:
-        return jax.lax.slice_in_dim(fft(x, axis), 0, n // 2 + 1, axis=axis)
-    x = jnp.moveaxis(x, axis, -1)
-    if x.size == 0:
-        return jnp.moveaxis(jnp.zeros((*x.shape[:-1], n // 2 + 1), jnp.complex64), -1, axis)
-    y = _real(x.astype(jnp.float32).reshape(-1, n // 2, 2)).reshape(*x.shape[:-1], n // 2 + 1)
-    return jnp.moveaxis(y, -1, axis)
+    if x.size == 0 and x.shape[axis] % 2 == 0:
+        return jnp.zeros((*x.shape[:axis], x.shape[axis] // 2 + 1, *x.shape[axis + 1 :]), jnp.complex64)
+    return _transform_of_reals(x, axis=axis)
 
 
 @functools.partial(jax.jit, static_argnames=("n", "axis"), inline=True)

@@ -169,14 +169,31 @@ def _forward(x, w, sizes, **meta):
     return _with_warps(x, w, sizes, **meta), (x, w, sizes)
 
 
-def _gates(x, w, sizes, *, activation: str, out_dtype: str, tw: bool):
-    """The gated products, as one kernel where reading the matrices is what takes the time."""
-    each = jt.cdiv(known(x.shape[0]), w.shape[0])
-    n, k = _columns(w, tw, activation), x.shape[1]
-    if each <= _READS and x.dtype.itemsize == 2 and k >= 128 and n % _GATES == 0 and dispatch.has(jt.target(), "warps"):
-        tiles = {"bm": 64, "bn": _GATES, "bk": 128}
-        return _with_warps(x, w, sizes, activation=activation, out_dtype=out_dtype, tw=tw, **tiles)
+def _gates_at_once(x, w, sizes, **options):
+    tiles = {"bm": 64, "bn": _GATES, "bk": 128}
+    return _with_warps(x, w, sizes, **options, **tiles)
+
+
+def _not_at_once(x, w, sizes, *, activation: str, tw: bool, **_) -> str | None:
+    each, columns = jt.cdiv(known(x.shape[0]), w.shape[0]), _columns(w, tw, activation)
+    return dispatch.first_unmet(
+        (each <= _READS, f"matrices have {each} rows each, for which reading them is not what takes the time"),
+        (x.dtype.itemsize == 2, f"operands are {x.dtype.name}, not 16-bit floats"),
+        (x.shape[1] >= 128, f"sums have {x.shape[1]} terms"),
+        (columns % _GATES == 0, f"{columns} columns are no multiple of {_GATES}"),
+    )
+
+
+def _gates_apart(x, w, sizes, *, activation: str, out_dtype: str, tw: bool):
     return _joined(_rows(x, w, sizes, out_dtype=out_dtype, tw=tw), activation, out_dtype)
+
+
+# Gated products of rows in the order of their groups.
+_gates = dispatch.Op(
+    "gated products of groups of rows",
+    dispatch.Implementation("one kernel", _gates_at_once, _not_at_once, dispatch.WARPS),
+    dispatch.Implementation("products, then gates", _gates_apart),
+)
 
 
 def _joined(y, activation: str, out_dtype: str):

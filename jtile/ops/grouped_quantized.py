@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import dispatch, grouped_lanes, k_products, quantized, quantized_rows
-from jtile.ops._shapes import fit, known, machine
+from jtile.ops._shapes import fit, known
 from jtile.ops.dispatch import WARPS, Implementation, Op
 from jtile.ops.epilogues import gate_derivative
 from jtile.ops.operands import Weight
@@ -169,15 +169,33 @@ _many_rows = Op(
 
 def _dx(g, weight: Stack, sizes, kind: str, inner: int) -> jax.Array:
     """float32 [m, in] for cotangents g [m, out] of rows in the order of their groups."""
-    g, each = g.astype(jnp.float32), jt.cdiv(known(g.shape[0]), weight.scale.shape[0])
+    weight = k_products.in_bytes(weight) if isinstance(weight, SuperBlocks) else weight
+    return _gradient_of_rows(g.astype(jnp.float32), weight, sizes, kind=kind, inner=inner)
+
+
+def _dx_in_lanes(g, weight, sizes, *, kind: str, inner: int):
+    del inner
+    return grouped_lanes.k_dx(g, weight, sizes, kind)
+
+
+def _no_super_blocks(g, weight, sizes, **_) -> str | None:
+    return None if isinstance(weight, SuperBlocks) else "weights have no super blocks"
+
+
+def _dx_of_codes(g, weight, sizes, *, kind: str, inner: int):
     if isinstance(weight, SuperBlocks):
-        weight = k_products.in_bytes(weight)
-        if not machine().whole:
-            return grouped_lanes.k_dx(g, weight, sizes, kind)
         sides = {"rows": fit(g.shape[1], 64), "chunks": k_products.chunks_of(weight)}
     else:
         weight, sides = quantized.in_chunks(weight, kind, inner, known(g.shape[1]))
+    each = jt.cdiv(known(g.shape[0]), weight.scale.shape[0])
     return grouped_dx(g, weight, sizes, kind=kind, inner=inner, bm=fit(each, 64), **sides)
+
+
+_gradient_of_rows = Op(
+    "gradient of groups of rows",
+    Implementation("codes in lanes", _dx_in_lanes, _no_super_blocks, WARPS),
+    Implementation("tiles of codes", _dx_of_codes),
+)
 
 
 def routed_dx(g, weight: Stack, index, kind: str, shape: tuple[int, int]) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.ops import k_lanes
-from jtile.ops._shapes import fit, known, machine
+from jtile.ops._shapes import fit, known
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import finished
 from jtile.ops.frozen import gradients, saving
@@ -134,12 +134,17 @@ def k_dx(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int, chunks: i
     dx.tiles(bm, blocks * SUPER)[i, c] = acc
 
 
-def _dx(g, weight: SuperBlocks, kind: str):
-    weight = in_bytes(weight)
-    if not machine().whole:
-        return k_lanes.dx(g, weight, kind)
+def _dx_in_bytes(g, weight: SuperBlocks, *, kind: str):
     sides = {"rows": fit(g.shape[1], 64), "chunks": chunks_of(weight)}
     return k_dx(g, weight, kind=kind, bm=fit(g.shape[0], 512), **sides)
+
+
+# float32 [m, in] for cotangents g [m, out] of products with a weight in bytes.
+_dx = Op(
+    "gradient of products with a weight of super blocks",
+    Implementation("codes in lanes", lambda g, weight, *, kind: k_lanes.dx(g, weight, kind), None, WARPS),
+    Implementation("codes in bytes", _dx_in_bytes),
+)
 
 
 def chunks_of(weight: SuperBlocks) -> int:
@@ -159,8 +164,8 @@ def _forward(product, x, weights, epilogue: Epilogue, *, kind, activation, **_):
 
 def _backward(residuals, g, *, kind, activation, **_):
     x, weights, epilogue, saved = residuals
-    dx = functools.partial(_dx, kind=kind)
-    of_x, of_epilogue = gradients(weights, epilogue, saved, g, activation, lambda d, w: dx(d, w))
+    dx = lambda d, w: _dx(d, in_bytes(w), kind=kind)
+    of_x, of_epilogue = gradients(weights, epilogue, saved, g, activation, dx)
     return of_x.astype(x.dtype), None, of_epilogue
 
 

@@ -67,9 +67,8 @@ def float8_fields(words) -> list:
     """The four e4m3 numbers of words, from the low bits on, as float32, times 2^-120: their bits where float32 has
     them, of which the exponents differ by 120. (The code of no number counts as 480.)"""
     tops = [words << np.uint32(24), words << np.uint32(16), words << np.uint32(8), words]
-    signed = [
-        jax.lax.bitcast_convert_type(top, jnp.int32) >> np.int32(4) for top in tops
-    ]  # the sign fills what is free
+    # the sign fills what is free
+    signed = [jax.lax.bitcast_convert_type(top, jnp.int32) >> np.int32(4) for top in tops]
     return [jax.lax.bitcast_convert_type(bits & np.int32(0x87F00000 - (1 << 32)), jnp.float32) for bits in signed]
 
 
@@ -307,24 +306,45 @@ def product(
 ) -> jax.Array:
     """The product, float32 [m, out], of x [m, in] and one weight, or the gated one of two; bias [1, out], residual
     [m, out]."""
-    m, inner = x.shape
-    out, blocks = weights[0].codes.shape[0], jt.cdiv(inner, BLOCK)
+    inner = x.shape[1]
     if inner % BLOCK:  # a row has one scale, and any length
-        more = ((0, 0), (0, blocks * BLOCK - inner))
+        more = ((0, 0), (0, -inner % BLOCK))
         x, weights = jnp.pad(x, more), tuple(w._replace(codes=jnp.pad(w.codes, more)) for w in weights)
-    options = {"kind": kind, "activation": activation}
+    return _product(x, weights, epilogue, kind=kind, activation=activation)
+
+
+def _in_words(x, weights: tuple[Weight, ...], epilogue: Epilogue, *, kind: str, activation):
+    (m, inner), out = x.shape, weights[0].codes.shape[0]
+    rows, tiles, warps = gemv_choice(m, out, inner // BLOCK, kind, len(weights) > 1)
+    kernel = tuned(quantized_gemv_lanes, num_warps=warps)
+    x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
+    weights = jax.tree.map(lambda a: in_groups(a, rows), weights)
+    epilogue = jax.tree.map(lambda a: in_groups(a, rows, 1), epilogue)
+    return kernel(x, weights, epilogue, kind=kind, activation=activation, **tiles).reshape(m, out)
+
+
+def _not_in_words(x, *_, **__) -> str | None:
     # An NPU's vector cores pad the last axis to 32 bytes: words of a block would take all of their memory.
-    if isinstance(m, int) and m <= 2 and not dispatch.vector_cores():
-        rows, tiles, warps = gemv_choice(m, out, blocks, kind, len(weights) > 1)
-        kernel = tuned(quantized_gemv_lanes, num_warps=warps)
-        x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-        weights = jax.tree.map(lambda a: in_groups(a, rows), weights)
-        epilogue = jax.tree.map(lambda a: in_groups(a, rows, 1), epilogue)
-        return kernel(x, weights, epilogue, **options, **tiles).reshape(m, out)
+    return dispatch.first_unmet(
+        (isinstance(x.shape[0], int) and x.shape[0] <= 2, f"there are {x.shape[0]} rows"),
+        (not dispatch.vector_cores(), "words of a block leave no room in the memory of a vector core"),
+    )
+
+
+def _in_blocks(x, weights: tuple[Weight, ...], epilogue: Epilogue, *, kind: str, activation):
+    (m, inner), out = x.shape, weights[0].codes.shape[0]
+    blocks = inner // BLOCK
     shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
     weights = tuple(w._replace(codes=w.codes.reshape(out, blocks, -1)) for w in weights)
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
     most = 64 if wide or len(weights) > 1 else 128
     tiles = {"rows": side(out, 64), "bm": side(known(m), most), "blocks": 1 if wide else 2}
-    return quantized_gemm_lanes(x.reshape(shape), weights, epilogue, **options, **tiles)
+    return quantized_gemm_lanes(x.reshape(shape), weights, epilogue, kind=kind, activation=activation, **tiles)
+
+
+_product = dispatch.Op(
+    "product with quantised weights, in lanes",
+    dispatch.Implementation("words of codes", _in_words, _not_in_words),
+    dispatch.Implementation("blocks, dequantised", _in_blocks),
+)

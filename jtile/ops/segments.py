@@ -14,7 +14,7 @@ import numpy as np
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, machine, sums_in, tuned
-from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
+from jtile.ops.dispatch import VECTOR_CORES, Implementation, Op, first_unmet
 from jtile.ops.row_groups import as_int32
 
 _FEW = 64  # the fewest rows of a part of a segment
@@ -141,6 +141,22 @@ def _runs_backward(residuals, g, *, how: str, **_):
 segment_runs.defvjp(_runs_forward, _runs_backward)
 
 
+def _starts_by_kernel(ids, *, segments: int):
+    return segment_starts(ids, segments=segments, bs=fit(segments + 1, 256))
+
+
+def _starts_by_xla(ids, *, segments: int):
+    return jnp.searchsorted(ids, jnp.arange(segments + 1, dtype=jnp.int32)).astype(jnp.int32)
+
+
+# Where the ids of each segment begin among sorted ids, int32 [segments + 1].
+_starts = Op(
+    "first ids of segments",
+    Implementation("XLA's search", _starts_by_xla, None, VECTOR_CORES),  # the kernel has not been measured there
+    Implementation("a search for each segment", _starts_by_kernel),
+)
+
+
 def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
     """The joined rows by runs of sorted ids."""
     order = None
@@ -148,10 +164,7 @@ def _in_runs(data, ids, *, segments: int, how: str, in_order: bool):
     if not in_order:
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
         ordered = ids[order]
-    if vector_cores():  # the kernel has not been measured there
-        starts = jnp.searchsorted(ordered, jnp.arange(segments + 1, dtype=jnp.int32)).astype(jnp.int32)
-    else:
-        starts = segment_starts(ordered, segments=segments, bs=fit(segments + 1, 256))
+    starts = _starts(ordered, segments=segments)
     n, f = map(known, data.shape)
     rows = jt.cdiv(n, segments)
     bf = fit(f, 1024)

@@ -29,7 +29,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import hopper_sparse24
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in, tuned
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
+from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.matmul import matmul
 
 HALVES, PLACES, KEPT = 2, 4, 2
@@ -223,11 +223,20 @@ def sparse24_dense(values, codes, dense, *, bn: int, bp: int):
 # -- rules: all three are linear in both of their arrays, and each is the other two's derivative ----------------------
 
 
-def _y(x, values, codes):
+def _y_of_rows(x, values, codes):
+    n, width = codes.shape
+    return sparse24_rows(x, values, codes, bn=fit(n, max(1, 8192 // width)))[0]
+
+
+def _not_of_rows(x, *_) -> str | None:
+    return first_unmet(
+        (machine().whole, "a program would have few threads"), (known(x.shape[0]) <= 2, f"there are {x.shape[0]} rows")
+    )
+
+
+def _y_of_tiles(x, values, codes):
     m, (n, width) = known(x.shape[0]), codes.shape
     if machine().whole:
-        if m <= 2:
-            return sparse24_rows(x, values, codes, bn=fit(n, max(1, 8192 // width)))[0]
         # a tile of more rows of the weight packs x less often; but every core wants several
         bm = fit(m, 256)
         bn = fit(n, 256 if jt.cdiv(m, bm) * jt.cdiv(n, 256) >= machine().programs else 128)
@@ -236,6 +245,14 @@ def _y(x, values, codes):
     tiles, steps = jt.cdiv(n, bn) * jt.cdiv(m, bm), jt.cdiv(width, bp)
     parts = max(1, min(machine().sums // tiles, steps // 4))
     return sparse24_tiles(x, values, codes, parts=parts, bm=bm, bn=bn, bp=bp).sum(0)
+
+
+# The product of x, whose numbers stand as those of the weight do.
+_y = Op(
+    "product with the places of a 2:4 weight",
+    Implementation("rows", _y_of_rows, _not_of_rows),
+    Implementation("tiles", _y_of_tiles),
+)
 
 
 def _sides(m: int, n: int, width: int, dtype, whole: int = 128) -> dict[str, int]:
@@ -305,10 +322,28 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
     lead = x.shape[:-1]
     if 0 in (*lead, n, k):
         return jnp.zeros((*lead, n), out_dtype)
-    if not machine().whole and known(math.prod(lead)) >= DENSE:
-        return matmul(x, _whole(weight).astype(x.dtype), transpose_b=True, out_dtype=out_dtype)
-    y = _few_rows(x.reshape(math.prod(lead), k), weight.values, weight.codes)
-    return y.astype(out_dtype).reshape(*lead, n)
+    y = _product(x.reshape(math.prod(lead), k), weight.values, weight.codes, out_dtype=out_dtype.name)
+    return y.reshape(*lead, n)
+
+
+def _dense_product(x, values, codes, *, out_dtype: str):
+    weight = _whole(Sparse24Tensor(values, codes)).astype(x.dtype)
+    return matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
+
+
+def _not_dense(x, *_, **__) -> str | None:
+    return None if known(x.shape[0]) >= DENSE else f"{x.shape[0]} rows are fewer than {DENSE}"
+
+
+def _from_memory(x, values, codes, *, out_dtype: str):
+    return _few_rows(x, values, codes).astype(out_dtype)
+
+
+_product = Op(
+    "product with a 2:4 weight of any rows",
+    Implementation("the dense weight in memory", _dense_product, _not_dense, WARPS),
+    Implementation("the weight as it is", _from_memory),
+)
 
 
 def _in_places(x, values, codes):

@@ -103,7 +103,13 @@ WANTED = {  # op, operands, options -> what computes it on sm_90, and on a CPU
     "quantized_matmul": (ops.quantized_matmul, (64, 512), "tensor cores", "rows of codes"),
     "top_k": (functools.partial(ops.top_k, k=4), (3, 9000), "pieces of long rows", "picks"),
     "rms_norm": (lambda x: ops.rms_norm(x, x[0]), (3, 40000), "XLA", "rows"),
-}
+    "fft": (ops.fft, (1024, 1024), "XLA's", "transforms of rows"),
+    "rfft": (ops.rfft, (3, 9), "one of complex numbers", "one of complex numbers"),
+    "sparse24": (lambda x: ops.sparse24_matmul(x, ops.sparse24(x)), (512, 16), "the dense weight in memory",
+                 "the weight as it is"),
+    "grouped": (lambda x: ops.grouped_matmul(x, jnp.stack([x, x]), jnp.full(2, 64), activation="silu"), (128, 128),
+                "one kernel", "products, then gates"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WANTED)
