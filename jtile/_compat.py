@@ -78,6 +78,13 @@ def held_weakly[T: type](parameter: T) -> T:
     return parameter
 
 
+def like(aval: Any) -> Any:
+    """A `jax.ShapeDtypeStruct` of the type of a value, which says over which axes of `shard_map` it varies, too."""
+    import jax
+
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
+
+
 def without_axis(aval: Any, axis: str) -> Any:
     """The type of a value that is the same on all devices along an axis of the mesh, inside of `shard_map`."""
     m = aval.manual_axis_type

@@ -41,7 +41,8 @@ class Platform:
       call: the target of the custom calls that carry its kernels, `"jtile_cuda"`; `io_call`: that of kernels which
         print or assert, where it is another; `devices_call`: that of kernels which talk to other devices, whose last
         operand is the place of theirs (`jtile.primitive.devices.place`), where it is another; `graph_call`: that of
-        several kernels as one execution graph (`jt.graph`), where the platform runs such.
+        several kernels as one execution graph (`jt.graph`), where the platform runs such; `graph_devices_call`: that of
+        a graph with sums over devices, where it has such tasks.
       compile_graph: makes one image of all kernels of an execution graph, which runs as one launch: (kernels behind the
         passes, target, options of each, a `lowering.triton.emit_tasks.Shape`) -> Artifact; None where each task of a
         graph is an image of its own. graph_refusal: why a kernel can be no task of a graph on a target, or None.
@@ -94,6 +95,7 @@ class Platform:
     io_call: str | None = None
     devices_call: str | None = None
     graph_call: str | None = None
+    graph_devices_call: str | None = None
     exchange_calls: tuple[str, str] | None = None
     compile_graph: Callable[[Sequence[ir.Kernel], Target, Sequence[Options], Any], Artifact] | None = None
     graph_refusal: Callable[[ir.Kernel, Target], str | None] = lambda kernel, target: None

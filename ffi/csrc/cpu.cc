@@ -1,6 +1,7 @@
 // The typed XLA FFI handlers `jtile_cpu`: instantiate loads the kernel of a call site, execute runs its grid;
 // `jtile_cpu_devices` for kernels that talk to other devices, whose last operand says where this one is; and
-// `jtile_cpu_graph` for several kernels in one call.
+// `jtile_cpu_graph` for several kernels in one call, `jtile_cpu_graph_devices` for one call on several devices, whose last
+// operand says where this one is.
 #include <memory>
 #include <vector>
 
@@ -17,6 +18,8 @@ constexpr std::string_view kTalking = "jtile_cpu_devices";
 constexpr std::string_view kGraph = "jtile_cpu_graph";
 const HandlerLine line("cpu", "cpu", "jtile_cpu", "instantiate,execute");
 const HandlerLine talking_line("cpu", "cpu", "jtile_cpu_devices", "instantiate,execute");
+constexpr std::string_view kTeam = "jtile_cpu_graph_devices";
+const HandlerLine team_line("cpu", "cpu", "jtile_cpu_graph_devices", "instantiate,execute");
 const HandlerLine graph_line("cpu", "cpu", "jtile_cpu_graph", "instantiate,execute");
 
 // The state of one call site; XLA deletes it with the executable.
@@ -190,6 +193,71 @@ ffi::Error execute_graph(GraphState* state, ffi::ThreadPool pool, ffi::Remaining
   });
 }
 
+// -- execution graphs of several devices ------------------------------------------------------------------------------
+
+struct TeamState {
+  static ffi::TypeId id;
+  TeamState(const std::vector<Attributes>& kernels, ffi::Span<const int64_t> plan, int64_t operands, int64_t results,
+            bool traced, Shape shape)
+      : graph(std::make_shared<const TaskGraph>(kernels, plan.begin(), plan.size(), operands, results, shape.devices())),
+        site(std::make_shared<CallSite>(std::move(shape))),
+        traced(traced) {}
+  std::shared_ptr<const TaskGraph> graph;
+  std::shared_ptr<CallSite> site;
+  const bool traced;
+};
+ffi::TypeId TeamState::id = {};
+
+ffi::ErrorOr<std::unique_ptr<TeamState>> instantiate_team(ffi::RemainingArgs, ffi::RemainingRets,
+                                                          ffi::Dictionary attrs) {
+  return guarded<ffi::ErrorOr<std::unique_ptr<TeamState>>>([&] {
+    Shape shape(attribute<std::string_view>(attrs, "devices", kTeam), 0, attribute<int64_t>(attrs, "timeout", kTeam));
+    auto plan = attribute<ffi::Span<const int64_t>>(attrs, "plan", kTeam);
+    return std::make_unique<TeamState>(kernels_of(attrs), plan, attribute<int64_t>(attrs, "operands", kTeam),
+                                       attribute<int64_t>(attrs, "results", kTeam),
+                                       attribute<int64_t>(attrs, "traced", kTeam) != 0, std::move(shape));
+  });
+}
+
+ffi::Future execute_team(TeamState* state, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         ffi::Dictionary) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  try {
+    const Shape& shape = state->site->shape();
+    std::vector<int32_t> place = place_of(args, shape, "of an execution graph");
+    const int64_t group = place[0];
+    place.erase(place.begin());
+    const int64_t device = device_number(shape, place);
+    std::vector<void*> bufs;
+    ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) {
+      if (k != args.size() - 1) bufs.push_back(buffer.untyped_data());
+    });
+    if (bad.failure()) fail(Code::kInvalidArgument, bad.message());
+    const size_t count = bufs.size();
+    void* arena = bufs[count - 1 - (state->traced ? 1 : 0)];
+    auto* trace = state->traced ? static_cast<int64_t*>(bufs[count - 1]) : nullptr;
+    auto done = [promise](const Error* error) mutable {
+      error == nullptr ? promise.SetAvailable() : promise.SetError(to_ffi(*error));
+    };
+    TaskGraph::run_part(state->graph,
+                        {state->site->come(run.run_id, group, device), device, std::move(bufs), arena, trace, done},
+                        concat("an execution graph on ", shape.device_text(device)));
+  } catch (const Error& error) {
+    promise.SetError(to_ffi(error));
+  } catch (const std::exception& error) {
+    promise.SetError(ffi::Error::Internal(error.what()));
+  }
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_team_handler, instantiate_team,
+                       ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    execute_team_handler, execute_team,
+    ffi::Ffi::Bind().Ctx<ffi::State<TeamState>>().Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs());
+
 XLA_FFI_DEFINE_HANDLER(instantiate_graph_handler, instantiate_graph,
                        ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
 
@@ -247,6 +315,16 @@ extern "C" XLA_FFI_Error* jtile_cpu_graph_instantiate(XLA_FFI_CallFrame* frame) 
 extern "C" XLA_FFI_Error* jtile_cpu_graph_execute(XLA_FFI_CallFrame* frame) {
   if (XLA_FFI_Error* error = register_state<GraphState>(frame, "jtile_cpu_graph_state")) return error;
   return execute_graph_handler(frame);
+}
+
+extern "C" XLA_FFI_Error* jtile_cpu_graph_devices_instantiate(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_state<TeamState>(frame, "jtile_cpu_graph_devices_state")) return error;
+  return instantiate_team_handler(frame);
+}
+
+extern "C" XLA_FFI_Error* jtile_cpu_graph_devices_execute(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_state<TeamState>(frame, "jtile_cpu_graph_devices_state")) return error;
+  return execute_team_handler(frame);
 }
 
 #pragma GCC visibility pop

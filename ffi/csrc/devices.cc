@@ -203,6 +203,17 @@ std::string Meeting::why() const {
   return why_;
 }
 
+std::shared_ptr<void> Meeting::share(const std::function<std::shared_ptr<void>()>& make) {
+  std::lock_guard lock(mutex_);
+  if (shared_ == nullptr) shared_ = make();
+  return shared_;
+}
+
+std::string Meeting::absent() const {
+  std::lock_guard lock(mutex_);
+  return missing();
+}
+
 // -- a call site ------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Meeting> CallSite::come(int64_t run, int64_t group, int64_t device) {

@@ -52,6 +52,10 @@ class Meeting {
   bool barrier(int64_t device, int64_t axis, int64_t program, const Tell& tell);
   void fail(const std::string& why);
   std::string why() const;
+  // What the devices of the call share besides: the first to ask makes it.
+  std::shared_ptr<void> share(const std::function<std::shared_ptr<void>()>& make);
+  std::chrono::milliseconds patience() const { return shape_.timeout; }
+  std::string absent() const;  // says which devices have not come
 
  private:
   struct Counter {
@@ -77,6 +81,7 @@ class Meeting {
   std::vector<bool> came_;
   int64_t left_ = 0;
   std::string why_;
+  std::shared_ptr<void> shared_;
 };
 
 // A call site: finds the meeting of a device's call. Devices of one execution come to a site equally often.

@@ -10,7 +10,7 @@
 namespace jtile {
 namespace {
 
-constexpr int64_t kVersion = 1;             // of the plan's form, as jtile/execution/encode.py writes it
+constexpr int64_t kVersion = 2;             // of the plan's form, as jtile/execution/encode.py writes it
 constexpr int64_t kSerialWorkNs = 10'000;   // less work than this is not worth a wake-up
 constexpr int kSpins = 2'000;               // looks at an event before a worker lets others have its core
 constexpr int64_t kAwakeNs = 2'000'000;     // and how long it looks again before it sleeps: to wake it takes 50 us
@@ -67,8 +67,8 @@ class TaskGraph::Reader {
 };
 
 TaskGraph::TaskGraph(const std::vector<Attributes>& kernels, const int64_t* plan, size_t length, int64_t operands,
-                     int64_t results)
-    : operands_(operands) {
+                     int64_t results, int64_t devices)
+    : operands_(operands), devices_(devices) {
   for (const Attributes& kernel : kernels) {
     programs_.push_back(std::make_unique<const Program>(kernel));
     if (!programs_.back()->dimensions().empty())
@@ -97,6 +97,7 @@ void TaskGraph::read_tasks(Reader& plan, int64_t operands, int64_t results) {
       place.index = plan.next(place.space == Place::kOperand  ? operands
                               : place.space == Place::kResult ? results
                                                               : INT64_MAX);
+      place.device = plan.next(devices_ + 1) - 1;
     }
   }
 }
@@ -113,13 +114,15 @@ void TaskGraph::read_bands(Reader& plan) {
     band.end = plan.next(programs + 1);
     band.waits = plan.numbers(events);
     band.signals = plan.numbers(events);
+    band.everywhere = plan.numbers(events);
     band.ahead.resize(static_cast<size_t>(plan.count()));
     for (Ahead& part : band.ahead) {
-      part.place = {Place::kOperand, plan.next(operands_)};
+      part.place = {Place::kOperand, plan.next(operands_), -1};
       part.offset = plan.next();
       part.bytes = plan.next();
     }
   }
+  ends_ = plan.numbers(events);
   queues_.resize(static_cast<size_t>(plan.count()));
   for (std::vector<int32_t>& queue : queues_) queue = plan.numbers(bands());
 }
@@ -132,6 +135,10 @@ void TaskGraph::check_order() const {
     for (int32_t event : bands_[b].signals) {
       last[static_cast<size_t>(event)] = static_cast<int64_t>(b);
       ++arrivals[static_cast<size_t>(event)];
+    }
+    for (int32_t event : bands_[b].everywhere) {
+      last[static_cast<size_t>(event)] = static_cast<int64_t>(b);
+      arrivals[static_cast<size_t>(event)] += devices_;
     }
   }
   if (arrivals != needs_) fail(Code::kInvalidArgument, "an event of an execution graph needs other arrivals than it gets");
@@ -152,11 +159,22 @@ void TaskGraph::check_order() const {
 
 // -- one call ---------------------------------------------------------------------------------------------------------
 
-// The memory of a call. It serves later calls as it is: events count on from call to call.
+// What the devices of a call of several share: the call of each. It lives as long as one of them works.
+struct TaskGraph::Team {
+  std::vector<std::unique_ptr<Call>> calls;
+  std::atomic<int64_t> reading{0};  // bands that read memory of other devices just now
+};
+
+// The memory of a call. It serves later calls as it is: events count on from call to call. Those of several devices are
+// of one call only, so that no device can come to an event of the next call too early.
 class TaskGraph::Call {
  public:
   explicit Call(const TaskGraph& graph)
-      : graph_(graph), events_(graph.needs_.size()), heads_(graph.queues_.size()), bufs_(graph.tasks_.size()) {
+      : graph_(graph),
+        events_(graph.needs_.size()),
+        heads_(graph.queues_.size()),
+        bufs_(graph.tasks_.size()),
+        met_(graph.tasks_.size()) {
     for (size_t t = 0; t < graph.tasks_.size(); ++t) {
       const auto kernel = static_cast<size_t>(graph.tasks_[t].kernel);
       bufs_[t].resize(graph.tasks_[t].places.size());
@@ -168,10 +186,10 @@ class TaskGraph::Call {
     for (size_t t = 0; t < bufs_.size(); ++t) {
       for (size_t k = 0; k < bufs_[t].size(); ++k) {
         const Place& place = graph_.tasks_[t].places[k];
-        bufs_[t][k] = place.space == Place::kArena ? static_cast<char*>(arena) + place.index
-                                                   : arrays[place.index + (place.space ? graph_.operands_ : 0)];
+        if (place.device < 0) bufs_[t][k] = address(place, arrays, arena);
       }
     }
+    arena_ = arena;
     for (Head& head : heads_) head.next.store(0);
     arrays_ = arrays, trace_ = trace;
     ++epoch_;
@@ -190,6 +208,24 @@ class TaskGraph::Call {
     }
   }
 
+  // Makes this the call of one device of several.
+  void join(Team* team, Meeting* meeting, std::string who) {
+    team_ = team, meeting_ = meeting, who_ = std::move(who);
+  }
+
+  // Waits until no other device reads the memory of this one; false: the call has failed.
+  bool end() {
+    for (int32_t event : graph_.ends_)
+      for (int64_t since = now(); !happened(event);)
+        if (!patient(since, "the end of the graphs that read its memory")) return false;
+    return meeting_->why().empty();
+  }
+
+  // Waits, where the call has failed, until no band reads memory of other devices: none begins to any more.
+  void settle() const {
+    while (team_->reading.load() > 0) std::this_thread::yield();
+  }
+
   // Throws what went wrong, if anything did: then no later call may use this memory.
   void check() const {
     if (done_.load() != graph_.bands())
@@ -198,6 +234,36 @@ class TaskGraph::Call {
   }
 
  private:
+  void* address(const Place& place, void* const* arrays, void* arena) const {
+    return place.space == Place::kArena ? static_cast<char*>(arena) + place.index
+                                        : arrays[place.index + (place.space ? graph_.operands_ : 0)];
+  }
+
+  // Where arrays of other devices are: these have begun when a task may read them.
+  void meet(size_t task) {
+    const std::vector<Place>& places = graph_.tasks_[task].places;
+    for (size_t k = 0; k < places.size(); ++k) {
+      if (places[k].device < 0) continue;
+      const Call& other = *team_->calls[static_cast<size_t>(places[k].device)];
+      bufs_[task][k] = other.address(places[k], other.arrays_, other.arena_);
+    }
+  }
+
+  // A look at whether the call of all devices goes on, from somebody who waits since some time; then a pause.
+  bool patient(int64_t since, const std::string& what) {
+    if (!meeting_->why().empty()) return false;
+    const auto most = std::chrono::nanoseconds(meeting_->patience()).count();
+    if (now() - since > most) {
+      meeting_->fail(concat(who_, ": waited ", static_cast<double>(most) / 1e9, " s for ", what, meeting_->absent()));
+      return false;
+    }
+    if (now() - since > kAwakeNs)
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    else
+      std::this_thread::yield();
+    return true;
+  }
+
   bool happened(int32_t event) const {
     const auto want = epoch_ * static_cast<uint32_t>(graph_.needs_[static_cast<size_t>(event)]);
     return static_cast<int32_t>(events_[static_cast<size_t>(event)].arrived.load(std::memory_order_acquire) - want) >= 0;
@@ -225,13 +291,15 @@ class TaskGraph::Call {
   // which loses its core while it waits holds nobody up; and the first band of all that are not over can always start.
   void drain(size_t queue, int64_t worker, const Workspace& workspace) {
     size_t k = 0;
-    while (const Band* band = next(queue, k))
-      if (!take(queue, k, *band, worker, workspace)) wait(queue, k, *band, worker, workspace);
+    while (const Band* band = next(queue, k)) {
+      if (take(queue, k, *band, worker, workspace)) continue;
+      if (!wait(queue, k, *band, worker, workspace)) return;
+    }
   }
 
   // Until a band may start, or somebody takes it: what this worker reads next is fetched, and bands of other queues that
-  // come before it are run, since their worker may not have come.
-  void wait(size_t queue, size_t k, const Band& band, int64_t worker, const Workspace& workspace) {
+  // come before it are run, since their worker may not have come. False: the call of all devices has failed.
+  bool wait(size_t queue, size_t k, const Band& band, int64_t worker, const Workspace& workspace) {
     const std::vector<int32_t>& own = graph_.queues_[queue];
     const size_t likely = std::min(k + (heads_.size() > 1 ? 0 : static_cast<size_t>(worker)), own.size() - 1);
     const std::vector<Ahead>& ahead = graph_.bands_[static_cast<size_t>(own[likely])].ahead;
@@ -247,12 +315,25 @@ class TaskGraph::Call {
       if (heads_.size() > 1 && spins % 16 == 15) take_earlier(own[k], queue, worker, workspace);
       if (spins < kSpins) continue;
       if (tired == 0) tired = now() + kAwakeNs;
-      if (heads_.size() > 1 || now() < tired) {
+      if (meeting_ != nullptr) {
+        if (!patient(tired - kAwakeNs, "a band of " + name(band))) return false;
+      } else if (heads_.size() > 1 || now() < tired) {
         std::this_thread::yield();
       } else {
         sleep(band);
       }
     }
+    return true;
+  }
+
+  // Whether a band reads memory of other devices.
+  bool abroad(const Band& band) const {
+    const std::vector<Place>& places = graph_.tasks_[static_cast<size_t>(band.task)].places;
+    return std::any_of(places.begin(), places.end(), [](const Place& place) { return place.device >= 0; });
+  }
+
+  const std::string& name(const Band& band) const {
+    return graph_.programs_[static_cast<size_t>(graph_.tasks_[static_cast<size_t>(band.task)].kernel)]->name();
   }
 
   // Sleeps until one more event may have happened. With one queue, all earlier bands are somebody's who runs them.
@@ -293,16 +374,28 @@ class TaskGraph::Call {
   void execute(int32_t number, const Band& band, int64_t worker, const Workspace& workspace) {
     const int64_t begin = trace_ != nullptr ? now() : 0;
     Run& run = *runs_[static_cast<size_t>(band.task)];
+    const bool reads = team_ != nullptr && abroad(band);
+    if (reads) {
+      team_->reading.fetch_add(1);
+      if (!meeting_->why().empty()) {
+        team_->reading.fetch_sub(1);
+        return;
+      }
+      std::call_once(met_[static_cast<size_t>(band.task)], [&] { meet(static_cast<size_t>(band.task)); });
+    }
     try {
       run.run_range(band.begin, band.end, workspace);
     } catch (const std::exception& error) {
       run.give_up(error.what());
     }
+    if (reads) team_->reading.fetch_sub(1);
     if (trace_ != nullptr) {
       int64_t* row = trace_ + kTraced * number;
       row[0] = begin, row[1] = now(), row[2] = worker;
     }
     for (int32_t event : band.signals) signal(event);
+    for (int32_t event : band.everywhere)
+      for (const auto& call : team_->calls) call->signal(event);
     done_.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -311,8 +404,13 @@ class TaskGraph::Call {
   std::vector<Head> heads_;
   std::vector<std::vector<void*>> bufs_;
   std::vector<std::unique_ptr<Run>> runs_;
+  std::vector<std::once_flag> met_;
   void* const* arrays_ = nullptr;
+  void* arena_ = nullptr;
   int64_t* trace_ = nullptr;
+  Team* team_ = nullptr;  // of a call of several devices, with its meeting, and the name of this one
+  Meeting* meeting_ = nullptr;
+  std::string who_;
   uint32_t epoch_ = 0;
   std::chrono::steady_clock::time_point start_;
   std::atomic<int64_t> next_worker_{0};
@@ -349,6 +447,57 @@ void TaskGraph::run(void* const* arrays, void* arena, int64_t workers, const Sch
   call->check();
   std::lock_guard lock(mutex_);
   free_.push_back(std::move(call));
+}
+
+namespace {
+
+// The threads of one device's part: the last of them ends it.
+struct Threads {
+  std::atomic<int64_t> left;
+};
+
+}  // namespace
+
+void TaskGraph::run_part(const std::shared_ptr<const TaskGraph>& graph, Part given, const std::string& who) {
+  auto part = std::make_shared<Part>(std::move(given));
+  auto team = std::static_pointer_cast<Team>(part->meeting->share([&] {
+    auto made = std::make_shared<Team>();
+    for (int64_t k = 0; k < graph->devices_; ++k) made->calls.push_back(std::make_unique<Call>(*graph));
+    return std::shared_ptr<void>(made);
+  }));
+  Call* call = team->calls[static_cast<size_t>(part->device)].get();
+  call->join(team.get(), part->meeting.get(), who);
+  call->begin(part->arrays.data(), part->arena, part->trace);
+  const int64_t most = std::max<int64_t>(1, std::thread::hardware_concurrency() / graph->devices_);
+  auto threads = std::make_shared<Threads>();
+  threads->left = std::max<int64_t>(1, std::min(most, graph->bands()));
+  auto work = [graph, part, team, call, threads] {
+    call->work();
+    if (threads->left.fetch_sub(1) != 1) return;
+    std::string why;
+    try {
+      if (call->end()) call->check();
+    } catch (const std::exception& error) {
+      part->meeting->fail(error.what());
+    }
+    why = part->meeting->why();
+    if (why.empty()) return part->done(nullptr);
+    call->settle();
+    Error failed(Code::kFailedPrecondition, why);
+    part->done(&failed);
+  };
+  for (int64_t k = 0, n = threads->left.load(); k < n; ++k) {
+    try {
+      std::thread(work).detach();
+    } catch (const std::system_error& error) {
+      part->meeting->fail(concat(who, ": it has no thread: ", error.what()));
+      if (threads->left.fetch_sub(n - k) == n - k) {
+        Error failed(Code::kResourceExhausted, part->meeting->why());
+        part->done(&failed);
+      }
+      return;
+    }
+  }
 }
 
 }  // namespace jtile

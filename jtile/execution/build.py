@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jtile.lowering.targets import Target
 from jtile.primitive.lowering import Complete, compile_piece, complete, pieces_of
 from jtile.primitive.program import Program
 
+from .devices import Sum, is_sum, joint, number_of, of_one
 from .regions import Region, is_kernel, program_for
 from .tasks import Memory, Task, TaskGraph, make_graph
 
@@ -49,17 +51,19 @@ class Wired:
       operands: the graph's operands: values of the region, numbers of its text, arrays that outputs start from, tables
         of literals.
       results: for each output of the region the number of the result that holds it.
+      joint: the graph of all devices, where these talk to each other: what the interpreter runs.
     """
 
     graph: TaskGraph
     operands: tuple[Operand | Any, ...]
     results: tuple[int, ...]
+    joint: TaskGraph | None = None
 
 
 class _Builder:
     """Gives every value of a region its memory. An update in place is a new version of one memory."""
 
-    def __init__(self, region: Region, target: Target, poison: bool, cost: Callable[[Piece, ir.Kernel], float]):
+    def __init__(self, region: Region, target: Target, poison: bool, cost: Callable[[Any, ir.Kernel], float]):
         self.region, self.target, self.poison, self.cost = region, target, poison, cost
         self.operands: list[Any] = []
         self.memories: list[Memory] = []
@@ -71,13 +75,19 @@ class _Builder:
         for v in self.region.inputs:
             self.of[v] = self._operand(v, v.shape, ir.dtype_info(v.dtype).name)
         for step in self.region.steps:
-            if is_kernel(step):
+            if is_sum(step):
+                self._sum(step)
+            elif is_kernel(step):
                 self._kernel(step)
             else:
                 self.of[step.outs[0]] = self._memory_of(step.ins[0])
         results = self._results()
-        graph = make_graph(self.tasks, self.memories, cores, **options)
-        return Wired(graph, tuple(self.operands), results)
+        devices = number_of(self.region.axes)
+        if not self.region.axes:
+            graph = make_graph(self.tasks, self.memories, cores, **options)
+            return Wired(graph, tuple(self.operands), results)
+        whole = make_graph(*joint(self.tasks, self.memories, devices), cores, **options)
+        return Wired(of_one(whole, self.tasks, self.memories, devices), tuple(self.operands), results, whole)
 
     def _operand(self, what: Any, shape: Sequence[int], dtype: str) -> int:
         self.operands.append(what)
@@ -104,6 +114,17 @@ class _Builder:
         for v, r in zip(step.outs, pieces.results, strict=True):
             self.of[v] = found[r.piece][r.output]
 
+    def _sum(self, step: Step) -> None:
+        devices = number_of(self.region.axes)
+        for x, v in zip(step.ins, step.outs, strict=True):
+            source = Sum(math.prod(v.shape), ir.dtype_info(v.dtype).name, devices, self.target)
+            kernel = source.kernel
+            self.of[v] = self._memory(kernel.outputs[0].shape, source.dtype)
+            self.written.add(self.of[v])
+            memories, peers = (self._memory_of(x),) * devices, tuple(range(devices))
+            cost = self.cost(source, kernel)
+            self.tasks.append(Task(kernel, (*memories, self.of[v]), cost, source, (*peers, -1)))
+
     def _piece(self, piece: Piece, inputs: list[int]) -> list[int]:
         """Adds a task; gives the memories of its outputs."""
         whole = _complete(piece.program, piece.number, self.target, self.poison)
@@ -125,14 +146,14 @@ class _Builder:
         return tuple(number[self.of[v]] for v in self.region.outputs)
 
 
-def guessed(piece: Piece, kernel: ir.Kernel) -> float:
+def guessed(piece: Piece | Sum, kernel: ir.Kernel) -> float:
     """Predicted nanoseconds of one program of a kernel, without compiling it."""
     from jtile.lowering.cpu.cost import program_cost_ns
 
     return float(program_cost_ns(kernel))
 
 
-def compiled(piece: Piece, kernel: ir.Kernel) -> float:
+def compiled(piece: Piece | Sum, kernel: ir.Kernel) -> float:
     """Predicted nanoseconds of one program of a kernel, as it was compiled."""
     return float(piece.artifact.launch["cost"])
 
@@ -141,7 +162,7 @@ def wire(
     region: Region,
     target: Target,
     cores: int,
-    cost: Callable[[Piece, ir.Kernel], float] = guessed,
+    cost: Callable[[Any, ir.Kernel], float] = guessed,
     poison: bool | None = None,
     **options: Any,
 ) -> Wired:

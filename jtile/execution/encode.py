@@ -13,7 +13,7 @@ from .boxes import parts
 from .schedule import Schedule
 from .tasks import TaskGraph, footprint_of
 
-VERSION = 1  # the version of this format; ffi/csrc/tasks.cc refuses others
+VERSION = 2  # the version of this format; ffi/csrc/tasks.cc refuses others
 ALIGNMENT = 64  # bytes of which the place of a memory is a multiple
 OPERAND, RESULT, ARENA = range(3)
 AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in how many parts
@@ -22,6 +22,7 @@ AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in
 def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
     """(byte where each inner memory lies, bytes of all). A memory lies where an earlier one did if every band that
     touches the earlier one is over before any band that touches the later one starts."""
+    graph, shared = graph.alone, {m for t in graph.tasks for m, d in zip(t.memories, t.peers, strict=False) if d >= 0}
     users: dict[int, list[int]] = {}
     for k, band in enumerate(graph.bands):
         for m in set(graph.tasks[band.task].memories):
@@ -39,6 +40,8 @@ def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
         else:
             k = len(slots)
             slots.append([memory.bytes, _bits(users[m])])
+        if m in shared:  # nothing here says when other devices have read it: nothing comes behind it
+            slots[k][1] = -1
         slot[m] = k
     ends = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size, _ in slots)])
     return {m: int(ends[k]) for m, k in slot.items()}, int(ends[-1])
@@ -71,26 +74,29 @@ def encode(schedule: Schedule, kernels: Sequence[int], static: bool) -> tuple[np
     out: list[int] = [VERSION, len(graph.tasks)]
     for kernel, task in zip(kernels, graph.tasks, strict=True):
         out += [kernel, len(task.memories)]
-        for m in task.memories:
+        for m, device in zip(task.memories, task.peers or (-1,) * len(task.memories), strict=True):
             memory = graph.memories[m]
             if memory.result is not None:
                 out += [RESULT, memory.result]
             else:
                 out += [OPERAND, memory.operand] if memory.operand is not None else [ARENA, offsets[m]]
+            out.append(device + 1)
     place = {b: k for k, b in enumerate(schedule.order)}
     event = {needs: k for k, needs in enumerate(graph.events)}
-    signals: list[list[int]] = [[] for _ in graph.bands]
-    for needs, e in event.items():
-        for b in needs:
-            signals[b].append(e)
-    out += [len(event), *map(len, event), len(graph.bands)]
+    meeting = {needs: len(event) + k for k, needs in enumerate(graph.meetings)}
+    signals, everywhere = _signals(graph, event), _signals(graph, meeting)
+    out += [len(event) + len(meeting), *map(len, event), *(len(m) * graph.devices for m in meeting), len(graph.bands)]
     for b in schedule.order:
         band = graph.bands[b]
         waits = [event[band.needs]] if band.needs else []
+        waits += [meeting[band.everywhere]] if band.everywhere else []
         ahead = _ahead(graph, b) if waits else []
-        out += [band.task, band.begin, band.end, len(waits), *waits, len(signals[b]), *signals[b], len(ahead)]
+        out += [band.task, band.begin, band.end, len(waits), *waits, len(signals[b]), *signals[b]]
+        out += [len(everywhere[b]), *everywhere[b], len(ahead)]
         for part in ahead:
             out += part
+    ends = [meeting[m] for m in graph.meetings[-1:]]
+    out += [len(ends), *ends]
     cores = [schedule.core[b] if static else 0 for b in schedule.order]
     queues = [
         [place[b] for b, c in zip(schedule.order, cores, strict=True) if c == core] for core in sorted(set(cores))
@@ -99,6 +105,15 @@ def encode(schedule: Schedule, kernels: Sequence[int], static: bool) -> tuple[np
     for queue in queues:
         out += [len(queue), *queue]
     return np.asarray(out, np.int64), size
+
+
+def _signals(graph: TaskGraph, numbers: dict[tuple[int, ...], int]) -> list[list[int]]:
+    """For each band the numbers of the sets that it is part of."""
+    out: list[list[int]] = [[] for _ in graph.bands]
+    for needs, e in numbers.items():
+        for b in needs:
+            out[b].append(e)
+    return out
 
 
 def _ahead(graph: TaskGraph, band: int) -> list[tuple[int, int, int]]:

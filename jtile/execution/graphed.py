@@ -5,20 +5,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 import numpy as np
 
-from jtile._errors import KernelTypeError, KernelValueError
+from jtile._compat import like
+from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.fusion.fused import evaluate as fused
 from jtile.fusion.groups import plan_of
 from jtile.fusion.steps import Constant, Step, program_of
 from jtile.lowering.here import target, tile_level
 
 from . import primitive
+from .devices import is_sum
 from .interpret import interpret_region
 from .primitive import Options
 from .regions import Cut, Region, cut, is_kernel, is_view
@@ -86,16 +89,29 @@ class Graphed:
         schedules = [primitive.scheduled(region, options)[1] for region in found.regions]
         return [primitive.timeline_of(s, np.asarray(row)) for s, row in zip(schedules, measured, strict=True)]
 
-    def interpret(self, *args, seed: int = 0, change: Callable[[TaskGraph], TaskGraph] | None = None, **kwargs) -> Any:
+    def interpret(
+        self,
+        *args,
+        seed: int = 0,
+        change: Callable[[TaskGraph], TaskGraph] | None = None,
+        devices: Mapping[str, int] | None = None,
+        **kwargs,
+    ) -> Any:
         """The result by the reference interpreter, which runs programs of bands that may overlap in an order that
         `seed` decides, and checks that edges order what touches one element.
 
         Args:
           change: makes another graph of each graph, such as one without an edge, for tests.
+          devices: for a function of `shard_map` that talks to other devices the axes of the mesh and their sizes. Every
+            array, and every result, then has one more axis in front, which counts all devices, the last axis of the
+            mesh fastest; `change` gets the graph of all devices.
         Raises:
           RaceError: no edge orders two bands that touch one element, which one of them writes.
+          UnsupportedError: another operation than a task talks to other devices.
         """
         primitive.check_target(target())
+        if devices:
+            return self._interpret_world(args, kwargs, dict(devices), seed, change)
         closed, tree, leaves = self._traced(args, kwargs)
         cores, options = primitive.cores_of(target(), self._options), primitive.bands_for(target())
 
@@ -105,8 +121,21 @@ class Graphed:
 
         return jax.tree.unflatten(tree, evaluate(_cut(closed), leaves, run))
 
-    def _traced(self, args: tuple, kwargs: dict) -> tuple[Any, Any, list]:
-        """(the jaxpr of a call, the structure of its result, the arrays of its arguments)."""
+    def _interpret_world(self, args: tuple, kwargs: dict, devices: dict[str, int], seed: int, change: Any) -> Any:
+        one = lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+        shapes = jax.tree.map(one, (args, kwargs))
+        closed, tree, _ = self._traced(*shapes, devices)
+        cores, options = primitive.cores_of(target(), self._options), primitive.bands_for(target())
+
+        def run(region: Region, values: Sequence[Any]) -> Sequence[Any]:
+            return interpret_region(region, values, target(), cores, seed, change, **options)
+
+        leaves = [np.asarray(x) for x in jax.tree.leaves((args, kwargs))]
+        return jax.tree.unflatten(tree, evaluate_world(_cut(closed, devices), leaves, run, devices))
+
+    def _traced(self, args: tuple, kwargs: dict, devices: Mapping[str, int] | None = None) -> tuple[Any, Any, list]:
+        """(the jaxpr of a call, the structure of its result, the arrays of its arguments). `devices`: along the axes of
+        a mesh that is not there."""
         fixed = {i % len(args) for i in self._numbers if -len(args) <= i < len(args)} if args else set()
         given = {i: x for i, x in enumerate(args) if i not in fixed}
         named = {name: x for name, x in kwargs.items() if name not in self._names}
@@ -116,7 +145,7 @@ class Graphed:
             return self._fun(*whole, **{**kwargs, **named})
 
         with tile_level():
-            closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(given, named)
+            closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True, axis_env=_env(devices))(given, named)
         return closed, jax.tree.structure(shapes), jax.tree.leaves((given, named))
 
 
@@ -171,14 +200,18 @@ def graph(
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def _cut(closed: Any) -> Cut:
-    """The regions of a program after `jt.fuse`."""
+def _env(devices: Mapping[str, int] | None) -> list[tuple[str, int]] | None:
+    return list(devices.items()) if devices else None
+
+
+def _cut(closed: Any, devices: Mapping[str, int] | None = None) -> Cut:
+    """The regions of a program after `jt.fuse`. `devices`: along the axes of a mesh that is not there."""
     with tile_level():
         plan = plan_of(program_of(closed))
         if plan.has_kernels:
-            types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in plan.program.inputs]
-            closed = jax.make_jaxpr(lambda *xs: fused(plan, xs))(*types)
-    return cut(closed, target())
+            types = [like(v.aval) for v in plan.program.inputs]
+            closed = jax.make_jaxpr(lambda *xs: fused(plan, xs), axis_env=_env(devices))(*types)
+    return cut(closed, target(), devices)
 
 
 def _differentiable(closed: Any, options: Options, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -210,6 +243,33 @@ def evaluate(program: Cut, args: Sequence[Any], run: Callable[[Region, Sequence[
         else:
             have.update(zip(unit.outs, unit.run([read(x) for x in unit.ins]), strict=True))
     return [np.asarray(x.value, x.dtype) if isinstance(x, Constant) else have[x] for x in program.outputs]
+
+
+def evaluate_world(program: Cut, args: Sequence[Any], run: Any, devices: Mapping[str, int]) -> list[Any]:
+    """As `evaluate`, on all devices at once: arrays have one more axis in front. Equations of XLA run on one device
+    after the other, and know which it is."""
+    places = list(np.ndindex(*devices.values()))
+    everywhere = lambda x: np.broadcast_to(np.asarray(x), (len(places), *np.shape(x)))
+    have: dict[Any, Any] = {v: everywhere(x) for v, x in program.constants.items()}
+    have |= dict(zip(program.inputs, args, strict=True))
+    read = lambda x: everywhere(np.asarray(x.value, x.dtype)) if isinstance(x, Constant) else have[x]
+    for unit in program.order:
+        if isinstance(unit, Region):
+            talks = bool(unit.axes)
+            values = [np.asarray(have[v]) for v in unit.inputs]
+            worlds = [values] if talks else [[x[d] for x in values] for d in range(len(places))]
+            found = [run(unit, own) for own in worlds]
+            outs = found[0] if talks else [np.stack(own) for own in zip(*found, strict=True)]
+        elif unit.name == "axis_index":
+            axis = list(devices).index(unit.params["axis_name"])
+            outs = [np.asarray([place[axis] for place in places], np.int32)]
+        elif "axes" in unit.params or "axis_name" in unit.params:
+            raise UnsupportedError(f"jt.graph: {unit.name} talks to other devices, and is no task that is interpreted")
+        else:
+            each = [unit.run([jnp.asarray(read(x)[d]) for x in unit.ins]) for d in range(len(places))]
+            outs = [np.stack(own) for own in zip(*each, strict=True)]
+        have.update(zip(unit.outputs if isinstance(unit, Region) else unit.outs, outs, strict=True))
+    return [np.asarray(read(x)) for x in program.outputs]
 
 
 # -- explaining -------------------------------------------------------------------------------------------------------
@@ -246,9 +306,9 @@ class GraphExplanation:
 
     def _named(self, step: Step) -> str:
         why = f": {self.cut.why[step]}" if step in self.cut.why else ""
-        if is_kernel(step):
+        if is_kernel(step) and not is_sum(step):
             return f"kernel {step.params['program'].name}{why}"
-        return f"{', '.join(str(v.aval) for v in step.outs)} = {step.name}"
+        return f"{', '.join(str(v.aval) for v in step.outs)} = {step.name}{why}"
 
 
 def _runs(order: Sequence[Region | Step]) -> Iterator[Region | list[Step]]:
@@ -273,7 +333,7 @@ def _described(schedule: Schedule) -> list[str]:
     ]
     makers: dict[int, set[int]] = {}
     for band in g.bands:
-        makers.setdefault(band.task, set()).update(g.bands[n].task for n in band.needs)
+        makers.setdefault(band.task, set()).update(g.bands[n].task for n in (*band.needs, *band.everywhere))
     for t, task in enumerate(g.tasks):
         bands = [b for b in g.bands if b.task == t]
         behind = f", behind {', '.join(map(str, sorted(makers[t])))}" if makers[t] else ""

@@ -197,9 +197,19 @@ def interpret_region(
     **options: Any,
 ) -> list[np.ndarray]:
     """The outputs of a region for its inputs, by the interpreter; `change` makes another graph of its graph;
-    `options` are those of `wire`."""
+    `options` are those of `wire`. Where devices talk to each other, each array has one more axis in front, of all
+    devices, and the graph is that of all of them."""
     wired = wire(region, target, cores, poison=False, **options)
-    graph = change(wired.graph) if change else wired.graph
-    have = dict(zip(region.inputs, values, strict=True))
-    found = run_graph(graph, [array_of(x, have) for x in wired.operands], seed)
-    return [found[r].reshape(v.shape) for r, v in zip(wired.results, region.outputs, strict=True)]
+    whole = wired.joint or wired.graph
+    graph = change(whole) if change else whole
+    worlds = [values] if wired.joint is None else [[x[d] for x in values] for d in range(wired.graph.devices)]
+    operands = []
+    for own in worlds:
+        have = dict(zip(region.inputs, own, strict=True))
+        operands += [array_of(x, have) for x in wired.operands]
+    found = run_graph(graph, operands, seed)
+    if wired.joint is None:
+        return [found[r].reshape(v.shape) for r, v in zip(wired.results, region.outputs, strict=True)]
+    each = len(found) // len(worlds)
+    of = lambda r, v: np.stack([found[d * each + r].reshape(v.shape) for d in range(len(worlds))])
+    return [of(r, v) for r, v in zip(wired.results, region.outputs, strict=True)]

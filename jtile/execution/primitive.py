@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,14 @@ from jtile.fusion.steps import Constant, Value
 from jtile.ir.types import DTYPES
 from jtile.lowering import platforms
 from jtile.lowering.here import target as here
-from jtile.lowering.platforms import Platform
+from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
+from jtile.primitive.devices import place_along
 from jtile.primitive.jtile_call import joint_varying, typed
 from jtile.primitive.lowering import behind_barrier, filled
 
 from .build import Piece, Wired, compiled, wire
+from .devices import Sum
 from .encode import encode
 from .persistent import attributes as persistent_attributes
 from .persistent import image, launch_of, predicted, spread
@@ -114,7 +117,9 @@ def _(*avals: Any, region: Region, options: Options) -> list[ShapedArray]:
     if options.traced:
         wired = _wired(region, options, here())
         outs.append(jax.ShapeDtypeStruct((len(wired.graph.bands), _TRACED), np.int32))
-    return typed(avals, outs, [PartitionSpec(*(None,) * len(o.shape)) for o in outs])
+    found = typed(avals, outs, [PartitionSpec(*(None,) * len(o.shape)) for o in outs])
+    # A sum over devices is the same on all of them, and its type says so.
+    return [*(v.aval for v in region.outputs), *found[len(region.outputs) :]] if region.axes else found
 
 
 @jtile_graph_p.def_impl
@@ -146,7 +151,7 @@ def _wired(region: Region, options: Options, target: Target) -> Wired:
 
 def _compile_together(region: Region, target: Target) -> None:
     """Compile the kernels of a region in several threads: each is found in the caches then, which a dump passes by."""
-    pieces: dict[Piece, None] = {}
+    pieces: dict[Piece | Sum, None] = {}
     wire(
         region,
         target,
@@ -172,7 +177,7 @@ def _lower_on(
 ) -> Sequence[Any]:
     assert platform.graph_call is not None
     target = platform.here()
-    if is_partitioned(ctx) or any(refusal(step, target) for step in region.kernels):
+    if is_partitioned(ctx) or any(refusal(step, target, dict(region.axes)) for step in region.kernels):
         return mlir.lower_fun(lambda *xs: one_after_another(region, xs), multiple_results=True)(ctx, *operands)
     platform.register()
     wired, schedule = scheduled(region, options, target)
@@ -189,6 +194,14 @@ def _lower_on(
         attributes, size = attributes_of(schedule, options.static)
         numbers = {"operands": len(given), "results": len(memories), "traced": int(options.traced)}
         attributes |= {name: np.int64(n) for name, n in numbers.items()}
+    if region.axes:
+        assert platform.graph_devices_call is not None
+        name, here_aval = platform.graph_devices_call, ShapedArray((1 + len(region.axes),), np.dtype(np.int32))
+        axes = [[axis, n] for axis, n in region.axes]
+        attributes |= {"devices": json.dumps({"axes": axes, "signals": []}), "timeout": milliseconds()}
+        inner = ctx.replace(avals_in=(), avals_out=(here_aval,))
+        given += mlir.lower_fun(lambda: [place_along(region.axes)], multiple_results=True)(inner)
+        avals.append(here_aval)
     outs = [ShapedArray(m.shape, DTYPES[m.dtype].numpy) for m in memories]
     outs.append(ShapedArray((max(size, 1),), np.dtype(np.uint8)))
     if options.traced:
@@ -235,7 +248,7 @@ def _operands(
 
 def attributes_of(schedule: Schedule, static: bool) -> tuple[dict[str, Any], int]:
     """(attributes of the call, bytes of the arena); as the handler in ffi/csrc/cpu.cc declares them."""
-    number: dict[Piece, int] = {}
+    number: dict[Piece | Sum, int] = {}
     kernels = [number.setdefault(task.source, len(number)) for task in schedule.graph.tasks]
     plan, size = encode(schedule, kernels, static)
     attributes: dict[str, Any] = {"plan": plan}

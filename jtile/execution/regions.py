@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jtile._mesh import mesh_axes
 from jtile.fusion.steps import OPENED, WITH_RULES, Constant, Operand, Step, Value
 from jtile.language._equations import opened
 from jtile.lowering import platforms
@@ -23,8 +24,11 @@ from jtile.primitive.jtile_call import jtile_call_p
 from jtile.primitive.lowering import interpreted, pieces_of
 from jtile.primitive.program import Program, for_target
 
+from .devices import axes_of, is_sum
+from .devices import refusal as devices_refusal
+
 LEAST = 2  # kernels of a region, at least
-_IDENTITIES = frozenset(["stop_gradient", "name"])
+_IDENTITIES = frozenset(["stop_gradient", "name", "pvary", "pcast"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,11 +38,13 @@ class Region:
     Attributes:
       steps: its kernels and the reshapes between them, in an order in which they may run.
       inputs, outputs: the values that it takes from outside, and those that are used there.
+      axes: of the mesh, with their sizes: those along which its sums talk to other devices.
     """
 
     steps: tuple[Step, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def kernels(self) -> list[Step]:
@@ -65,7 +71,8 @@ class Cut:
 
 
 def is_kernel(step: Step) -> bool:
-    return step.eqn.primitive is jtile_call_p
+    """Whether a step can be a task: a kernel, or a sum over devices."""
+    return step.eqn.primitive is jtile_call_p or is_sum(step)
 
 
 def is_view(step: Step) -> bool:
@@ -156,8 +163,12 @@ def program_for(step: Step, target: Target) -> Program:
     return for_target(step.params["program"], target)
 
 
-def refusal(step: Step, target: Target) -> str | None:
-    """Why a kernel is in no region, or None."""
+def refusal(step: Step, target: Target, sizes: Mapping[str, int]) -> str | None:
+    """Why a kernel is in no region, or None. `sizes`: devices along the axes of the mesh."""
+    if is_sum(step):
+        if platforms.named(target.platform).graph_devices_call is None:
+            return "it talks to other devices"
+        return devices_refusal(step, sizes)
     program = program_for(step, target)
     if program.devices:
         return "it talks to other devices"
@@ -188,11 +199,15 @@ class _Cutter:
     """Phases: kernels of a phase depend on equations of XLA of this phase and earlier ones, and these on kernels of
     earlier phases only."""
 
-    def __init__(self, program: Cut, target: Target):
-        self.program, self.target = program, target
+    def __init__(self, program: Cut, target: Target, sizes: Mapping[str, int]):
+        self.program, self.target, self.sizes = program, target, sizes
         self.steps: list[Step] = [s for s in program.order if isinstance(s, Step)]
         self.maker = {v: k for k, s in enumerate(self.steps) for v in s.outs}
-        self.why = {s: why for s in self.steps if is_kernel(s) and (why := refusal(s, target))}
+        self.why = {s: why for s in self.steps if is_kernel(s) and (why := refusal(s, target, sizes))}
+        self.axes = next((axes_of(s) for s in self.steps if is_sum(s) and s not in self.why), ())
+        for s in self.steps:
+            if is_sum(s) and axes_of(s) != self.axes:
+                self.why.setdefault(s, f"other sums are over {', '.join(self.axes)}, and a launch has one set of axes")
         self.results = {v for v in program.outputs if isinstance(v, Value)}
         self.users: dict[Value, list[int]] = {}
         for k, s in enumerate(self.steps):
@@ -253,7 +268,8 @@ class _Cutter:
         steps = [self.steps[k] for k in ordered]
         inputs = dict.fromkeys(x for s in steps for x in s.ins if isinstance(x, Value) and x not in made)
         behind = self._views_of(needed - set(outputs))
-        return [Region(tuple(steps), tuple(inputs), tuple(dict.fromkeys(outputs))), *behind], None
+        axes = tuple((a, self.sizes[a]) for a in self.axes) if any(is_sum(s) for s in steps) else ()
+        return [Region(tuple(steps), tuple(inputs), tuple(dict.fromkeys(outputs)), axes), *behind], None
 
     def _needed(self, v: Value, members: set[int]) -> bool:
         return v in self.results or any(u not in members for u in self.users.get(v, ()))
@@ -316,7 +332,7 @@ class _Cutter:
     def _updates(self, k: int) -> Iterator[Value]:
         """The operands of a kernel that its results are written over."""
         step = self.steps[k]
-        if is_kernel(step):
+        if is_kernel(step) and not is_sum(step):
             for i, _ in program_for(step, self.target).kernel.aliases:
                 x = step.ins[i]
                 if isinstance(x, Value):
@@ -342,6 +358,6 @@ def _sorted(own: Sequence[int], needs: Mapping[int, set[int]]) -> list[int] | No
     return order if len(order) == len(own) else None
 
 
-def cut(closed: Any, target: Target) -> Cut:
-    """The regions of a closed jaxpr."""
-    return _Cutter(steps_of(closed), target).cut()
+def cut(closed: Any, target: Target, sizes: Mapping[str, int] | None = None) -> Cut:
+    """The regions of a closed jaxpr. `sizes`: devices along the axes of the mesh; None: of the one around."""
+    return _Cutter(steps_of(closed), target, mesh_axes() if sizes is None else sizes).cut()

@@ -59,12 +59,16 @@ class Task:
       memories: for each input and output of the kernel the number of its memory.
       cost: predicted nanoseconds of one program.
       source: the caller's own name or object for the task.
+      peers: for each of its memories the device whose memory it is, -1 for the own one; empty: all are its own.
+      device: the device that runs it, in a graph of several.
     """
 
     kernel: ir.Kernel
     memories: tuple[int, ...]
     cost: float
     source: Any = None
+    peers: tuple[int, ...] = ()
+    device: int | None = None
 
     @property
     def programs(self) -> int:
@@ -79,6 +83,7 @@ class Band:
       task: the number of the task.
       cost: predicted nanoseconds of all programs of the band.
       needs: the bands that must be over before it starts, by number; none that another of them waits for.
+      everywhere: bands that must be over on all devices.
     """
 
     task: int
@@ -86,16 +91,19 @@ class Band:
     end: int
     cost: float
     needs: tuple[int, ...]
+    everywhere: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskGraph:
-    """Tasks, in an order in which they may run one after another, their bands and the memory between them."""
+    """Tasks, in an order in which they may run one after another, their bands and the memory between them; that of one
+    device, where `devices` run equal graphs."""
 
     tasks: tuple[Task, ...]
     memories: tuple[Memory, ...]
     bands: tuple[Band, ...]
     cores: int
+    devices: int = 1
 
     @functools.cached_property
     def above(self) -> tuple[int, ...]:
@@ -104,17 +112,35 @@ class TaskGraph:
 
     @property
     def edges(self) -> int:
-        return sum(len(band.needs) for band in self.bands)
+        return sum(len(band.needs) + len(band.everywhere) for band in self.bands)
 
     @functools.cached_property
     def events(self) -> tuple[tuple[int, ...], ...]:
         """The sets of bands that bands wait for, each once: a counter in memory stands for each."""
         return tuple(dict.fromkeys(band.needs for band in self.bands if band.needs))
 
+    @functools.cached_property
+    def meetings(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of bands that bands wait for on all devices; the last set is of all that read memory of others."""
+        if self.devices == 1:
+            return ()
+        readers = tuple(k for k, band in enumerate(self.bands) if self.tasks[band.task].peers)
+        return tuple(dict.fromkeys([*(band.everywhere for band in self.bands if band.everywhere), readers]))
+
+    @functools.cached_property
+    def alone(self) -> TaskGraph:
+        """The graph as if what a band needs of all devices were of its own only."""
+        bands = [
+            dataclasses.replace(b, needs=tuple(sorted({*b.needs, *b.everywhere})), everywhere=()) for b in self.bands
+        ]
+        return self if self.devices == 1 else dataclasses.replace(self, bands=tuple(bands), devices=1)
+
     def name(self, band: int) -> str:
         """The name of a band in messages."""
         b = self.bands[band]
-        return f"task {b.task} ({self.tasks[b.task].kernel.name}), programs {b.begin}:{b.end}"
+        task = self.tasks[b.task]
+        where = "" if task.device is None else f" of device {task.device}"
+        return f"task {b.task} ({task.kernel.name}){where}, programs {b.begin}:{b.end}"
 
     def without(self, edge: tuple[int, int]) -> TaskGraph:
         """The graph without one edge, (the band that waits, the band that it waits for): wrong, for tests of the
@@ -130,15 +156,19 @@ class TaskGraph:
         head = (
             f"graph of {len(self.tasks)} tasks, {len(self.bands)} bands, {self.edges} edges, {len(self.events)} events"
         )
-        lines = [f"{head}, for {self.cores} cores"]
+        devices = f" of each of {self.devices} devices" if self.devices > 1 else ""
+        lines = [f"{head}, for {self.cores} cores{devices}"]
         lines += [f"  %{k} = {_described(m)}" for k, m in enumerate(self.memories)]
         for t, task in enumerate(self.tasks):
-            names = ", ".join(f"%{m}" for m in task.memories)
+            peers = task.peers or (-1,) * len(task.memories)
+            names = ", ".join(f"%{m}" + f" of {d}" * (d >= 0) for m, d in zip(task.memories, peers, strict=True))
             lines.append(f"  task {t}: {task.kernel.name}{tuple(task.kernel.grid)} on {names}")
             for k, b in enumerate(self.bands):
                 if b.task == t:
                     waits = ", ".join(map(str, b.needs))
+                    far = ", ".join(map(str, b.everywhere))
                     behind = f" behind {waits}" if waits else ""
+                    behind += f" behind {far} of all devices" if far else ""
                     lines.append(f"    band {k}: programs {b.begin}:{b.end}, {b.cost / 1e3:.1f} us{behind}")
         return "\n".join(lines)
 

@@ -51,7 +51,12 @@ def can_talk(devices: Iterable[Any] | None = None) -> bool:
 def place(program: Program) -> jax.Array:
     """int32 [1 + axes]: the number of the group, and the place along each axis of `program.devices`; inside of
     `shard_map`."""
-    own = [axis for axis, _ in program.devices]
+    return place_along(program.devices)
+
+
+def place_along(axes: Iterable[tuple[str, int]]) -> jax.Array:
+    """As `place`, for devices that talk to each other along some axes of the mesh."""
+    own = [axis for axis, _ in axes]
     group = jnp.zeros((), np.int32)
     for axis, n in mesh_axes().items():
         if axis not in own:

@@ -22,5 +22,6 @@ def export_checks() -> list[DisabledSafetyCheck]:
 
     from jtile.lowering import platforms
 
-    calls = [call for p in platforms.every() for call in (p.call, p.io_call, p.devices_call, p.graph_call) if call]
+    own = lambda p: (p.call, p.io_call, p.devices_call, p.graph_call, p.graph_devices_call)
+    calls = [call for p in platforms.every() for call in own(p) if call]
     return [DisabledSafetyCheck.custom_call(call) for call in dict.fromkeys(calls)]  # a call may have two uses

@@ -96,6 +96,7 @@ CPU = Platform(
     call="jtile_cpu",
     devices_call="jtile_cpu_devices",
     graph_call="jtile_cpu_graph",
+    graph_devices_call="jtile_cpu_graph_devices",
     compile=_compile,
     attributes=_attributes,
     resolve=_resolve,

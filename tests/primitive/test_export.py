@@ -208,6 +208,7 @@ def test_export_checks_name_every_target():
         "jtile_cpu",
         "jtile_cpu_devices",
         "jtile_cpu_graph",
+        "jtile_cpu_graph_devices",
         "jtile_cuda",
         "jtile_cuda_io",
         "jtile_rocm",
