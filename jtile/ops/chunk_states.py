@@ -86,16 +86,17 @@ def _times(x, factor):
 
 
 @jt.kernel(
-    out_type=lambda q, k, sums, *, c: (
+    out_type=lambda q, k, sums, *, c, exact=False: (
         *[jt.like(k, shape=(*k.shape[:2], *sums.shape[2:]))] * 2,
-        per_chunk(sums, c, c, c, dtype=k.dtype),
+        per_chunk(sums, c, c, c, dtype=sums.dtype if exact else k.dtype),
         jt.like(sums, shape=(sums.shape[0], chunks_of(sums, c), *sums.shape[2:])),
     ),
-    grid=lambda q, k, sums, *, c: (k.shape[0], chunks_of(k, c), sums.shape[2]),
+    grid=lambda q, k, sums, *, c, **_: (k.shape[0], chunks_of(k, c), sums.shape[2]),
 )
-def gated_chunks(q, k, sums, ins, outs, own, whole, *, c: int):
+def gated_chunks(q, k, sums, ins, outs, own, whole, *, c: int, exact: bool = False):
     """q, k [batch, t, heads, dk] and the results of `decay_sums`; ins, outs [batch, t, v heads, dk]: q e^G, and k
-    e^(G_c - G); own [batch, v heads, chunks, c, c]: pairs(q, k); whole [batch, chunks, v heads, dk]: G_c."""
+    e^(G_c - G); own [batch, v heads, chunks, c, c]: pairs(q, k), with `exact` as they were summed; whole [batch,
+    chunks, v heads, dk]: G_c."""
     b, n, h = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     dk, kh = k.shape[3], h // (sums.shape[2] // k.shape[2])
     tile = lambda x, head: x.tiles(None, c, None, dk)[b, n, head, 0]
@@ -126,7 +127,7 @@ def gated_chunks_pulled(q, k, sums, dins, douts, down, dwhole, dq, dk, dsums, *,
     kh, here = h // (sums.shape[2] // k.shape[2]), jt.ds(i * bk, bk)
     tile = lambda x, head: x.tiles(None, c, None, bk)[b, n, head, i]
     q_n, k_n, G, total = tile(q, kh), tile(k, kh), tile(sums, h), sums[b, n * c + (c - 1), h, here]
-    ct, same = down[b, h, n, :, :], jt.arange(c)[:, None] == jt.arange(c)[None, :]
+    ct, same = down[b, h, n, :, :].astype(k.dtype), jt.arange(c)[:, None] == jt.arange(c)[None, :]
     alone = jnp.where(same, wide(ct), 0.0).sum(1, keepdims=True)
     of_q, of_k = alone * wide(k_n), alone * wide(q_n)
     for level in jt.range(c.bit_length() - 1):
@@ -142,11 +143,11 @@ def gated_chunks_pulled(q, k, sums, dins, douts, down, dwhole, dq, dk, dsums, *,
         x.tiles(None, c, None, bk)[b, n, h, i] = y.astype(x.dtype)
 
 
-def _gated_forward(q, k, sums, *, c: int):
-    return gated_chunks(q, k, sums, c=c), (q, k, sums)
+def _gated_forward(q, k, sums, **meta):
+    return gated_chunks(q, k, sums, **meta), (q, k, sums)
 
 
-def _gated_backward(residuals, cts, *, c: int):
+def _gated_backward(residuals, cts, *, c: int, **_):
     q, k, sums = residuals
     kernel = tuned(gated_chunks_pulled, num_warps=4)
     dq, dk, dsums = kernel(q, k, sums, *cts, c=c, bk=fit(k.shape[3], _SIDE // 2))

@@ -13,10 +13,10 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import delta_states
+from jtile.ops import delta_states, gated_delta
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 from jtile.ops.chunk_states import in_states
-from jtile.ops.dispatch import Implementation, Op, vector_cores
+from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
 STEPS = 4  # the most positions that are taken one by one
@@ -223,9 +223,24 @@ def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | N
     return run(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
 
 
+def _with_decays(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
+    sides = {"c": _chunk(v, g, beta, chunk), "bv": columns(k.shape[3], v.shape[3])}
+    return gated_delta.in_parts(q, k, v, g, beta, state, scale=scale, save=save, **sides)
+
+
+def _not_with_decays(q, k, v, g, beta, *_, **__) -> str | None:
+    return first_unmet(
+        (gated_delta.CHOSEN, "kernels of their own for decays are not taken"),
+        (beta is not None, "there is no delta rule"),
+        (g is not None and g.shape[3] > 1, "all rows of a state decay alike"),
+        (not vector_cores(), "NPUs take shorter chunks"),
+    )
+
+
 _op = Op(
     "linear_attention",
     Implementation("steps", _steps, _long),
+    Implementation("decays of chunks, then the delta rule", _with_decays, _not_with_decays, needs=("warps",)),
     Implementation("states of chunks", _in_states, _with_beta, needs=("warps",)),
     Implementation("chunks", _chunks),
 )

@@ -9,6 +9,7 @@ from library import agree, gradients_agree, normal
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import gated_delta
 from jtile.ops.linear_attention import linear_attention_reference
 from jtile.ops.recurrences import inverse
 from jtile.testing import relative_error
@@ -145,3 +146,15 @@ def test_edges_and_errors():
         ops.linear_attention(q, None, v)
     with pytest.raises(KernelValueError, match="do not divide"):
         ops.linear_attention(*(np.concatenate([x] * 3, 2) for x in (q, k)), v)
+
+
+@pytest.mark.parametrize("strength", [1.0, 40.0])
+def test_decays_of_rows_and_the_delta_rule_by_parts(monkeypatch, strength):
+    """What decays do is computed for all chunks at once; strong ones overflow nowhere."""
+    monkeypatch.setattr(gated_delta, "CHOSEN", True)
+    args = operands("KDA", t=12, dk=4, dv=3, strength=strength)
+    with jt.config(arch="sm_90"):
+        assert ops.choices(OURS, *args)[0].implementation.startswith("decays of chunks")
+        agree(called(ops.linear_attention, 4), REFERENCE, *args)
+        if strength == 1:
+            gradients_agree(called(ops.linear_attention, 4), REFERENCE, *args)
