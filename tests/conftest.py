@@ -47,6 +47,7 @@ import hypothesis
 import jax
 import pytest
 from _pytest import runner
+from deep_stack import roomy
 from hypothesis.internal.conjecture import providers
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -80,6 +81,7 @@ def pytest_configure(config):
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
     jax.monitoring.register_event_duration_secs_listener(_count)
+    runner.runtestprotocol = roomy(runner.runtestprotocol)  # a test, with its fixtures
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_OneReport())
     profile = "explore" if config.getoption("--explore") else "slow" if config.getoption("--runslow") else "ci"
@@ -113,7 +115,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection(session):
     _first_example()
     with _by_numpy():  # operands of modules: seventy programs of XLA in every worker
-        _import_in_turn(session.config)
+        roomy(_import_in_turn)(session.config)
         return (yield)
 
 

@@ -33,6 +33,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deep_stack import roomy
+
 # What a process imports that makes kernels for CPUs, but for LLVM.
 READY = (
     "jtile.calls.custom_vjp", "jtile.language._derivatives", "jtile.language._guards", "jtile.lowering.artifact",
@@ -184,7 +186,7 @@ def _child(request: dict[str, Any], files: list[int]) -> None:
     gc.unfreeze()
     status = 1
     try:
-        _main(request["argv"])
+        roomy(_main)(request["argv"])
         status = 0
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
