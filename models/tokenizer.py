@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from jtile._errors import ModelError, PromptError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+LONG = 2000  # characters of texts that are encoded without Python's lock; it takes milliseconds
 _MARK = "\udfff"  # stands between characters that are encoded separately; no text has it
 _HALF = "the text has half of a character, U+{:04X}"
 
@@ -191,7 +192,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(_HALF.format(ord(text[error.start]))) from error
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:  # `encode` holds Python's lock, `encode_batch` does not, and begins later
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids = [self._bos_id, *ids]
         return ids

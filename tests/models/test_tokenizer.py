@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jtile._errors import ModelError, PromptError
+from jtile.models import tokenizer as tokenizer_module
 from jtile.models.tokenizer import TextStream, Tokenizer
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -126,6 +127,15 @@ def test_vocabularies_are_the_same_token_by_token(letters):
     assert one.same_vocabulary(letters(extra=["x1", "x2"]))
     assert not one.same_vocabulary(letters(extra=["x2", "x1"]))
     assert not one.same_vocabulary(letters(extra=["x1"]))
+
+
+def test_long_texts_have_the_ids_of_short_ones(letters, sentencepiece, monkeypatch):
+    """They are encoded by another function, which lets other threads run."""
+    for tokenizer in (letters(), sentencepiece[0]):
+        short = tokenizer.encode("ab<s> ab é")
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer_module, "LONG", 1)
+            assert tokenizer.encode("ab<s> ab é") == short
 
 
 def test_the_begin_token_is_added_once(letters):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -72,13 +74,14 @@ def api_error(error: Exception) -> ApiError:
 
 def _of_body(error: ValidationError) -> ApiError:
     """The answer that names the first thing that is wrong with a body, and its place."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    first = next((one for one in found if one["type"] == "too_long"), found[0])  # it is of a right form
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}")
+    place = ".".join(str(part) for part in itertools.takewhile(lambda part: not _is_form(part), first["loc"]))
     message = first["msg"].removeprefix("Value error, ")
-    if forms := _forms(error, first["loc"]):
-        place, message = place.partition(f".{forms[0]}")[0], f"should be {' or '.join(FORMS.get(f, f) for f in forms)}"
+    if first["type"] != "too_long" and (forms := _forms(error, first["loc"])):
+        message = f"should be {' or '.join(FORMS.get(f, f) for f in forms)}"
     if not place and first["type"] == "model_type":
         message = "the body should be an object, {...}"
     return ApiError(400, f"{place}: {message}" if place else message, param=place or None)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jtile._errors import PromptError
 
@@ -19,14 +19,27 @@ from .tools import call_schema
 
 CHOICES = 128  # answers to one request: prompts times n
 INPUTS = 1024  # texts of one request for embeddings
-Ids = list[int]
+# Items of other lists. A body of 8 MiB may have millions, and wrong ones: pydantic, which holds Python's lock, would
+# take minutes for the places of all that is wrong. One is told.
+MANY = 1 << 14
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=MANY)]
+Lists = Annotated[list[Ids], Field(fail_fast=True, max_length=MANY)]
 
 
-def several(given: str | Ids | list[str] | list[Ids]) -> list[str | Ids]:
+def several(given: str | Ids | Texts | Lists) -> list[str | Ids]:
     """One prompt or several, as a list."""
     if isinstance(given, str) or not given or isinstance(given[0], int):
         return [given]  # type: ignore[list-item]
     return list(given)  # type: ignore[arg-type]
+
+
+def _all_numbers(given: Any) -> Any:
+    """Checks the values of a mapping at once, where pydantic would note every wrong one."""
+    wrong = [key for key, x in given.items() if type(x) not in (int, float)] if isinstance(given, dict) else []
+    if wrong:
+        raise ValueError(f"should have numbers as values; that of {wrong[0][:80]!r} is none")
+    return given
 
 
 class Body(BaseModel):
@@ -68,13 +81,13 @@ class Generated(Body):
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_all_numbers)] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -108,7 +121,7 @@ class Generated(Body):
 class CompletionBody(Generated):
     """The body of `/v1/completions`."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Texts | Lists
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
     echo: bool = False
@@ -184,9 +197,9 @@ class Call(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MANY)] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MANY)] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -203,15 +216,18 @@ class Message(Body):
         return {"role": role, "content": text} | {key: value for key, value in more.items() if value}
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MANY)]
+
+
 class ChatBody(Generated):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MANY)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
 
     @model_validator(mode="after")
@@ -247,7 +263,7 @@ class ChatBody(Generated):
 class EmbeddingBody(Body):
     """The body of `/v1/embeddings`."""
 
-    input: str | Ids | list[str] | list[Ids]
+    input: str | Ids | Texts | Lists
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
@@ -267,7 +283,7 @@ class TokenizeBody(Body):
     """The body of `/tokenize`: a text, or the messages of a chat."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -24,8 +24,12 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
 
+from pydantic import ValidationError  # noqa: E402
+
 from jtile.models.serving.http import make_app  # noqa: E402
+from jtile.models.serving.http.errors import api_error  # noqa: E402
 from jtile.models.serving.http.rates import Rates  # noqa: E402
+from jtile.models.serving.http.schema import ChatBody, CompletionBody, EmbeddingBody  # noqa: E402
 from jtile.models.serving.http.tools import CallReader  # noqa: E402
 
 
@@ -327,6 +331,28 @@ def test_errors_have_openais_form(app, path, options, status, message):
     assert response.status_code == status, error
     assert message in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("form", "body", "place", "message"),
+    [
+        (CompletionBody, {"prompt": [{}] * 1000}, "prompt", "should be a text or a list of ints or"),
+        (CompletionBody, {"prompt": [""] * 20_000}, "prompt", "at most 16384 items"),
+        (CompletionBody, {"prompt": "a", "stop": [1] * 1000}, "stop", "a list of texts"),
+        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1000)), "x")}, "logit_bias", "'0'"),
+        (ChatBody, {"messages": [{}] * 1000}, "messages.0.role", "required"),
+        (ChatBody, {"messages": [{"role": "user", "content": [5] * 1000}]}, "messages.0.content", "should be a text"),
+        (ChatBody, CHAT | {"tools": [{}] * 1000}, "tools.0.type", "required"),
+        (EmbeddingBody, {"input": [[""]] * 1000}, "input", "should be a text"),
+    ],
+)
+def test_of_many_wrong_things_few_are_noted(form, body, place, message):
+    """The event loop would take minutes for millions of them."""
+    with pytest.raises(ValidationError) as caught:
+        form.model_validate_json(json.dumps(body))
+    assert caught.value.error_count() <= 5
+    error = api_error(caught.value).content["error"]
+    assert error["param"] == place and message in error["message"]
 
 
 def test_keys_and_pages_of_others(app, engine):
