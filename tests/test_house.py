@@ -200,6 +200,38 @@ def test_the_rule_of_names_itself():
     ]
 
 
+def letters(tree: ast.AST) -> set[str]:
+    """The names of one letter that functions of a module assign; those of comprehensions end with their line."""
+    short = {
+        id(name) for node in ast.walk(tree) if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
+    }
+    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {n.id for n in stored if len(n.id) == 1 and n.id != "_" and id(n) not in short}
+
+
+def test_kernels_with_roles_explain_their_letters():
+    """A name of one letter is one of "Names in kernels" (docs/extending.md), or a docstring or comment of its file says
+    what it is; and no field of what roles share is of any type."""
+    page = (ROOT / "docs" / "extending.md").read_text().partition("### Names in kernels")[2].partition("\n## ")[0]
+    common = set(re.findall(r"`([a-z])`", page))
+    assert {"b", "h", "i", "j", "m", "l", "p"} <= common
+    for path in sorted((ROOT / "jtile" / "ops").glob("*.py")):
+        text = path.read_text()
+        if "jt.role(" not in text:
+            continue
+        tree = ast.parse(text)
+        said = re.findall("#.*", text)
+        said += [
+            ast.get_docstring(n) or ""
+            for n in ast.walk(tree)
+            if isinstance(n, ast.FunctionDef | ast.Module | ast.ClassDef)
+        ]
+        explained = set(re.findall(r"(?<!\w)\w(?!\w)", " ".join(said)))
+        assert not {x for x in letters(tree) if x.lower() not in common} - explained, path.name
+        fields = (f for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body)
+        assert not [f.target for f in fields if isinstance(f, ast.AnnAssign) and ast.unparse(f.annotation) == "Any"]
+
+
 @pytest.mark.parametrize("native", ["built before", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_wheel_has_one_top_level_name(native, tmp_path):
     """With the library of this environment; with --runslow, which takes half a minute more, compiled for the wheel."""

@@ -3,7 +3,8 @@
 
 Every function takes any leading axes and float dtypes, computes in float32 where it does not say otherwise, raises
 typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`jtile.ops.softmaxes:softmax_rows`);
-`choices` says which of them a call takes, and why not others.
+`choices` says which of them a call takes, and why not others. What letters mean in all of them, such as `i` and `X`, is
+said in docs/extending.md, under "Names in kernels".
 """
 
 from jtile.ops import collectives as collectives

@@ -133,7 +133,7 @@ def _summed(x, w, axis: str, pieces: int | None, everywhere: bool):
         sent = jt.exchange(part, axis, to="each", own=False)
         x, into = jax.lax.optimization_barrier((x, sent.into))  # the exchange begins in front of the next product
         coming.append(jt.Travelling(into, sent.sent, axis))
-    y: Any = (n if everywhere else 1, m)
+    y: jax.Array | tuple[int, int] = (n if everywhere else 1, m)
     flight = None
     for k, travelling in enumerate(coming):
         got, (x, y) = jt.exchanged(travelling, after=(x, y)) if k else (jt.exchanged(travelling), (x, y))

@@ -121,7 +121,7 @@ def backward(q, k, v, o, lse, g, *, axis: str, scale: float, softcap: float | No
     nothing = lambda k, v: tuple(jnp.zeros_like(x, dtype=dtype) for x in (q, k, v))
     (k, v), coming = _pass_on((k, v), axis)
     dq, dk, dv = of(q, k, v, o, lse, g, window)
-    along: Any = None
+    along: jt.Travelling | None = None
     for s in range(1, n):
         (k, v), (dq, dk, dv) = jt.exchanged(coming, after=(dq, dk, dv))
         if s + 1 < n:

@@ -76,7 +76,7 @@ class _Work(Work):
 
 @jt.function
 def _products(w: _Work, one: int, O, o, *, scale: float, softcap: float | None):
-    """The role of consumer `one`."""
+    """The role of consumer `one`. r is a row-and-head, and c counts units of keys, as in `hopper_shares`."""
     begin, end, r, start, _ = w.share()
     c, turn, ahead = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:

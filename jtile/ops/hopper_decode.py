@@ -55,7 +55,8 @@ def _types(q, k, v, lengths, table, *, parts: int, **_):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What all roles of a program know.
+    """What all roles of a program know. In their loops r is a row-and-head, u a unit of its keys, and c counts units:
+    the names are those of `hopper_shares`.
 
     Attributes:
       q, k, v, lengths, table: the operands of `hopper_decode`.

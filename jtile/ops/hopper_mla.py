@@ -33,7 +33,8 @@ def _types(q, cache, lengths, table, *, parts: int, rank: int, **_):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What all roles of a program know.
+    """What all roles of a program know. In their loops u is a unit of a row's keys, and c counts units, as in
+    `hopper_shares`; x is the role, and h a half of the columns. z is 0, which the compiler does not know (`_scores`).
 
     Attributes:
       q, cache, lengths, table: the operands of `hopper_mla`.

@@ -41,6 +41,7 @@ def _codes(words, kind: str, dtype):
 
     Codes that are floats of 8 bits stand where a bfloat16 has such fields, times 2^-120, or a float16, times 2^-8.
     """
+    # u: the word that each part of it is cut out of
     four, half = kind in FOUR_BIT, dtype == jnp.float16
     shape = (*words.shape, 4 if four else 2)
     part = jax.lax.broadcasted_iota(jnp.uint32, shape, 3)
@@ -64,7 +65,7 @@ def _codes(words, kind: str, dtype):
 
 
 def _operand(words, scale, shift, kind: str, dtype):
-    """64 columns of W [rows, 64] from words [rows, units, 4], and `_scales` of two blocks; bfloat16: times 2^-23."""
+    """a: 64 columns of W [rows, 64] from words [rows, units, 4], and `_scales` of two blocks; bfloat16: times 2^-23."""
     rows, units, _ = words.shape
     a = _codes(words, kind, dtype)
     parts = a.shape[3] // 2
@@ -193,9 +194,9 @@ def _piece(words, scales, p: int, kind: str, dtype):
 
 @jt.function
 def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, first):
-    """The sums [64, columns] of 64 rows over every `step`-th round; `first`: see `_round`. Numbers are made while other
-    roles' products run; making those of the next piece while the role's own product runs gained nothing for 16, 64 and
-    256 rows of x."""
+    """The sums [64, columns] of a bᵀ, for 64 rows a of W and the rows b of x, over every `step`-th round; `first`: see
+    `_round`. Numbers are made while other roles' products run; making those of the next piece while the role's own
+    product runs gained nothing for 16, 64 and 256 rows of x."""
     x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
     pieces = x.shape[1] // PIECE
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)

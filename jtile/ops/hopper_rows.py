@@ -60,7 +60,7 @@ class _Share:
         return self.end - self.begin
 
     def at(self, k):
-        """The k-th round of the program."""
+        """The k-th round of the program: u, its number among the rounds of all tiles."""
         u = self.turn + k
         return jnp.where(u < self.end, u, u - self.count)
 
@@ -122,7 +122,7 @@ def _sums(mem: _Memory, first, count):
 
 @jt.function
 def _together(parts, share: _Share, tile, like):
-    """The sums of a tile that several programs have, as `like`."""
+    """The sums of a tile that several programs p have, as `like`; c: `side` of these at a time."""
     first, last = share.programs(tile)
     total = tuple(jnp.zeros(one.shape, jnp.float32) for one in like)
     side = min(max(_HELD // (len(like) * like[0].size), 1), 4)
@@ -140,7 +140,7 @@ def _together(parts, share: _Share, tile, like):
 
 @jt.function
 def _consume(mem: _Memory, share: _Share, bias, y, parts, activation):
-    """The role that multiplies: all tiles of the program."""
+    """The role that multiplies: all tiles of the program. u: a round, see `_Share.at`; w: a weight."""
     done = jt.counters("tiles", jt.cdiv(y.shape[1], ROWS))
     k = jnp.int32(0)
     while k < share.count:
@@ -171,7 +171,7 @@ def _write(sums, bias, y, place, activation) -> None:
 
 @jt.function
 def _produce(mem: _Memory, share: _Share, weights):
-    """The role that fills the rings of W."""
+    """The role that fills the rings of W; r: the round of its tile."""
     depth = mem.x.shape[1]
     for k in jt.range(share.count):
         u = share.at(k)
@@ -184,7 +184,7 @@ def _produce(mem: _Memory, share: _Share, weights):
 
 @jt.function
 def _feed(mem: _Memory, share: _Share, x):
-    """The role that fills the ring of x."""
+    """The role that fills the ring of x; r: the round of its tile."""
     for k in jt.range(share.count):
         r = jax.lax.rem(share.at(k), jnp.int32(share.rounds))
         mem.x_empty.at(k).wait(before=True)

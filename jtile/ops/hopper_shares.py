@@ -3,6 +3,10 @@ whichever rows they belong to, and what a row's keys give in several programs is
 
 Nothing is planned ahead: every program finds its share from the lengths. Keys are counted in units, in the order of
 the rows, and within a row once for each of its `heads`; a row of no length has a unit too, which writes its zeros.
+
+Loops over a share have the same names in all of these kernels. r is the row-and-head that the program is at, of row b;
+its n units begin at `start`, and those from `lo` to `hi` are the program's; u is one of them. c counts the units that
+the program has had, which are slots of rings, and `turn` the rows.
 """
 
 from __future__ import annotations
@@ -112,7 +116,7 @@ def place_of_part(part, begins):
 def put_together(o_part, lse_part, first, last, query, n: int, side: int):
     """What the parts from `first` to `last` gave one row, put together for the `n` queries from `query` on: [n, d];
     `side` parts are taken at a time."""
-    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
+    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p     c: `side` parts p; x: their lse
     d = o_part.shape[2]
     m, l, acc = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32), jt.zeros((n, d), jnp.float32)
     for c in jt.range(jt.cdiv(last + 1 - first, side)):

@@ -31,7 +31,8 @@ _REGISTERS = 104  # registers of a thread that multiplies: they leave enough for
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What all roles of a program know.
+    """What all roles of a program know. In their loops r is a row-and-head, u a unit of its keys, and c counts units:
+    the names are those of `hopper_shares`.
 
     Attributes:
       qkv, cos, ..., table: the operands of `hopper_step`.
@@ -105,8 +106,8 @@ class _Work:
             squares = (low * low + high * high).sum(-1, keepdims=True)
             unit = jax.lax.rsqrt(squares * (0.5 / low.shape[-1]) + self.eps)
             low, high = (part * unit * like(kept.load()) for part, kept in zip((low, high), norm))
-        c, s = like(self.cos[b, :]), like(self.sin[b, :])
-        return low * c - high * s, high * c + low * s
+        cos, sin = like(self.cos[b, :]), like(self.sin[b, :])
+        return low * cos - high * sin, high * cos + low * sin
 
 
 @jt.function

@@ -32,7 +32,7 @@ _SHARED = 196 << 10  # bytes of the ring
 )
 def summed_rows(x, w, o, box, came, *, axis: str, bn: int, slots: int, bm: int = ROWS, bk: int = TERMS):
     """x [m, k], m at most bm, w [k, columns]: o [m, columns], the sum of the products of all devices."""
-    # o = sum over d of (x w) of device d
+    # o = sum over d of (x w) of device d     A, B: rings of tiles of x and w; C: the tile of this device; n: devices
     n, me, j = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
     rounds = jt.cdiv(x.shape[1], bk)
     A, B = jt.alloc((bm, bk), x.dtype, slots=slots), jt.alloc((bk, bn), w.dtype, slots=slots)

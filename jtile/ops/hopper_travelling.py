@@ -36,8 +36,8 @@ def banded(t, rows, columns: int, band: int):
 
 @jt.function
 def consume(A, B, full, empty, rounds: int, it, acc, first: bool = True):
-    """Add the products of rounds `it` to `it + rounds` of the ring to a sum, which counts as zero if they are the
-    `first` of a tile; returns the next round and the sum."""
+    """Add the products of rounds `it` to `it + rounds` of the rings A and B to a sum, which counts as zero if they are
+    the `first` of a tile; returns the next round and the sum."""
     for k in jt.range(rounds):
         full.at(it).wait()
         acc = jt.dot_wait(jt.dot_async(A.at(it), B.at(it), acc, keep=k > 0 if first else None), pending=1)
@@ -62,6 +62,8 @@ def scattered(
     """x [devices, m, k], a share of rows for each device, w [k, columns]: o [m, columns], the sum of the products of
     all devices for this one. m is a multiple of bm, columns of bn, bn of bk."""
     # o = sum over d of x_me of device d, times its w
+    # A, B: rings of tiles of x and w; C: two pieces of a tile that leave; t: number of a tile among those of all n
+    # devices, (i, j) its place in the share of device d; c: consumer; p: piece; it: round of the rings
     n, me = jt.axis_size(axis), jt.axis_index(axis)
     half, rounds = bm // 2, jt.cdiv(x.shape[2], bk)
     rows, columns, wide = x.shape[1] // bm, w.shape[1] // bn, bn // bk

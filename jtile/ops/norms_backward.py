@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,8 @@ class Gradients:
       statistics: the `Statistics` of the rows, or None.
     """
 
-    dx: tuple[Any, ...]
-    sums: tuple[Any, ...]
+    dx: tuple[jax.Array, ...]
+    sums: tuple[jax.Array, ...]
     statistics: Statistics | None
 
 

@@ -26,7 +26,7 @@ class AdamState(NamedTuple):
       m, v: running means of the gradients and of their squares, pytrees like the parameters.
     """
 
-    count: Any
+    count: jax.Array
     m: Any
     v: Any
 

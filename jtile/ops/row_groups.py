@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 from jtile.ops.epilogues import ACTIVATIONS
+
+Index = jax.Array | int
 
 
 def tiles_of_groups(sizes, bm: int, rows: int):
@@ -30,7 +33,7 @@ def place(last, ends, groups: int, t, bm: int, rows: int):
     return jnp.minimum(g, groups - 1), first, end, g < last.shape[0]
 
 
-def in_parts(arrays: Any, activation: str | None) -> Any:
+def in_parts[T: tuple](arrays: T, activation: str | None) -> T:
     """A named tuple of arrays [groups, out, …]; with an activation, those of a gated layer, as [groups, 2, out / 2, …],
     gates first, then the factors that they gate."""
     if activation is None:
@@ -39,13 +42,13 @@ def in_parts(arrays: Any, activation: str | None) -> Any:
     return type(arrays)(*map(apart, arrays))
 
 
-def parts(arrays: Any, group: Any, activation: str | None) -> list[Any]:
+def parts[T: tuple](arrays: T, group: Index, activation: str | None) -> list[T]:
     """In a kernel, the matrix of a group, or its two parts, in a list, from the arrays that `in_parts` gives."""
     matrix = of_group(arrays, group)
     return [matrix] if activation is None else [of_group(matrix, n) for n in range(2)]
 
 
-def gated(products: Any, activation: str | None) -> Any:
+def gated(products: Sequence[jax.Array], activation: str | None) -> jax.Array:
     """The result from the products with the `parts` of a matrix."""
     first, *more = products
     return ACTIVATIONS[activation](first) * more[0] if more else first
@@ -68,14 +71,14 @@ class _OfGroup:
     """The matrix of one group in a stack of matrices, for code that reads the Ref of a matrix."""
 
     stack: jt.Ref
-    group: jax.Array | int
+    group: Index
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stack.shape[1:]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.stack.dtype
 
     def tiles(self, *sides: int | None) -> _TilesOfGroup:
@@ -85,13 +88,13 @@ class _OfGroup:
 @dataclasses.dataclass(frozen=True)
 class _TilesOfGroup:
     view: jt.TileView
-    group: jax.Array | int
+    group: Index
 
-    def __getitem__(self, index: tuple) -> Any:
+    def __getitem__(self, index: tuple) -> jax.Array:
         return self.view[(self.group, *index)]
 
 
-def of_group(arrays: Any, group: Any) -> Any:
+def of_group[T: tuple](arrays: T, group: Index) -> T:
     """The arrays of one group, which have `shape`, `dtype` and `tiles`, from a named tuple of Refs with a leading axis
     of groups."""
     return type(arrays)(*(None if a is None else _OfGroup(a, group) for a in arrays))
@@ -108,31 +111,31 @@ class Tile:
     end: jax.Array
     inside: jax.Array
 
-    def mine(self, bm: int, width: int) -> Any:
+    def mine(self, bm: int, width: int) -> jax.Array:
         """Which elements of a result [bm, width] belong to the rows of this tile."""
         return jnp.broadcast_to((self.first + jt.arange(bm) < self.end)[:, None], (bm, width))
 
 
-def tile_of_rows(sizes: Any, groups: int, t: Any, bm: int, rows: int) -> Tile:
+def tile_of_rows(sizes: jt.Ref, groups: int, t: Index, bm: int, rows: int) -> Tile:
     """The t-th of the tiles of `bm` rows of all groups."""
     last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
     group, first, end, inside = place(last, ends, groups, t, bm, rows)
     return Tile(t < tiles, group, first, end, inside)
 
 
-def as_int32(index: Any, groups: int) -> Any:
+def as_int32(index: jax.Array, groups: int) -> jax.Array:
     """An index as int32, in which numbers that int32 has not, and which name no group, still name none."""
     if jnp.iinfo(index.dtype).max > jnp.iinfo(jnp.int32).max:
         index = jnp.clip(index, -1 if jnp.issubdtype(index.dtype, jnp.signedinteger) else 0, groups)
     return index.astype(jnp.int32)
 
 
-def within(index: Any, groups: int) -> Any:
+def within(index: jax.Array, groups: int) -> jax.Array:
     """An index, in which `groups` stands wherever it names no group."""
     return jnp.where((index >= 0) & (index < groups), index, groups)
 
 
-def named(index: Any, i: Any, groups: int) -> tuple[Any, Any]:
+def named(index: jt.Ref, i: Index, groups: int) -> tuple[jax.Array, jax.Array]:
     """The matrix that an index names for row i, and whether there is such a matrix."""
     g = index[i]
     return jnp.clip(g, 0, groups - 1), (g >= 0) & (g < groups)

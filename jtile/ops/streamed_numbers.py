@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -282,7 +281,7 @@ def _float_sums(fields: list[list], of_blocks, planes: list):
 
 
 def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
-    out: Any = None
+    out: jax.Array | None = None
     for group, stored in enumerate(pieces):
         words = stored.reshape(stored.shape[0], LANES, 4)
         nibbles = [words & np.uint32(_NIBBLES), (words >> np.uint32(4)) & np.uint32(_NIBBLES)]
