@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gated_delta
 from jtile.ops._shapes import check_shape, known, machine, sums_in, wide
 from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
 from jtile.ops.linear_attention import STEPS, check_chunk, check_projections, columns
@@ -166,9 +167,22 @@ def _chunks(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | N
     return rwkv7_chunks(r, g, k, v, a, b, rwkv7_mix(a, b, g, c=c), state, c=c, bv=bv, scale=scale, save=save)
 
 
+def _parts(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | None):
+    sides = {"c": chunk_of(known(v.shape[1]), chunk or 4 * CHUNK), "bv": columns(k.shape[3], v.shape[3])}
+    return gated_delta.rwkv7_in_parts(r, g, k, v, a, b, state, scale=scale, save=save, **sides)
+
+
+def _not_parts(*_, **__) -> str | None:
+    return first_unmet(
+        (gated_delta.RWKV, "kernels of their own for decays are not taken"),
+        (not vector_cores(), "NPUs take single positions"),
+    )
+
+
 _op = Op(
     "rwkv7",
     Implementation("steps", _steps, _long),
+    Implementation("decays of chunks, then the recurrence", _parts, _not_parts, needs=("warps",)),
     Implementation("positions", _positions, _no_positions),
     Implementation("chunks", _chunks),
 )

@@ -51,6 +51,18 @@ def test_rwkv7_with_strong_decays_and_tiles_of_a_gpu():
         agree(RWKV, RWKV_REFERENCE, *rwkv(strength=np.float32(60)), tolerance=2e-5)
 
 
+@pytest.mark.parametrize("strength", [1.0, 60.0])
+def test_rwkv7_by_parts(monkeypatch, strength):
+    """What decays do is computed for all chunks at once; strong ones overflow nowhere."""
+    monkeypatch.setattr("jtile.ops.gated_delta.RWKV", True)
+    args = rwkv(6, np.float32(strength))
+    with jt.config(arch="sm_90"):
+        assert ops.choices(RWKV, *args)[0].implementation.startswith("decays of chunks")
+        agree(RWKV, RWKV_REFERENCE, *args, tolerance=2e-5)
+        if strength == 1:
+            gradients_agree(RWKV, RWKV_REFERENCE, *args)
+
+
 def test_rwkv7_errors():
     r, g, k, v, a, b, state = rwkv(3)
     with pytest.raises(KernelValueError, match="log_decay has shape"):
