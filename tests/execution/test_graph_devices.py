@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import devices
 import graph_programs as programs
 import jax
+import numpy as np
 import pytest
 from graph_devices_step import C, D, X, Y, expected, near, step
+from random_graphs import DEVICES, random_world
 
 import jtile as jt
 from jtile.errors import RaceError, UnsupportedError
+from jtile.execution.interpret import run_graph
+from jtile.execution.schedule import simulate
 
 CHECKS = Path(__file__).with_name("graph_devices_checks.py")
 
@@ -47,6 +52,28 @@ def test_every_missing_edge_is_found_those_between_devices_too():
             jt.graph(step, cores=2).interpret(
                 C, X, Y, devices={"x": D}, seed=seed, change=lambda g, edge=edge: g.without(edge)
             )
+
+
+def test_random_graphs_of_two_devices():
+    """Results, missing edges, and that what one device waits for holds all edges of the graph of both."""
+    across = 0
+    for seed in range(40):
+        whole, own, operands, want = random_world(seed)
+        for got, x in zip(run_graph(whole, operands, seed), want, strict=True):
+            np.testing.assert_array_equal(got, x)
+        edges = [(k, n) for k, b in enumerate(whole.bands) for n in b.needs]
+        far = [e for e in edges if len({whole.tasks[whole.bands[k].task].device for k in e}) == 2]
+        across += len(far)
+        if edges:
+            with pytest.raises(RaceError, match="an edge is missing"):
+                run_graph(whole.without(random.Random(seed).choice(far or edges)), operands, seed)
+        number = {(b.task, b.begin): k for k, b in enumerate(own.bands)}
+        local = [number[b.task // DEVICES, b.begin] for b in whole.bands]
+        for k, n in edges:
+            band = own.bands[local[k]]
+            assert local[n] in (band.everywhere if (k, n) in far else band.needs + band.everywhere)
+        assert simulate(own).timeline.length > 0
+    assert across > 50
 
 
 def test_other_operations_that_talk_are_no_tasks():

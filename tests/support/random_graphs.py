@@ -8,10 +8,12 @@ import random
 import numpy as np
 
 from jtile import ir
+from jtile.execution.devices import Sum, joint, of_one
 from jtile.execution.tasks import Memory, Task, TaskGraph, make_graph
 from jtile.interpret import interpret
 
 N = 12  # elements of every array
+DEVICES = 2
 _HEAD = "kernel @{name}(%x: ref<12xf32>, {y}%o: ref<12xf32, out>) grid(4){alias} {{ %i = program_id 0 {body} }}"
 _TEXTS = {
     # each program its own elements
@@ -56,3 +58,28 @@ def random_graph(seed: int) -> tuple[TaskGraph, list[np.ndarray], list[np.ndarra
     memories = [Memory((N,), "float32", m if m < 2 else None, m, f"m{m}") for m in range(len(values))]
     split = lambda programs, cost, cores: [(k, k + 2) for k in range(0, programs, 2)] if cost > 999 else [(0, programs)]
     return make_graph(tasks, memories, 2, split=split), operands, values
+
+
+def random_world(seed: int) -> tuple[TaskGraph, TaskGraph, list[np.ndarray], list[np.ndarray]]:
+    """(the graph of two devices, that of one of them, the operands, the results) with sums over the devices."""
+    rng = random.Random(seed)
+    values = [[np.asarray(rng.choices(range(9), k=N), np.float32) for _ in range(2)] for _ in range(DEVICES)]
+    operands = [x for own in values for x in own]
+    tasks = []
+    for _ in range(rng.randint(4, 7)):
+        summed = rng.random() < 0.4
+        k = Sum(N, "float32", DEVICES, None).kernel if summed else kernel(rng.choice(list(_TEXTS)))
+        ins = [rng.randrange(len(values[0]))] * DEVICES if summed else [rng.randrange(len(values[0])) for _ in k.inputs]
+        out = ins[0] if k.aliases else len(values[0])
+        old = [[*own] for own in values]
+        for d, own in enumerate(values):
+            (made,) = interpret(k, [old[j if summed else d][m] for j, m in enumerate(ins)])
+            own[out : out + 1] = [made]
+        peers = (*range(DEVICES), -1) if summed else ()
+        tasks.append(Task(k, (*ins, out), rng.choice([500.0, 1500.0]), peers=peers))
+    memories = [Memory((N,), "float32", m if m < 2 else None, m, f"m{m}") for m in range(len(values[0]))]
+    split = lambda programs, cost, cores: (
+        [(k, k + 2) for k in range(0, programs, 2)] if programs > 2 else [(0, programs)]
+    )
+    whole = make_graph(*joint(tasks, memories, DEVICES), 2, split=split)
+    return whole, of_one(whole, tasks, memories, DEVICES), operands, [x for own in values for x in own]
