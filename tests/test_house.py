@@ -200,36 +200,35 @@ def test_the_rule_of_names_itself():
     ]
 
 
-def letters(tree: ast.AST) -> set[str]:
-    """The names of one letter that functions of a module assign; those of comprehensions end with their line."""
-    short = {
-        id(name) for node in ast.walk(tree) if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
-    }
-    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return {n.id for n in stored if len(n.id) == 1 and n.id != "_" and id(n) not in short}
+def letters(function: ast.FunctionDef) -> set[str]:
+    """The names of one letter that a function assigns. Those of comprehensions end with their line, and a capital may
+    stand for the argument with the small letter."""
+    nodes = [*ast.walk(function)]
+    short = {id(x) for n in nodes if isinstance(n, ast.comprehension) for x in ast.walk(n.target)}
+    arguments = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in short}
+    return {x for x in stored if len(x) == 1 and x != "_" and not (x.isupper() and x.lower() in arguments)}
 
 
-def test_kernels_with_roles_explain_their_letters():
-    """A name of one letter is one of "Names in kernels" (docs/extending.md), or a docstring or comment of its file says
-    what it is; and no field of what roles share is of any type."""
+def test_kernels_explain_their_letters():
+    """A name of one letter in a kernel is one of "Names in kernels" (docs/extending.md), or a docstring or comment of
+    its file says what it is; and no field of what roles share is of any type."""
     page = (ROOT / "docs" / "extending.md").read_text().partition("### Names in kernels")[2].partition("\n## ")[0]
     common = set(re.findall(r"`([a-z])`", page))
     assert {"b", "h", "i", "j", "m", "l", "p"} <= common
     for path in sorted((ROOT / "jtile" / "ops").glob("*.py")):
         text = path.read_text()
-        if "jt.role(" not in text:
-            continue
-        tree = ast.parse(text)
-        said = re.findall("#.*", text)
-        said += [
-            ast.get_docstring(n) or ""
-            for n in ast.walk(tree)
-            if isinstance(n, ast.FunctionDef | ast.Module | ast.ClassDef)
-        ]
+        tree, roles = ast.parse(text), "jt.role(" in text
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        said = [ast.get_docstring(n) or "" for n in (tree, *functions, *classes)] + re.findall("#.*", text)
         explained = set(re.findall(r"(?<!\w)\w(?!\w)", " ".join(said)))
-        assert not {x for x in letters(tree) if x.lower() not in common} - explained, path.name
-        fields = (f for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body)
-        assert not [f.target for f in fields if isinstance(f, ast.AnnAssign) and ast.unparse(f.annotation) == "Any"]
+        for f in functions:
+            if roles or any(re.match(r"jt\.(kernel|function)", ast.unparse(d)) for d in f.decorator_list):
+                found = {x for x in letters(f) if x.lower() not in common} - explained
+                assert not found, f"{path.name}: {f.name} does not say what {', '.join(sorted(found))} is"
+        fields = [x for c in classes for x in c.body if isinstance(x, ast.AnnAssign)]
+        assert not roles or "Any" not in [ast.unparse(x.annotation) for x in fields], path.name
 
 
 @pytest.mark.parametrize("native", ["built before", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -21,7 +21,7 @@ def _grid(gate, up, *, br, bn, n, **_):
 @jt.kernel(out_type=lambda gate, up, *, n, **_: jt.like(gate, shape=(gate.shape[0], n)), grid=_grid)
 def gated(gate, up, y, *, n: int, br: int, bn: int, activation: str):
     """Tiles [br, bn] of y [rows, n]; `up` is None where the gate's columns [n, 2n) are the other factor."""
-    # y = act(gate) * up
+    # y = act(g) * u, g and u tiles of gate and up
     i, j = jt.program_id(0), jt.program_id(1)
     rows = jt.ds(i * br, br)
     g = wide(gate[rows, jt.ds(j * bn, bn)])

@@ -22,6 +22,7 @@ def attention_delta(o, g, ct, delta, *, n: int, dtype: str):
     ct: the cotangent of the log-sum-exp, or None.
     """
     # delta_i = sum_d g_id o_id - log2(e) ct_i, so that ds_ij = p_ij (dp_ij - delta_i)
+    # O, G, D: tiles of o, g and delta
     b, h = jt.program_id(0), jt.program_id(1)
     t, d = o.shape[1], o.shape[3]
     O, G, D = o.tiles(None, n, None, d), g.tiles(None, n, None, d), delta.tiles(None, None, n)

@@ -44,6 +44,7 @@ def attention_gradient_of_keys(
     # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i) s'_ij
     # dk_j = scale sum_i ds_ij q_i      tiles of p and ds are kept transposed, [bk, bq]
     # b: row of the batch; kv, h: heads of keys and of queries; j, i: blocks of keys and of queries
+    # L, D: tiles of lse and delta
     b, kv, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     (t, heads, d), keys = q.shape[1:], k.shape[1]
     group = heads // k.shape[2]

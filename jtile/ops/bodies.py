@@ -21,6 +21,7 @@ def n_body_tiles(x, masses, a, *, bi: int, bj: int, softening: float, spread: bo
     """x, a [batch, d, n], masses [batch, n]. `spread`: each pair of a tile has sums of its own, which are added up at
     the end."""
     # a_i = sum_j m_j (x_j - x_i) / (|x_j - x_i|^2 + softening^2)^(3/2)
+    # M: tiles of the masses; c: coordinate
     b, i, d = jt.program_id(0), jt.program_id(1), x.shape[1]
     at, near, M = x.tiles(None, None, bi), x.tiles(None, None, bj), masses.tiles(None, bj)
     own = [wide(at[b, c, i])[:, None] for c in range(d)]

@@ -102,6 +102,7 @@ def rope_append(
     the others: see `slot_of`."""
     p, qkv = jt.program_id(0), _Projection(qkv, dtype)
     place, half = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv.shape[2] // 2
+    # p: position among all new tokens; X: its queries and keys, R: the same rotated; x, y: halves of them
     turn = cos[p, :][None], sin[p, :][None]
     if norms:
         X = qkv[p, : heads + kv_heads, :]

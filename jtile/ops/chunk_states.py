@@ -230,6 +230,7 @@ def chunk_state_cotangents(q, ct, g, whole, of_last, ds, of_first, *, c: int, bk
     kh, count = h // (ct.shape[2] // q.shape[2]), chunks_of(q, c)
     Q, CT, each = q.tiles(None, c, None, bk), ct.tiles(None, c, None, bv), ds.tiles(None, None, None, bk, bv)
     D = first_state(of_last, (b, h, i, j), (bk, bv), ct)
+    # D: the cotangent of the state behind chunk n; G: sums of its decays
     for back in jt.range(count):
         n = count - 1 - back
         each[b, h, n, i, j] = D.astype(ds.dtype)

@@ -52,6 +52,7 @@ def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Sides, dila
     outputs of one. `bc` channels at a time, a divisor of c / groups; 0 for all.
     """
     # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a, s j + d b, c] w[a, b, c, o]; of planes z with a sum over these, too
+    # u: point of the window and part of the channels c; t: point (a, b), with planes `tap`; X, W: operands there
     (*depth, _, width, outputs), (*deep, p, q, channels) = y.shape[1:], w.shape[:-1]
     n, plane, at, out = _places(y)
     across, per_group = jt.cdiv(width, bw), outputs // groups

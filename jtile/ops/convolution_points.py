@@ -44,6 +44,7 @@ def convolution_points(
     """x [batch * points of `sides`, c], w [points of the window * c, o], y [batch * points of the result, o]. `bc`
     channels at a time, a divisor of c."""
     # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a - p, s j + d b - q, c] w[a, b, c, o]
+    # u: point of the window and part of the channels c; X: what the points of the tile read there
     at, o = jt.program_id(0), jt.program_id(1)
     parts, points = x.shape[1] // bc, _points(sides, window, stride, dilation, pads)
     image, *own = _apart(at * bm + jt.arange(bm), points)

@@ -58,7 +58,7 @@ def delta_state_cotangents(
     """ds [batch, v heads, chunks, dk, dv], the cotangents of the states behind all chunks, du and dv [batch, t, v
     heads, dv] those of u and v, and that of the first state; ct, that of o; of_last, that of the last one, or None."""
     # du = scale pairs(q, k)^T do + (k e^(G_c - G)) dS'     dv = beta mix^T du
-    # dS = e^(G_c) dS' + scale (q e^G)^T do - (k e^G)^T dv
+    # dS = e^(G_c) dS' + scale (q e^G)^T do - (k e^G)^T dv     D: dS, the cotangent behind chunk n
     b, h, j = (jt.program_id(axis) for axis in range(3))
     dk, kh, count = k.shape[3], h // (ct.shape[2] // k.shape[2]), chunks_of(k, c)
     Q, K, CT, DU, DV = (

@@ -33,6 +33,7 @@ def merge(o, lse, more, lse_more, o_new, lse_new, *, rows: int, first: int):
     """Attention over two sets of keys from that over each: o [batch, t, heads, d], lse [batch, heads, t], in powers of
     two; more, lse_more: those of the second set, for the queries from tile `first` on."""
     # l = log2(2^l1 + 2^l2)     o = 2^(l1 - l) o1 + 2^(l2 - l) o2
+    # O, M, N: tiles of o, more and o_new; L1, L2, L: those of the logarithms; a, c: weights of both sets
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d = o.shape[3]
     O, M, N = (x.tiles(None, rows, None, d) for x in (o, more, o_new))

@@ -61,6 +61,7 @@ def _between(x, table, *_, factors: tuple[int, ...], **__):
 def _by_steps(x, table, i, memory, put, factors: tuple[int, ...], sign: int):
     """The transform of row i in `memory`, as `_between` has it: vectors run along q, in the first step along p. The
     results go to `put(place, pair)`; for None into memory, whose two Refs are the result of this function."""
+    # s: step, of radix r; l: product of the radices before; m = n / (l r); p < m, q < l; z: r numbers; c: block of q
     n, l, more = x.shape[1], 1, [slice(None)] * (len(x.shape) - 2)
     begun, now, then = memory[0], memory[1:3], memory[3:5]
     for s, r in enumerate(factors):

@@ -48,6 +48,7 @@ def gated_delta_chunks(
     [batch, t, v heads]; own, mix [batch, v heads, chunks, c, c]: pairs(q, k), and see `gated_delta_mix`; whole [batch,
     chunks, v heads, dk]: G_c; state, last [batch, v heads, dk, dv] or None."""
     # u = mix beta (v - (k e^G) S)     o = scale ((q e^G) S + pairs(q, k) u)     S' = e^(G_c) S + (k e^(G_c - G))^T u
+    # A, B: tiles of ahead and behind
     b, h, j = (jt.program_id(axis) for axis in range(3))
     dk = q.shape[3]
     Q, A, B, V, O = (

@@ -101,7 +101,7 @@ def grouped_outer(
     With `step`, `last` has the rows behind the last whole `bk` of each group, and they are taken `step` at a time,
     without masks. Without, they are masked here; `always`: without asking whether there are any.
     """
-    # dW_g = sum over the rows r of group g of x_r^T dy_r
+    # dW_g = sum over the rows r of group g of x_r^T dy_r     A, B: tiles of last
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     size = sizes[g]
     first = jnp.sum(jnp.where(jt.arange(sizes.shape[0]) < g, sizes[...], 0), dtype=jnp.int32)

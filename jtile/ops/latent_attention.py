@@ -40,6 +40,7 @@ def mla_splits(
     and table [batch, pages of a row], else None; lengths int32 [batch]; scales float32 [batch or pages, slots], of
     entries of 8 bits, else None. Of several splits o is the part of each, unnormalised."""
     # s_ij = q_i . c_j     o_i = sum_j p_ij c_j[:rank] / l_i     as in flash_attention, for keys [lo, hi) of this split
+    # C, R: tiles of the latent and the rotary part of the cache, QR: that of q; n: split; j: block of keys
     b, i, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     rows, rope = q.shape[1], cache.shape[2] - rank
     parts = lambda x, side: (x.tiles(None, side, rank), x.tiles(None, side, rope, step=(None, side, rank)))

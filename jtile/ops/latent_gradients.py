@@ -33,7 +33,8 @@ def latent_gradient_of_keys(
     # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i)
     # dk_j = scale sum_i ds_ij q_i[:d]   dr_j = scale sum_i ds_ij q_i[d:]     tiles of p and ds are [bk, bq]
     b, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    # b: row of the batch; h: head; j, i: blocks of keys and of queries; tiles of rotary parts end in R and r
+    # b: row of the batch; h: head; j, i: blocks of keys and of queries; tiles of rotary parts end in R and r,
+    # those of lse and delta are L and D
     t, keys, d, dim_v, dim_r = q.shape[1], *k.shape[1::2], v.shape[3], rope.shape[2]
     (Q, QR), G = beside(q, bq, d), g.tiles(None, bq, None, dim_v)
     L, D = (x.tiles(None, None, bq) for x in (lse, delta))

@@ -31,6 +31,7 @@ def latent_prefill(
     """q [batch, t, heads, d + r]; k [batch, s, heads, d]; rope [batch, s, r]; v [batch, s, heads, d_v]; the rest as in
     `flash_attention`."""
     # s_ij = q_i[:d] . k_j + q_i[d:] . r_j     else as in flash_attention
+    # R, QR: tiles of the rotary parts; r: their features; x: block of keys, counted from the last one
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     keys, d, dv, r = *k.shape[1::2], v.shape[3], rope.shape[2]
     Q, QR = beside(q, bq, d)

@@ -39,6 +39,7 @@ def selected_latents(
     """q [batch, t, heads, rank + rope]; places int32 [batch, t, n], of which the first counts [batch, t] are slots;
     cache, table and scales as in `mla_splits`. Of several splits o is the part of each, unnormalised."""
     # s_ij = q_i . c_j     o_i = sum_j p_ij c_j[:rank] / l_i     for the keys j of the list of query i
+    # P: tiles of places; n: split; r_j, qr_i: rotary parts
     b, i, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     of_token, rope = jnp.int32(jt.cdiv(q.shape[2], bm)), cache.shape[2] - rank
     token, h = jax.lax.div(i, of_token), jax.lax.rem(i, of_token)

@@ -86,6 +86,7 @@ def linear_attention_steps(q, k, v, g, beta, state, o, last=None, *, bv: int, sc
     b, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     dk, kh = k.shape[3], h // (v.shape[2] // k.shape[2])
     V, O = v.tiles(None, None, None, bv), o.tiles(None, None, None, bv)
+    # S: the state; t: position; u: v, less what the state has of k (the delta rule)
     S = first_state(state, (b, h, 0, j), (dk, bv), v)
     for t in jt.range(k.shape[1]):
         q_t, k_t, u = wide(q[b, t, kh, :])[:, None], wide(k[b, t, kh, :])[:, None], wide(V[b, t, h, j])[None, :]

@@ -80,6 +80,7 @@ def gated_products_of_rows(
 ):  # fmt: skip
     """a [m, k], gate and up [n, k], rows f32 [m], columns and up_columns f32 [n] -> y [m, n]."""
     # Y = act(G) * U     g_ij = rows_i columns_j sum_t a_it gate_jt, and U likewise
+    # A, B, C: tiles of a, gate and up; R: scales of the rows
     i, j = jt.program_id(0), jt.program_id(1)
     A, B, C = a.tiles(bm, bk), gate.tiles(bn, bk), up.tiles(bn, bk)
     G = U = jt.zeros((bm, bn), jnp.float32)

@@ -87,6 +87,7 @@ def softmax_backward_columns(y, g, dx, *, bc: int, log: bool = False):
 @jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, **_: y.shape[0])
 def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
     """dx for y, g [rows, n], a row in a program, in blocks of `bn`: one pass for the sum, then one to write."""
+    # t, u: tiles of g and y
     i = jt.program_id(0)
     Y, G, DX = (ref.tiles(None, bn) for ref in (y, g, dx))
     total = wide(jnp.zeros((), y.dtype))
@@ -101,6 +102,7 @@ def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
 @jt.kernel(out_type=lambda x, g: jt.like(x), grid=lambda x, g: x.shape[0])
 def softmax_backward_again(x, g, dx):
     """dx of a softmax for x and the cotangents g of its results [rows, n], a row in a program."""
+    # t, u: rows of x and g     e = exp(t - max t)     y = e r     r = 1 / sum e
     i, n = jt.program_id(0), x.shape[1]
     X, G, DX = (ref.tiles(None, n) for ref in (x, g, dx))
     t, u = wide(X[i, 0]), wide(G[i, 0])

@@ -33,6 +33,7 @@ def _grid(x, w, *, bm, bn):
 def stencil_tiles(x, w, y, *, bm: int, bn: int):
     """x [batch, m + p - 1, n + q - 1], w [p, q], y [batch, m, n]."""
     # y_ij = sum_ab w_ab x_{i + a, j + b}
+    # c: b of the formula; b: row of the batch
     b, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     total = None
     for a in range(w.shape[0]):

@@ -138,6 +138,7 @@ def _number(kept, code, h: int, c: int):
 def sparse24_tiles(x, values, codes, y, *, parts: int, bm: int, bn: int, bp: int):
     """Parts of the sums of the product, y [parts, m, n], which are to be added up."""
     # Y^T = sum_(h, c) W_(h, c) X_(h, c)^T: the matrix that is made in registers stands on the left
+    # V, C: tiles of values and codes; s: part of the sums; h: half, c: place, e: number that is kept
     s, j, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     X, V, C = x.tiles(bm, None, bp), values.tiles(bn, None, bp), codes.tiles(bn, bp)
     count, total = jt.cdiv(C.shape[1], parts), jt.zeros((bn, bm), y.dtype)
