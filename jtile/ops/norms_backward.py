@@ -218,7 +218,9 @@ def _sum_types(xs, ct, statistics, *, br, bc, per, sums):
 
 
 @jt.kernel(out_type=_sum_types, grid=_sum_grid)
-def norm_backward_sums(xs, ct, statistics: Statistics, *out, br: int, bc: int, per: int, sums: int):
+def norm_backward_sums(
+    xs, ct, statistics: Statistics, of_weight, of_bias=None, *, br: int, bc: int, per: int, sums: int
+):  # fmt: skip
     """The `sums` of `norm_backward_rows` from the statistics that it wrote; `per` tiles [br, bc] in a program."""
     c, j = jt.program_id(0), jt.program_id(1)
     X, CT = [ref.tiles(br, bc) for ref in xs], ct.tiles(br, bc)
@@ -230,8 +232,9 @@ def norm_backward_sums(xs, ct, statistics: Statistics, *out, br: int, bc: int, p
         t = t if means is None else t - means[i][:, None]
         dw = dw + (g * t * factors[i][:, None]).sum(0)
         db = db + g.sum(0) if sums > 1 else db
-    for ref, total in zip(out, (dw, db)):
-        ref.tiles(None, bc)[c, j] = total
+    of_weight.tiles(None, bc)[c, j] = dw
+    if of_bias is not None:
+        of_bias.tiles(None, bc)[c, j] = db
 
 
 def _in_rows(xs, weight, cts, *, sums: int, **options):
