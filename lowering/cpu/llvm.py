@@ -81,7 +81,8 @@ class Module:
         texts = list(self.functions.values())
         calls = collections.Counter(name for text in texts for name in _CALLED.findall(text))
         for name, text in self.functions.items():
-            inline = text.startswith("define internal") and (calls[name] == 1 or text.count("\n") <= _SHORT)
+            mine = text.startswith("define internal") and " noinline " not in text.partition("\n")[0]
+            inline = mine and (calls[name] == 1 or text.count("\n") <= _SHORT)
             yield text.replace(" #0 ", " #0 alwaysinline ", 1) if inline else text
 
 

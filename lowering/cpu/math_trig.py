@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from . import math_tables as tables
-from .llvm import Val, like, vec
+from .llvm import Code, Val, i64, like, scalar_of, vec
 from .math_expr import X, fast_two_sum, horner, magic_int, magic_round, two_product, two_sum
 
 PI_2, PI_2_LO = float.fromhex("0x1.921fb54442d18p+0"), float.fromhex("0x1.1a62633145c07p-54")
@@ -91,14 +91,45 @@ def _i64_to_double(d: X) -> X:
     return (d + 0x4338000000000000).as_float() - 1.5 * 2.0**52
 
 
+WORD = 8  # bytes of a double, and of an i64
+
+
+def _reduce_far(x: X) -> tuple[X, X, X]:
+    """`_reduce_huge` in a function of its own. It is as long as the rest of a sine together and hardly ever runs, so
+    that LLVM compiles it once for a kernel, in vectors of one register, and not wherever an angle is reduced."""
+    code, lanes = x.code, min(x.lanes, x.isa.lanes(64))
+    name = f"jtile_reduce_huge_{lanes}"
+    if name not in code.module.functions:
+        _far_function(x, name, lanes)
+    given, *results = [code.var(ty, align=WORD) for ty in (x.ty, x.ty, x.ty, like(x.ty, "i64"))]
+    code.store(x.v, given, align=WORD)
+    pointers = ", ".join(map(str, (given, *results)))
+    code.do(f"call void @{name}({pointers}, {i64(x.lanes)})")
+    types = (x.ty, x.ty, like(x.ty, "i64"))
+    r, lo, q = (x.new(code.load(ty, slot, align=WORD)) for ty, slot in zip(types, results, strict=True))
+    return r, lo, q
+
+
+def _far_function(x: X, name: str, lanes: int) -> None:
+    """Adds the function `name(x, r, lo, q, n)`, which reduces n doubles in memory, to the module."""
+    params = [*(Val("ptr noalias", f"%{n}") for n in ("x", "r", "lo", "q")), Val("i64", "%n")]
+    code = Code(x.code.module, name, params, attributes="noinline")
+    given, *results = (Val("ptr", p.name) for p in params[:4])
+    with code.loop(0, params[4], lanes) as i:
+        part = X(code, x.isa, code.load(vec(lanes, "double"), code.gep("double", given, i), align=WORD))
+        for out, value in zip(results, _reduce_huge(part), strict=True):
+            code.store(value.v, code.gep(scalar_of(value.ty), out, i), align=WORD)
+    code.finish()
+
+
 def _reduced(x: X) -> tuple[X, X, X]:
-    """`_reduce_medium`, and a branch to `_reduce_huge` when one finite lane is beyond its range (rare)."""
+    """`_reduce_medium`, and a branch to `_reduce_far` when one finite lane is beyond its range (rare)."""
     code = x.code
     r, lo, q = _reduce_medium(x)
     slots = [code.var(v.ty, v.v) for v in (r, lo, q)]
     huge = (x.abs() > REDUCTION_LIMIT) & (x.abs() < float("inf"))
     with code.when(huge.any()):
-        for slot, near, far in zip(slots, (r, lo, q), _reduce_huge(x), strict=True):
+        for slot, near, far in zip(slots, (r, lo, q), _reduce_far(x), strict=True):
             code.store(huge.where(far, near).v, slot)
     r, lo, q = (x.new(code.load(v.ty, slot)) for v, slot in zip((r, lo, q), slots, strict=True))
     return (x.abs() < float("inf")).where(r, float("nan")), lo, q
