@@ -1,7 +1,7 @@
 """Loads, stores and atomics on Refs: the one bounds rule as native code.
 
-A plain load reads the Ref in place. Only where a tile may hang over the edge, a run-time test sends it through a padded
-copy, so that the readers never test anything. Masked loads and gathers are evaluated lane by lane where they are read.
+A plain load reads the Ref in place. Only where a tile may hang over the edge, and a reader looks there, a run-time test
+sends it through a padded copy, so that the readers never test anything. Masked loads and gathers are evaluated lane by lane where they are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 
 from jtile import ir
 
-from . import access, pairs, plan
+from . import access, overhang, pairs, plan
 from .access import Lanes, const_value, to_i64
 from .convert import from_memory, memory_type, to_memory
 from .emitter import Emitter, emits
@@ -168,7 +168,7 @@ def _in_place(em: Emitter, op: ir.Load) -> bool:
     checked = [a for a in axes if a.checked]
     if v.type.rank == 0 and checked:
         return False
-    if not checked:
+    if not checked or overhang.unread(em, op, axes):
         em.set_buffer(v, direct)
         return True
     axis = vector_axis(v.shape)

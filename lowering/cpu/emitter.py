@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jtile import ir
 from jtile._errors import UnsupportedError
+from jtile.passes.affine import Forms
 
 from ..emitting import Marks, into
 from . import access, plan
@@ -68,6 +70,11 @@ class Emitter:
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
         self.devices: Devices | None = None  # set in a kernel that talks to other devices
+
+    @functools.cached_property
+    def forms(self) -> Forms:
+        """The affine forms of the kernel's integers."""
+        return Forms(self.kernel)
 
     # -- representations ------------------------------------------------------------------------------------------
     def rep(self, v: ir.Value) -> Rep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from jtile import ir
@@ -50,6 +51,15 @@ class BlockPlan:
 
     def last(self, v: ir.Value) -> int:
         return self.uses[v][-1] if v in self.uses else -1
+
+    @functools.cached_property
+    def depths(self) -> dict[ir.Value, int]:
+        """For each result of the block at most how many lazy ops its value is made by, one behind the other."""
+        deep: dict[ir.Value, int] = {}
+        for op in self.block.ops:
+            above = max((deep.get(a, 0) for a in op.operands()), default=0) if is_lazy(op) else 0
+            deep.update(dict.fromkeys(op.results, above + 1))
+        return deep
 
 
 def used_by(op: ir.Op) -> list[ir.Value]:
