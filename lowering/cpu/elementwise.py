@@ -25,7 +25,7 @@ from .convert import (
 )
 from .isa import Isa
 from .llvm import Code, Val, intrinsic_suffix
-from .math_expr import X, ceil, floor, pow2, round_even
+from .math_expr import X, ceil, floor, has_fma, pow2, round_even
 
 COMPARISONS = {
     "eq": ("oeq", "eq", "eq"),
@@ -103,6 +103,22 @@ def _round_away(x: X) -> X:
 
 
 def _float_rem(x: X, y: X) -> X:
+    """C's fmod, exact. A quotient of fewer bits than a mantissa has is rounded to the right integer or to the next one,
+    and what an integer times y leaves of x is a number of x's type; other lanes (rare) go the long way."""
+    if not has_fma(x.isa):
+        return _long_rem(x, y)
+    a, b = x.abs(), y.abs()
+    quotient = a / b
+    near = (quotient < 2.0**x.fmt.mantissa) & (b < float("inf"))
+    r = (-floor(quotient)).fma(b, a)
+    r = (r < 0.0).where(r + b, r).copysign(x)
+    slot = x.code.var(r.ty, r.v)
+    with x.code.when((~near).any()):
+        x.code.store(near.where(r, _long_rem(x, y)).v, slot)
+    return x.new(x.code.load(r.ty, slot))
+
+
+def _long_rem(x: X, y: X) -> X:
     """C's fmod, exact: the mantissas divided as integers, the exponent difference worked off in steps."""
     fmt, code = x.fmt, x.code
     mx, ex = _mantissa(x.abs())
