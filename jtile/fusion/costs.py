@@ -9,6 +9,7 @@ import math
 import types
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
@@ -120,7 +121,7 @@ def not_worth(
         return "it moves elements, and computes nothing"
     if len(work) == 1 and work[0].name in REDUCTIONS | RUNNING:
         return "it is one reduction"
-    if len(work) == 1 and not layout.whole and ("warps" in jt.target().features or work[0].name not in SLOW):
+    if len(work) == 1 and not layout.whole and ("warps" in jt.target().features or not is_slow(work[0])):
         return "it is one step"
     names = {step.name for step in work}
     on_gpu = "warps" in jt.target().features
@@ -155,9 +156,20 @@ def windows_not_worth(
     return None
 
 
-def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layout) -> str | None:
-    """Why a group that reads parts of arrays is not worth a kernel, or None; made_by: the primitive of each value."""
+def is_slow(step: Step) -> bool:
+    """Whether XLA's code for a function on CPUs takes longer than a kernel to write and to read an array; remainders of
+    floats call a library there, element by element, those of integers are divisions in both."""
+    return step.name in SLOW or (step.name == "rem" and jnp.issubdtype(step.outs[0].dtype, jnp.floating))
+
+
+def reads_parts(
+    steps: Sequence[Step], inputs: Sequence[Value], made_by: dict[Value, str], layout: Layout
+) -> str | None:
+    """Why a group that reads parts of arrays is not worth a kernel, or None; made_by: the primitive of each value. A
+    slow function repays the copy of a part."""
     parts = [v for v in inputs if made_by.get(v) in PARTS]
+    if "warps" not in jt.target().features and sum(map(is_slow, steps)) >= len(parts):
+        return None
     if not layout.whole and sum(map(size_of, parts)) * 2 > sum(map(size_of, inputs)):
         return "it reads parts of arrays, which XLA does without copies"
     return None

@@ -159,7 +159,7 @@ class Cutter:
         if group.windowed:
             return windows_not_worth(group.steps, read, group.outputs, group.layout)
         why = not_worth(group.steps, read, group.outputs, group.layout)
-        return why or reads_parts(group.loaded, made_by, group.layout)
+        return why or reads_parts(group.steps, group.loaded, made_by, group.layout)
 
     def _chain(self, group: Group, members: Sequence[int]) -> tuple[Chain, list[int]] | None:
         """The attention that a group is the middle of, and the numbers of its two products."""

@@ -36,11 +36,14 @@ class Walk:
         self.outputs, self.operands = outputs, operands
         self.kept = self._neighbours()
         kinds = {node.dtype.kind for node in graph.order if node.dtype is not None}
-        divides = any(op is not None and op.name in _DIVISIONS for op, _, _ in self.steps)
+        divides = any(
+            op is not None and op.name in _DIVISIONS and (dtype is None or dtype.kind in "iu")
+            for op, _, dtype in self.steps
+        )
         parts = sum(op is not None and op.name in _PARTS for op, _, _ in self.steps)
         wide = any(n.size > SMALL and n.dtype is not None and n.dtype.itemsize > 4 for n in graph.order)
         stencils = wide and (len(self.kept) >= STENCILS or (bool(self.kept) and SHARE * parts > len(self.steps)))
-        self.by_xla = stencils or "c" in kinds or (divides and bool(kinds & {"i", "u"}))
+        self.by_xla = stencils or "c" in kinds or divides
         if stencils:
             self.kept |= self._long([node.size > SMALL for node in graph.order], graph.uses)
 
