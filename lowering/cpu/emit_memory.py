@@ -1,7 +1,8 @@
 """Loads, stores and atomics on Refs: the one bounds rule as native code.
 
 A plain load reads the Ref in place. Only where a tile may hang over the edge, and a reader looks there, a run-time test
-sends it through a padded copy, so that the readers never test anything. Masked loads and gathers are evaluated lane by lane where they are read.
+sends it through a padded copy, so that the readers never test anything. Masked loads and gathers are evaluated lane by
+lane where they are read.
 """
 
 from __future__ import annotations

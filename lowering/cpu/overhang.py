@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jtile import ir
-from jtile.passes.affine import Forms
 
 from .emitter import DEPTH, Emitter
 from .evaluate import reshape_groups
+from .llvm import Val
 
 if TYPE_CHECKING:
     from .emit_memory import Axis
@@ -36,15 +36,17 @@ def unread(em: Emitter, op: ir.Load, axes: list[Axis]) -> bool:
 
 def _keep_inside(em: Emitter, checked: list[tuple[Axis, ir.Dim]], store: ir.Store, places: Places) -> bool:
     forms = em.forms
-    written = {k: (d, n) for k, d, n in _tile_axes(store)}
+    written: dict[int | None, tuple[ir.Dim, ir.Size]] = {k: (d, n) for k, d, n in _tile_axes(store)}
     for a, d in checked:
-        assert a.axis is not None and isinstance(a.limit, int)
-        there, limit = written.get(places[a.axis], (None, 0))
-        if there is None or not isinstance(limit, int) or _stride(there) != a.stride:
+        place = None if a.axis is None else places[a.axis]
+        there, limit = written.get(place, (None, 0))
+        if there is None or isinstance(limit, ir.Extent) or _stride(there) != a.stride:
             return False
         first, other = forms.start(d), forms.start(there)
-        away = first and other and first.plus(other, -1)
-        if away is None or away.terms or away.const < 0 or limit + away.const > a.limit or a.limit >= LARGEST:
+        away = first.plus(other, -1) if first is not None and other is not None else None
+        if away is None or away.terms or away.const < 0 or isinstance(a.limit, Val):
+            return False
+        if limit + away.const > a.limit or a.limit >= LARGEST:
             return False
     return True
 
@@ -101,4 +103,3 @@ def _through(op: ir.Op, places: Places) -> Places | None:
                 to.update(zip(long, now, strict=True))
             return tuple(to[k] for k in places)
     return None
-

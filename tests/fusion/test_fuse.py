@@ -180,6 +180,9 @@ def test_what_is_left_to_xla_and_why():
     columns = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
     assert "it sums columns of cheap arithmetic" in str(jt.fuse(lambda x: (x * x + 1).sum(0)).explain(columns))
     if jax.default_backend() == "cpu":
+        slow = lambda x, i: jnp.exp(part(x, i)) % 0.7 + 0.5 * part(x, 2 * i)
+        assert "it reads parts of arrays" not in str(jt.fuse(slow).explain(x, 1))
+        assert "in 1 kernels" in str(jt.fuse(lambda x: jax.lax.rem(x, 0.5 * x)).explain(x))
         assert "1 in 1 kernels" in str(jt.fuse(jnp.exp).explain(x))
         assert "computes erf less exactly" in str(jt.fuse(lambda x: jax.lax.erf(x) + 1).explain(x))
 

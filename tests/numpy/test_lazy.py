@@ -60,6 +60,17 @@ def test_stencils_of_64_bits_are_programs_of_xla(dtype, monkeypatch):
     assert left == [dtype == "float64"]
 
 
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+def test_divisions_of_integers_are_programs_of_xla(dtype, monkeypatch):
+    """Integers among the numbers of a script divide nothing."""
+    left = []
+    monkeypatch.setattr(_evaluate, "compiled", lambda walk, given: left.append(walk.by_xla) or walk)
+    with np.execution("compiled"):
+        x = np.ones(LARGE, dtype) * 8
+        assert ((x + 5) % 6 + x[::-1]).sum() == 9 * LARGE
+    assert left == [dtype == "int64"]
+
+
 def test_small_arrays_are_computed_at_once():
     with pytest.warns(RuntimeWarning, match="divide by zero"):
         x = np.ones(3) / 0

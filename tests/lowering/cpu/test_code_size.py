@@ -93,3 +93,23 @@ def test_what_is_called_in_one_place_is_inlined():
     texts = compile_kernel(kernel, texts=True).texts
     assert texts["llvm"].count("\ndefine ") > 2
     assert texts["llvm_opt"].count("\ndefine ") == 1, texts["llvm_opt"]
+
+
+def test_far_angles_are_reduced_in_one_place():
+    kernel = ir.parse_kernel("""kernel @angles(%x: ref<64xf32>, %o: ref<64xf32, out>, %q: ref<64xf32, out>) grid() {
+    %c0 = full 0 : i32
+    %a = load %x[%c0:+64] : tile<64xf32>
+    %s = sin %a : tile<64xf32>
+    %c = cos %a : tile<64xf32>
+    store %o[%c0:+64], %s
+    store %q[%c0:+64], %c
+    }""")
+    art = compile_kernel(kernel, texts=True)
+    assert art.texts["llvm_opt"].count("\ndefine ") == 2  # the kernel and the reduction, which is not inlined
+    x = np.array([1e7, -3e30, 2.0**40, 1.0] * 16, np.float32)
+    out, other = np.empty_like(x), np.empty_like(x)
+    run_image(
+        art.image, [x, out, other], **{k: art.launch[k] for k in ("programs", "workspace", "isa", "sites", "name")}
+    )
+    np.testing.assert_allclose(out, np.sin(x.astype(float)), rtol=3e-7)
+    np.testing.assert_allclose(other, np.cos(x.astype(float)), rtol=3e-7)

@@ -250,6 +250,18 @@ def test_remainder_of_far_apart_exponents(elementwise, native_isa, dtype):
     assert np.array_equal(np.signbit(got), np.signbit(want))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_remainder_beside_multiples(elementwise, native_isa, dtype):
+    """Quotients that are rounded to an integer, or past one, up to as many bits as a mantissa has, and beyond."""
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=4000).astype(dtype)
+    x = (np.floor(2.0 ** rng.uniform(0, np.finfo(dtype).nmant + 2, 4000)) * y).astype(dtype)
+    x = np.stack([np.nextafter(x, np.zeros_like(x)), x, np.nextafter(x, x * 2)]).ravel()
+    y = np.tile(y, 3)
+    got = elementwise.run(native_isa, "rem", (dtype, dtype), dtype, x, y)
+    assert np.array_equal(got, np.fmod(x, y))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_nextafter(elementwise, native_isa, dtype):
     x = floats(dtype, np.dtype(dtype), 1000)
