@@ -243,6 +243,17 @@ def _delta(meta: Mapping[str, Any]) -> dict:
     return found
 
 
+def _gpt_oss(meta: Mapping[str, Any]) -> dict:
+    """Further entries for a GPT-OSS: the features of its experts, and the limits of YaRN, which its makers do not
+    round to whole features."""
+    found: dict[str, Any] = {}
+    if meta.get("expert_feed_forward_length") is not None:
+        found["intermediate_size"] = meta["expert_feed_forward_length"]
+    if (scaling := _scaling(meta)) is not None:
+        found["rope_scaling"] = scaling | {"truncate": False}
+    return found
+
+
 LLAMA = Architecture("llama", interleaved=True, more=_llama)
 MIXTRAL = Architecture(  # files store it as a Llama, too
     "mixtral",
@@ -271,6 +282,14 @@ ARCHITECTURES = {
     "gemma2": Architecture("gemma2", entries=GEMMA, names=GEMMA_NORMS, norms_of_one=True, more=_gemma(46)),
     "gemma3": Architecture(
         "gemma3_text", entries=GEMMA, names=GEMMA_NORMS | HEAD_NORMS, norms_of_one=True, more=_gemma(62)
+    ),
+    "gpt-oss": Architecture(  # what is of experts and sinks: gguf_tensors.py
+        "gpt_oss",
+        entries=MIXTURE,
+        names={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp"),
+        experts=("", {}),
+        more=_gpt_oss,
     ),
     "deepseek2": Architecture(
         "deepseek_v3", entries=MIXTURE | LATENT, names=LATENT_NAMES | ROUTER, floats=("kv_b_proj",), more=_latent

@@ -15,10 +15,11 @@ from gguf import dequantize
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor, from_gguf_blocks, quantize
 
+from .experts import out_in, stacked
 from .gguf_names import TOP_NAMES, Architecture
 
 # types of blocks that are kept bit for bit; others become q8_0
-NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
+NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 Read = Callable[[], "jax.Array | QuantizedTensor"]
@@ -39,7 +40,56 @@ def readers(infos: Mapping[str, Any], architecture: Architecture, config: Any) -
         if all(parts):
             found[f"model.layers.{index}.self_attn.kv_b_proj.weight"] = functools.partial(_expansion, *parts)
         found |= _of_delta(infos, index)
+        if not architecture.experts[1]:
+            found |= _of_gpt_oss(infos, index)
     return found
+
+
+def _of_gpt_oss(infos: Mapping[str, Any], index: int) -> dict[str, Read]:
+    """The readers of what GPT-OSS has beside the names of `Architecture`: sinks, and experts, whose gate and up
+    transformers stores as one tensor with their rows in turns."""
+    own = f"model.layers.{index}."
+    of = lambda part, kind: infos.get(f"blk.{index}.{part}.{kind}")
+    found: dict[str, Read] = {}
+    if (sinks := of("attn_sinks", "weight")) is not None:
+        found[f"{own}self_attn.sinks"] = functools.partial(_read, sinks)
+    for kind, ending in (("weight", ""), ("bias", "_bias")):
+        gate, up, down = (of(f"ffn_{part}_exps", kind) for part in ("gate", "up", "down"))
+        read = _stack if kind == "weight" else _read
+        if gate is not None and up is not None:
+            found[f"{own}mlp.experts.gate_up_proj{ending}"] = functools.partial(_in_turns, read, gate, up)
+        if down is not None:
+            whole = functools.partial(_as_in_folders if kind == "weight" else _read, down)
+            found[f"{own}mlp.experts.down_proj{ending}"] = whole
+    return found
+
+
+def _stack(info) -> jax.Array | QuantizedTensor:
+    """The matrices of all experts, [experts, out, in]."""
+    return stacked([_expert(info, e) for e in range(_shape(info)[0])])
+
+
+def _as_in_folders(info) -> jax.Array | QuantizedTensor:
+    """The matrices of all experts as a folder of safetensors has them: floats as [experts, in, out]."""
+    return out_in(_stack(info))
+
+
+def _in_turns(read: Callable, gate, up) -> jax.Array | QuantizedTensor:
+    """Two tensors of all experts as one, of which each has every other row; matrices as `_as_in_folders`.
+
+    Raises:
+      ModelError: the two are of different sizes, or stored in different ways.
+    """
+    both = read(gate), read(up)
+    alike = [(x.storage if isinstance(x, QuantizedTensor) else x.dtype, x.shape) for x in both]
+    if alike[0] != alike[1]:
+        raise ModelError(
+            f"{gate.name} is {gate.tensor_type.name} of shape {_shape(gate)}, and {up.name} {up.tensor_type.name} of "
+            f"shape {_shape(up)}; expected two that are alike"
+        )
+    turns = lambda a, b: jnp.stack([a, b], axis=2).reshape(a.shape[0], -1, *a.shape[2:])
+    whole = jax.tree.map(turns, *both)
+    return out_in(whole) if read is _stack else whole
 
 
 def _of_delta(infos: Mapping[str, Any], index: int) -> dict[str, Read]:

@@ -22,10 +22,10 @@ from jtile import ops
 from jtile.ops import QuantizedTensor
 from jtile.ops.quantized_tensor import BLOCKS
 
-from . import kernels, sums
+from . import kernels
 from .cache import HeadNorms
 from .parallel import Axes, Term
-from .sums import Parts, Product, Unmade, in_parts, parts_of
+from .sums import Parts, Product, Unmade, in_parts, parts_of, unmade
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ def linear_or_unmade(x, weight: Weight) -> jax.Array | Unmade:
     """`linear`, or what is left for the kernel behind it to make."""
     if parts_of(x, weight) == 1:
         return linear(x, weight)
-    return Product(x, weight) if sums.JOINED else in_parts(x, weight)
+    return unmade(x, weight)
 
 
 def summed(x, weight: Weight, over: Axes) -> jax.Array | Term:

@@ -73,14 +73,15 @@ class Product(Unmade):
         return total, y if y.ndim == 2 else Parts(y, x.dtype.name)
 
 
-# Whether kernels of products do what the norm between them does: not measured.
-JOINED = False
-
-
 def parts_of(x, weight) -> int:
     """In how many parts the product of x [..., in] with a weight [out, in] is best made; 1: it is whole."""
     plain = isinstance(weight, jax.Array) and x.ndim == 2
     return hopper_wide.parts_of(x, weight) if plain else 1
+
+
+def unmade(x, weight) -> Unmade:
+    """`in_parts`, or what leaves more to the kernel behind it."""
+    return Product(x, weight) if x.dtype == jnp.bfloat16 else in_parts(x, weight)
 
 
 def in_parts(x, weight) -> Parts:

@@ -40,11 +40,10 @@ _PIECE = 32
 # Whether keys come while the kernel in front runs, where kernels overlap: not measured, and `lengths` have to be those
 # of an earlier kernel.
 EARLY = False
-# Whether the heads of keys of a short row are its keys, one behind the other, of which each query sees its own head's:
-# not measured.
-FOLDED = False
+FEW = 8  # queries of a tile of a row whose keys are the rows of its products
+# Whether a token's queries are the columns of products instead of rows, of which most are none: not measured.
+TURNED = False
 _BESIDE = 216  # registers of a thread that multiplies, where the kernel in front is to find room beside it
-_BESIDE_FOLDED = 232  # the same, for heads one behind the other, whose masks take some
 _SHORT = 2048  # slots of rows that count as short; longer rows, of which the last unit is little, were not measured
 
 
@@ -62,6 +61,7 @@ class Work:
       q, k, v, lengths, table: the operands of `hopper_decode`.
       units, parts, t, whole: its meta-parameters.
       Q, K, V: rings of tiles of queries, and of units of keys and of values.
+      P: weights of two units, transposed, where queries are columns, else None.
       q_full, q_empty, ...: a slot of Q, K or V has come; has been read.
     """
 
@@ -77,6 +77,7 @@ class Work:
     Q: jt.Shared
     K: jt.Shared
     V: jt.Shared
+    P: jt.Shared | None
     q_full: jt.Barrier
     q_empty: jt.Barrier
     k_full: jt.Barrier
@@ -103,7 +104,7 @@ class Work:
     def length(self, r):
         """How many keys row-and-head r has; behind the last one, those of the last row."""
         last = self.lengths.shape[0] - 1
-        return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)] * self.units.times, 0, self.units.slots)
+        return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)], 0, self.units.slots)
 
     def positions(self, rows: int, length):
         """Where the queries of a tile stand among the keys: [rows, 1]."""
@@ -139,7 +140,7 @@ class Work:
         del b, head
         self.q_empty.at(turn).wait(before=True)
         self.q_full.at(turn).expect(self.Q.nbytes)
-        jt.async_copy(self.q.tiles(None, ROWS, self.q.shape[2]).at[r, 0, 0], self.Q.at(turn), self.q_full.at(turn))
+        jt.async_copy(self.q.tiles(None, *self.Q.shape).at[r, 0, 0], self.Q.at(turn), self.q_full.at(turn))
 
     def clear(self, one: int, c, turn, key, length):
         """Make values behind the length zeros in round c, the last one of a row, before consumer `one` reads them."""
@@ -208,9 +209,6 @@ def _copies_from(w: Work, done):
 def _seen(s, key, length, w: Work):
     """The scores of the keys from `key` on, -inf where a query does not see a key."""
     rows, bk = s.shape
-    if w.units.times > 1:
-        mine = jt.arange(rows)[:, None] // (w.q.shape[1] // w.units.times)
-        s = jnp.where(jt.arange(bk)[None, :] % w.units.times == mine, s, -math.inf)
     if key + bk > length - w.t + 1:
         s = jnp.where(key + jt.arange(bk)[None, :] <= w.positions(rows, length), s, -math.inf)
     return s
@@ -273,6 +271,54 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
 
 
 @jt.function
+def _columns_of_row(w: Work, c, turn, lo, hi, start, length, *, scale: float, softcap: float | None):
+    """`sums_of_row` with the queries as columns: values [features, `FEW`], maxima and sums. A product has 64 rows at
+    least, so that with queries as rows most of its scores, and of their weights, are those of none."""
+    d, bk = w.V.shape[1], w.units.size
+    unit = scale * LOG2_E if softcap is None else 1.0
+    Q = w.Q.at(turn)
+
+    def weights(s, key, m, l):
+        s = s if softcap is None else scores(s, scale, softcap)
+        s = jnp.where(key + jt.arange(bk)[:, None] < length, s, -math.inf)
+        top = jnp.maximum(m, s.max(0) * unit)
+        p, fade = jnp.exp2(s * unit - top[None]), jnp.exp2(m - top)
+        return p, top, l * fade[None] + p, fade
+
+    w.q_full.at(turn).wait()
+    w.k_full.at(c).wait()
+    s = jt.dot_wait(jt.dot_async(w.K.at(c), Q.T), pending=0)
+    w.k_empty.at(c).arrive()
+    m, l = jt.full((FEW,), NOTHING, jnp.float32), jt.zeros((bk, FEW), jnp.float32)
+    acc = jt.zeros((d, FEW), jnp.float32)
+    p, m, l, _ = weights(s, (lo - start) * bk, m, l)
+    w.P.at(c).store(p.astype(w.q.dtype).T)
+    jt.fence_shared()
+    jt.role_barrier()
+    for u in jt.range(lo + 1, hi):
+        w.k_full.at(c + 1).wait()
+        s = jt.dot_async(w.K.at(c + 1), Q.T)
+        w.v_full.at(c).wait()
+        acc = jt.dot_async(w.V.at(c).T, w.P.at(c).T, acc)
+        s = jt.dot_wait(s, pending=1)
+        w.k_empty.at(c + 1).arrive()
+        p, m, l, fade = weights(s, (u - start) * bk, m, l)
+        w.P.at(c + 1).store(p.astype(w.q.dtype).T)  # two rounds ago its products have been waited for
+        acc = jt.dot_wait(acc, pending=0) * fade[None]
+        w.v_empty.at(c).arrive()
+        jt.fence_shared()
+        jt.role_barrier()
+        c = c + 1
+    w.q_empty.at(turn).arrive()
+    w.v_full.at(c).wait()
+    zero_behind(w.V.at(c), (hi - 1 - start) * bk, length)
+    jt.role_barrier()
+    acc = jt.dot_wait(jt.dot_async(w.V.at(c).T, w.P.at(c).T, acc), pending=0)
+    w.v_empty.at(c).arrive()
+    return acc, m, l.sum(0), c + 1
+
+
+@jt.function
 def _products(w: Work, o, o_part, lse_part, *, scale: float, softcap: float | None, last: bool):
     """The role that multiplies."""
     d = w.q.shape[2]
@@ -282,14 +328,19 @@ def _products(w: Work, o, o_part, lse_part, *, scale: float, softcap: float | No
         length, ahead = ahead, w.length(r + 1)
         n = w.count(length)
         lo, hi = w.inside(begin, end, start, n)
-        acc, m, l, c = sums_of_row(w, 0, c, turn, lo, hi, start, length, scale=scale, softcap=softcap)
+        if w.P is None:
+            acc, m, l, c = sums_of_row(w, 0, c, turn, lo, hi, start, length, scale=scale, softcap=softcap)
+        else:
+            acc, m, l, c = _columns_of_row(w, c, turn, lo, hi, start, length, scale=scale, softcap=softcap)
+            acc = acc.T
+        rows = w.Q.shape[0]
         acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
         if w.whole or (lo == start) & (hi == start + n):
-            o.tiles(None, ROWS, d)[r, 0, 0] = acc.astype(o.dtype)
+            o.tiles(None, rows, d)[r, 0, 0] = acc.astype(o.dtype)
         else:
             at = place_of_part(jt.program_id(0), lo == start)
-            o_part.tiles(None, ROWS, d)[at, 0, 0] = acc
-            lse_part.tiles(None, ROWS)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+            o_part.tiles(None, rows, d)[at, 0, 0] = acc
+            lse_part.tiles(None, rows)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
             if last:
                 _meet(w, r, *parts_of(start, n, size), o, o_part, lse_part)
         r, start, turn = r + 1, start + n, turn + 1
@@ -309,24 +360,26 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
-    whole: bool = False, ahead: int = 1, early: bool = False,
+    whole: bool = False, ahead: int = 1, early: bool = False, turned: bool = False,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
     with `whole` rows there are no parts. ahead: tiles of queries that there is room for. early: the kernel in front
     writes queries and the newest key and value of each row, and neither older ones nor the lengths.
+    turned: the one token of a row has at most `FEW` queries, which are the columns of products.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
     slots = _RING // (units.size * d * dtype.itemsize)
-    Q = jt.alloc((ROWS, d), dtype, slots=ahead)
+    Q = jt.alloc((FEW if turned else ROWS, d), dtype, slots=ahead)
+    P = jt.alloc((FEW, units.size), dtype, slots=2) if turned else None
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = jt.barrier(ahead), jt.barrier(ahead)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
-    with jt.role("products", warps=4, registers=(_BESIDE_FOLDED if units.times > 1 else _BESIDE) if early else 0):
+    w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, P, *barriers)
+    with jt.role("products", warps=4, registers=_BESIDE if early else 0):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
     with jt.role("copies", warps=1, registers=40, early=early):
         if early:
@@ -403,8 +456,6 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     count, and the others of the output are not written. `whole`: a program takes all keys of a row and head, unit by
     unit, so that what a query gets depends neither on other rows nor on the tokens beside it."""
     (batch, t, heads, d), kvs = q.shape, k.shape[2]
-    if FOLDED and t == 1 and not whole and _folds(heads, k, lengths, table):
-        return _of_folded(q, k, v, lengths, scale=scale, softcap=softcap)
     units, group, parts = units_of(k, table), heads // kvs, gpu_tiles.processors()
     # One row and head for each program, or less: 14.1 us instead of 15.1 for 16 rows of 8 heads of keys. With 64 rows,
     # 44.6 instead of 42.7.
@@ -414,29 +465,8 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
     options |= {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
+    options |= {"turned": True} if TURNED and t == 1 and group <= FEW and d <= 128 and not whole else {}
     options |= {"early": True} if EARLY and t == 1 and gpu_tiles.overlaps() and not whole else {}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)
-
-
-def _folds(heads: int, k, lengths, table) -> bool:
-    """Whether the heads of keys are best one behind the other: then rows of a few hundred keys are whole units, and a
-    copy brings neighbours in memory."""
-    slots, kvs = k.shape[1:3]
-    short = table is None and slots <= _SHORT and k.shape[3] < 256
-    return short and heads <= ROWS and kvs in (2, 4, 8, 16) and lengths.shape[0] * kvs > gpu_tiles.processors()
-
-
-def _of_folded(q, k, v, lengths, *, scale: float, softcap: float | None):
-    """`of_batch` for one token a row, where all heads of keys are one."""
-    (_, _, heads, d), (_, slots, kvs, _), parts = q.shape, k.shape, gpu_tiles.processors()
-    units = Units(slots=slots * kvs, size=128, times=kvs)
-    k, v = (x.reshape(x.shape[0], slots * kvs, 1, d) for x in (k, v))
-    last = by_the_last(lengths.shape[0], heads, d, parts)
-    options = {"parts": parts, "units": units, "t": 1, "scale": scale, "softcap": softcap, "last": last}
-    options |= {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
-    options |= {"early": True} if EARLY and gpu_tiles.overlaps() else {}
-    o, o_part, lse_part = hopper_decode(q[:, 0], k, v, lengths, None, **options)
-    o = o if last else combined(o, o_part, lse_part, lengths, units)
-    return o[:, None]

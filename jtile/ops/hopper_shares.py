@@ -30,18 +30,16 @@ _LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as ma
 @dataclasses.dataclass(frozen=True)
 class Units:
     """How keys are counted: a row has `slots` of them at most, a unit `size`, and each row counts `heads` times. A copy
-    brings `piece` keys of a unit, by default all; pieces behind the length of a row do not come from memory. A token of
-    a row has `times` keys, one behind the other: those of several heads."""
+    brings `piece` keys of a unit, by default all; pieces behind the length of a row do not come from memory."""
 
     slots: int
     size: int
     heads: int = 1
     piece: int | None = None
-    times: int = 1
 
     def of(self, length):
         """The units of a row and head, for a row of this length."""
-        return jnp.maximum(jt.cdiv(jnp.clip(length * self.times, 0, self.slots), self.size), 1)
+        return jnp.maximum(jt.cdiv(jnp.clip(length, 0, self.slots), self.size), 1)
 
     def of_rows(self, lengths, k):
         """Block k of the rows: their numbers, and the units of all of their heads, both int32 [rows]."""

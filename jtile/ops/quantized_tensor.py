@@ -44,7 +44,8 @@ from jtile.ops.weight_rounding import round_weights
 
 KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1", "mxfp4")
 BLOCKS = 128  # rows that share the scales of fp8 weights whose activations are rounded by "blocks"
-BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
+# one GGUF block: f16 scale (of mxfp4 e8m0, one byte), (f16 minimum,) codes
+BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "mxfp4": 17}
 K_KINDS = tuple(LAYOUTS)  # kinds that are read from GGUF, and not made here
 
 
@@ -186,7 +187,7 @@ class QuantizedTensor:
 
         Args:
           raw: uint8, as many bytes as the file has for the matrix.
-          kind: `"q4_0"`, `"q4_1"`, `"q8_0"` or a K-quant, `"q2_k"` to `"q6_k"`.
+          kind: `"q4_0"`, `"q4_1"`, `"q8_0"`, `"mxfp4"` or a K-quant, `"q2_k"` to `"q6_k"`.
           shape: (out, in), in weights.
         Returns:
           A `QuantizedTensor` of that shape.
@@ -445,7 +446,7 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
     Args:
       raw: uint8 array of any shape with the bytes of `out * in / 32` blocks, row-major over (out, block); of K-quants
         those of `out * in / 256` super blocks.
-      kind: "q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k" or "q6_k".
+      kind: "q4_0", "q4_1", "q8_0", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k" or "q6_k".
       shape: (out, in) in weights.
 
     Returns:
@@ -467,10 +468,13 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
         arrays = super_blocks.of_blocks(raw, kind, shape)._asdict()
         return jax.device_put(QuantizedTensor(**arrays, kind=kind))
     blocks = raw.reshape(out, inner // BLOCK, BLOCK_BYTES[kind])
-    head = 4 if kind == "q4_1" else 2
+    head = {"q4_1": 4, "mxfp4": 1}.get(kind, 2)
     codes = np.ascontiguousarray(blocks[..., head:]).reshape(out, -1)
     if kind == "q8_0":
         codes = codes.view(np.int8)
+    if kind == "mxfp4":
+        scale = np.ascontiguousarray(blocks[..., 0]).view(jnp.float8_e8m0fnu)
+        return jax.device_put(QuantizedTensor(codes, scale, None, kind))
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
     minimum = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0] if kind == "q4_1" else None
     return jax.device_put(QuantizedTensor(codes, scale, minimum, kind))  # jnp.asarray compiles a copy for each shape

@@ -45,14 +45,61 @@ def leaves(model) -> list:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FOLDERS if name not in ("llama", "qwen3_next")]
-)  # which has factors: test_load.py
+    "name", [name for name in FOLDERS if name not in ("llama", "qwen3_next", "gpt_oss")]
+)  # Llama has factors: test_load.py
 def test_a_file_says_what_the_folder_says(model, tmp_path, name):
     folder, file = model(name), jtile.models.load(write(DATA / name, tmp_path / "it.gguf"))
     assert numbers(file.model.config) == numbers(folder.model.config)
     for (path, a), (other, b) in zip(leaves(file.model), leaves(folder.model), strict=True):
         assert path == other and (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))  # of Gemma's norms, which are stored plus 1
+
+
+@pytest.fixture
+def gpt_oss(tmp_path):
+    """A folder with the model of that name and the bound of gates that files do not name."""
+    folder = tmp_path / "oss"
+    folder.mkdir()
+    config = json.loads((DATA / "gpt_oss" / "config_hub.json").read_text()) | {"swiglu_limit": 7.0}
+    for name in ("config.json", "config_hub.json"):
+        (folder / name).write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((DATA / "gpt_oss" / "model.safetensors").read_bytes())
+    return folder
+
+
+def test_a_file_of_gpt_oss_says_what_the_folder_says(gpt_oss, tmp_path):
+    folder, file = (jtile.models.load(path) for path in (gpt_oss, write(gpt_oss, tmp_path / "it.gguf")))
+    assert numbers(file.model.config) == numbers(folder.model.config)
+    for (path, a), (other, b) in zip(leaves(file.model), leaves(folder.model), strict=True):
+        assert path == other and a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+
+def test_experts_of_gpt_oss_keep_their_bits(gpt_oss, tmp_path):
+    """Of four bits, as its makers publish them; a file of which gate and up are not alike is refused."""
+
+    def four_bits(name, tensor, parts=("gate", "up", "down")):
+        if not name.endswith(tuple(f"ffn_{part}_exps.weight" for part in parts)):
+            return name, tensor
+        kind, (experts, out, _) = gguf.GGMLQuantizationType.MXFP4, tensor.shape
+        codes = np.random.default_rng(len(name)).integers(0, 256, (experts, out, 17), np.uint8)
+        codes[..., 0] = 120 + codes[..., 0] % 8  # powers near 1
+        stored[name] = gguf.dequantize(codes, kind)
+        return name, (codes, kind)
+
+    stored: dict = {}
+    lm = jtile.models.load(write(gpt_oss, tmp_path / "it.gguf", four_bits))
+    for i, block in enumerate(lm.model.blocks):
+        into, down = (w.get_value() for w in (block.mlp.experts.gate_up, block.mlp.experts.down))
+        assert into.kind == down.kind == "mxfp4"
+        gate_up = [stored[f"blk.{i}.ffn_{part}_exps.weight"] for part in ("gate", "up")]
+        of = lambda w: np.stack([weights(jax.tree.map(lambda x, e=e: x[e], w)) for e in range(w.shape[0])])
+        np.testing.assert_array_equal(of(into), np.concatenate(gate_up, axis=1))
+        np.testing.assert_array_equal(of(down), stored[f"blk.{i}.ffn_down_exps.weight"])
+    assert lm.generate(np.arange(3, 8), 3, eos=None).shape == (3,)
+    path = write(gpt_oss, tmp_path / "other.gguf", lambda *of: four_bits(*of, parts=("gate",)))
+    with pytest.raises(ModelError, match=r"MXFP4 of shape .* expected two that are alike"):
+        jtile.models.load(path)
 
 
 @pytest.fixture

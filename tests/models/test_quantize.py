@@ -230,10 +230,10 @@ MEMORY = """
     tensors = {f"w{k}": np.full((rows, columns), k, np.float32) for k in range(12)}
     save_file(tensors, path / "model.safetensors")
     del tensors
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-    jax.block_until_ready(jax.device_put(np.ones(3)))
-    before = peak()
     stored = folder.stored_tensors(path)
+    jax.block_until_ready(stored.pop("w0")())  # brings 30 to 50 MB of JAX's code to memory
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    before = peak()
     sums = [float(np.asarray(t())[:2, 0].sum()) for t in stored.values()]  # each is on the device once, and gone
     print(json.dumps({"peak": peak() - before, "one": rows * columns * 4, "sums": sums}))
 """
@@ -248,5 +248,5 @@ def test_reading_takes_the_memory_of_a_tensor_and_not_of_a_file(tmp_path, subpro
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=subprocess_env, check=True
     )
     found = json.loads(done.stdout)
-    assert sorted(found["sums"]) == [2.0 * k for k in range(12)]
-    assert found["peak"] < 5 * found["one"]  # of twelve: pages of the file, the copy, and 16 MB of code
+    assert sorted(found["sums"]) == [2.0 * k for k in range(1, 12)]
+    assert found["peak"] < 3 * found["one"]  # of eleven: two of the largest tensor, and a page here and there

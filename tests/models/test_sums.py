@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtile.models import programs, sums
+from jtile.models import layers, programs, sums
 from jtile.ops import hopper_normed, hopper_wide
 from jtile.ops.hopper_wide import Form
 from jtile.ops.norms import rms_norm_reference
@@ -54,9 +54,10 @@ def test_products_that_norms_join(short, outputs, monkeypatch):
     whole = lm.generate(ids, 6, eos=None)
     lm._executables.clear()
     asked = []
-    monkeypatch.setattr(sums, "JOINED", True)
+    monkeypatch.setattr(layers, "unmade", sums.Product)
     monkeypatch.setattr(hopper_wide, "parts_of", lambda x, w: 3)
     monkeypatch.setattr(hopper_normed, "misfit", lambda x, w, weights: asked.append(len(weights)))
+    monkeypatch.setattr(hopper_normed, "choice", lambda n, k: Form(64, 2, 2))
     monkeypatch.setattr(hopper_wide, "choice", lambda n, k, weights: Form(64, 3 if weights == 1 else 1, 2))
     programs.decode.clear_cache()
     assert np.array_equal(lm.generate(ids, 6, eos=None), whole)

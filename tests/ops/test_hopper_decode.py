@@ -72,21 +72,20 @@ def test_in_the_interpreter(name, last, monkeypatch):
         assert relative_error(got, want) < 4e-3
 
 
-@pytest.mark.parametrize(("last", "early", "softcap"), [(True, False, None), (False, True, 2.0)])
-def test_heads_of_keys_one_behind_the_other(last, early, softcap, monkeypatch):
-    """Rows of 300, 33, 0 and 16 tokens of 8 heads of keys are 19, 3, 1 and 1 units of 16 tokens, in four programs."""
+@pytest.mark.parametrize(("last", "early", "softcap", "page"), [(True, False, None, None), (False, True, 2.0, 64)])
+def test_queries_as_columns(last, early, softcap, page, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 4)
-    monkeypatch.setattr(hopper_decode, "FOLDED", True)
+    monkeypatch.setattr(hopper_decode, "TURNED", True)
     monkeypatch.setattr(hopper_decode, "EARLY", early)
     monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
-    args = arguments(4, 1, 32, 8, 304, 64, (300, 33, 0, 16))
+    args = arguments(4, 1, 8, 2, 320, 64, (300, 33, 0, 16), page=page)
     kernel, asked = hopper_decode.hopper_decode, []
     interpreted = lambda *a, **options: asked.append(options) or kernel.interpret(*a, seed=1, **options)
     monkeypatch.setattr(hopper_decode, "hopper_decode", interpreted)
     with jt.config(overlap=early):
         got = hopper_decode.of_batch(*args, scale=0.1, softcap=softcap)
     assert relative_error(got, reference(*args, softcap)) < 4e-3
-    assert asked[0]["units"].times == 8 and asked[0].get("early", False) == early
+    assert asked[0]["turned"] and asked[0].get("early", False) == early
 
 
 def test_whole_rows_depend_on_nothing_beside_them(monkeypatch):
@@ -148,11 +147,12 @@ def test_on_the_gpu(page, last, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
-def test_heads_one_behind_the_other_on_the_gpu(early, monkeypatch):
-    monkeypatch.setattr(hopper_decode, "FOLDED", True)
+@pytest.mark.parametrize("page", [None, 64])
+def test_queries_as_columns_on_the_gpu(page, early, monkeypatch):
+    monkeypatch.setattr(hopper_decode, "TURNED", True)
     monkeypatch.setattr(hopper_decode, "EARLY", early)
     lengths = [int(n) for n in np.random.default_rng(0).integers(0, 640, 40)]
-    args = arguments(40, 1, 32, 8, 640, 128, lengths)
+    args = arguments(40, 1, 32, 8, 640, 128, lengths, page=page)
     with jt.config(interpret=False, overlap=early):
         run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
         got = run(*args)

@@ -10,7 +10,7 @@ from library import normal
 from sass import spills_of_products
 
 import jtile as jt
-from jtile.ops import hopper_normed, hopper_wide
+from jtile.ops import gpu_tiles, hopper_normed, hopper_wide
 from jtile.ops.hopper_wide import Form
 from jtile.testing import relative_error
 
@@ -53,6 +53,18 @@ def test_in_the_interpreter(name):
     assert relative_error(np.asarray(out).sum(0), exact) < 1e-2
 
 
+def test_which_products(monkeypatch):
+    """Those of a decoder with long rows, in bfloat16: a row without its norm may overflow float16."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 132)
+    monkeypatch.setattr(hopper_wide, "misfit", lambda x, weights: None)
+    assert hopper_normed.choice(4096, 14336) == hopper_normed.choice(4096, 4096) == Form(64, 2, 6)
+    assert hopper_normed.choice(512, 4096) is None and hopper_normed.choice(128256, 4096) is None
+    of = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    assert hopper_normed.misfit(of(64, 4096), of(4096, 4096), (of(6144, 4096),)) is None
+    half = [of(n, 4096, dtype="float16") for n in (64, 4096, 6144)]
+    assert "overflow" in str(hopper_normed.misfit(*half[:2], (half[2],)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_gpu(name):
@@ -80,8 +92,8 @@ def test_what_it_compiles_to(n, k, count):
     pytest.importorskip("triton")
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     with jt.config(arch="sm_90"):
-        forms = hopper_wide.choice(k, n, 1), hopper_wide.choice(n, k, count)
-    x, squares = of(64, k), of(32, 64, dtype=jnp.float32)
+        forms = hopper_normed.choice(k, n), hopper_wide.choice(n, k, count)
+    x, squares = of(64, k), of(64, 64, dtype=jnp.float32)
     options = dict(form=forms[1], activation="silu" if count > 1 else None, out_dtype="bfloat16", eps=EPS)
     behind = hopper_normed.behind_norm.lower(x, squares, (of(n, k),) * count, target="cuda:sm_90", **options)
     operands = of(64, n), of(k, n), x, of(k, dtype=jnp.float32)

@@ -11,8 +11,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 NAMES = {  # model_type -> general.architecture
-    "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3", "llama": "llama", "mistral": "llama",
-    "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
+    "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "llama": "llama",
+    "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
 }  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def _fields(writer, config: dict) -> None:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config.get("head_dim") or config["hidden_size"] // heads)
         writer.add_value_length(config.get("head_dim") or config["hidden_size"] // heads)
-    if config.get("sliding_window") and kind in ("mistral", "gemma2", "gemma3_text"):
+    if config.get("sliding_window") and kind in ("mistral", "gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config["sliding_window"])
     if kind.startswith("gemma"):
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
@@ -64,6 +65,14 @@ def _fields(writer, config: dict) -> None:
     if kind == "gemma3_text":
         slides = [layer == "sliding_attention" for layer in config["layer_types"]]
         writer.add_sliding_window_pattern(slides)
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        scaling = config["rope_scaling"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
     _mixture_fields(writer, config)
 
 
@@ -141,6 +150,9 @@ def _stored(tensors: dict[str, np.ndarray], config: dict) -> dict[str, np.ndarra
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if kind == "gpt_oss":
+            found |= _of_gpt_oss(name, tensor)
+            continue
         if ".experts." not in name:
             found |= _delta(name, tensor, config) if kind == "qwen3_next" else {name: tensor}
     for block in blocks:
@@ -153,6 +165,19 @@ def _stored(tensors: dict[str, np.ndarray], config: dict) -> dict[str, np.ndarra
             found[name.replace("kv_b", "k_b")] = both[:, :plain].swapaxes(1, 2)
             found[name.replace("kv_b", "v_b")] = both[:, plain:]
     return found
+
+
+def _of_gpt_oss(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor of a GPT-OSS: gate and up apart, matrices as [experts, out, in], and what has no ending gets one."""
+    if name.endswith("sinks"):
+        return {f"{name}.weight": tensor}
+    if ".experts." not in name:
+        return {name: tensor}
+    name, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    tensor = tensor.swapaxes(1, 2) if kind == "weight" else tensor
+    if "gate_up" not in name:
+        return {f"{name}.{kind}": tensor}
+    return {f"{name.replace('gate_up', part)}.{kind}": tensor[:, i::2] for i, part in enumerate(("gate", "up"))}
 
 
 def _experts(tensors: dict[str, np.ndarray], block: int):
