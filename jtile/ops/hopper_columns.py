@@ -9,6 +9,7 @@ there are 64, and rows of x their columns: yᵀ = Wᵀ xᵀ.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -84,11 +85,11 @@ def _sum(mem: _Memory, rows, rounds, form: Form, sides: _Sides):
     return jt.dot_wait(total)
 
 
-def _leave(total, bias, y, leaving: dict[int, jt.Shared], place: tuple, form: Form, activation) -> None:
-    """Write what follows from the sums of 64 rows and of the columns from a place (row, column) of y on."""
-    *part, row, column = place
+def _leave(sums, bias, y, leaving: dict[int, jt.Shared], row, column, form: Form, activation) -> None:
+    """Write what follows from the sums of 64 rows from `row` on, and of the columns from `column` on; `sums(at, width)`
+    gives those of neighbouring columns of the tile."""
     for at, width in pieces(form.columns, LEAVING):
-        one, here = piece(total, at, width), jt.ds(column + at, width)
+        one, here = sums(at, width), jt.ds(column + at, width)
         if bias is not None:
             added = bias[0, jt.ds(row, ROWS)][:, None] if form.turned else bias[0, here][None, :]
             one = one + added.astype(jnp.float32)
@@ -97,8 +98,24 @@ def _leave(total, bias, y, leaving: dict[int, jt.Shared], place: tuple, form: Fo
         leaving[width].store(one.T if form.turned else one)
         jt.fence_shared()
         rows = jt.ds(row, ROWS)
-        jt.async_copy(leaving[width], y.at[*part, *((here, rows) if form.turned else (rows, here))])
+        jt.async_copy(leaving[width], y.at[here, rows] if form.turned else y.at[rows, here])
     jt.store_wait()
+
+
+@jt.function
+def _leave_together(total, bias, y, shared, leaving: dict[int, jt.Shared], place, row, column, form: Form, activation):
+    """Leave the sums of one part of a tile to the program that comes last of its parts, which writes y; place: the
+    tile, the consumer and the part."""
+    tile, h, part = place
+    for at, width in pieces(form.columns, LEAVING):
+        shared[tile, h, part, :, at : at + width] = piece(total, at, width)
+    if jt.arrive(jt.counters("tiles", shared.shape[:2]), (tile, h), form.parts):
+
+        def whole(at, width):  # in one order, whichever program comes last
+            parts = [shared[tile, h, p, :, at : at + width] for p in range(form.parts)]
+            return functools.reduce(jnp.add, parts)
+
+        _leave(whole, bias, y, leaving, row, column, form, activation)
 
 
 def _bring(source, buffer, first, width: int, term, across: bool, barrier) -> None:
@@ -141,19 +158,24 @@ def _grid(x, w, *_, tb: bool, form: Form, **__):
     rows, columns = (n, m) if form.turned else (m, n)
     found = jt.cdiv(rows, ROWS * form.consumers), jt.cdiv(columns, form.columns)
     # Tiles of W change first: with those of x first it is 0 to 8 % slower.
-    found = found if form.turned else found[::-1]
-    return found if form.parts == 1 else (*found, form.parts)
+    return (*(found if form.turned else found[::-1]), *([form.parts] if form.parts > 1 else []))
 
 
 def _type(x, w, *_, tb: bool, form: Form, out_dtype: str, **__):
-    parts = () if form.parts == 1 else (form.parts,)
-    return jax.ShapeDtypeStruct((*parts, *_shape(x, w, tb)), jnp.dtype(out_dtype))
+    m, n = _shape(x, w, tb)
+    y = jax.ShapeDtypeStruct((m, n), jnp.dtype(out_dtype))
+    if form.parts == 1:
+        return y
+    tiles = form.tiles_of(*((n, m) if form.turned else (m, n)))
+    return y, jax.ShapeDtypeStruct((tiles, form.consumers, form.parts, ROWS, form.columns), jnp.dtype(jnp.float32))
 
 
 @jt.kernel(out_type=_type, grid=_grid)
-def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activation: str | None, out_dtype: str):
-    """y = activation(x op(w) + bias) of x [m, k], w [k, n] or, with `tb`, [n, k], and bias [1, n] or None; y [parts, m,
-    n] where there are several, which are to be added up."""
+def hopper_columns(
+    x, w, bias, y, shared=None, *, tb: bool, form: Form, slots: int, activation: str | None, out_dtype: str
+):  # fmt: skip
+    """y = activation(x op(w) + bias) of x [m, k], w [k, n] or, with `tb`, [n, k], and bias [1, n] or None; shared: what
+    the programs of a tile leave to the last of them, where there are several."""
     # Y = X W, or Yᵀ = Wᵀ Xᵀ, a sum over rounds of 64 terms
     i, j = (jt.program_id(0), jt.program_id(1)) if form.turned else (jt.program_id(1), jt.program_id(0))
     sides, wide = _Sides.of(form.turned, tb), jt.next_power_of_2(form.columns)
@@ -177,7 +199,12 @@ def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activatio
         with jt.role(f"consumer{h}", warps=4, registers=form.registers):
             total = _sum(mem, mem.rows[h], rounds, form, sides)
             row, column = (i * form.consumers + h) * ROWS, j * form.columns
-            _leave(total, bias, y, mem.leaving[h], (*part, row, column), form, activation)
+            if shared is None:
+                _leave(functools.partial(piece, total), bias, y, mem.leaving[h], row, column, form, activation)
+            else:
+                tile = i * jt.cdiv(y.shape[0 if form.turned else 1], form.columns) + j
+                place = tile, h, part[0]
+                _leave_together(total, bias, y, shared, mem.leaving[h], place, row, column, form, activation)
     with jt.role("producer", warps=1, registers=24):
         rows, columns = (w, x) if form.turned else (x, w)
         _fill(rows, columns, mem, i, j, first, rounds, form, sides)

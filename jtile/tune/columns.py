@@ -44,13 +44,15 @@ class Form:
         """Slots that rings have room for."""
         wide = 1 << (self.columns - 1).bit_length()
         leaving = 2 * LEAVING if self.columns % LEAVING else LEAVING  # and smaller pieces, which are fewer together
-        left = itemsize if self.parts == 1 else 4  # parts of sums leave in float32
-        room = ROOM - RESERVE - self.consumers * ROWS * leaving * left
+        room = ROOM - RESERVE - self.consumers * ROWS * leaving * itemsize
         return min(MOST, room // ((ROWS * self.consumers + wide) * TERMS * itemsize))
 
     def tiles(self, p: Product) -> int:
         """How many tiles a product has."""
-        rows, columns = (p.n, p.m) if self.turned else (p.m, p.n)
+        return self.tiles_of(*((p.n, p.m) if self.turned else (p.m, p.n)))
+
+    def tiles_of(self, rows: int, columns: int) -> int:
+        """How many tiles a result has whose rows are those of the instructions."""
         return cdiv(rows, ROWS * self.consumers) * cdiv(columns, self.columns)
 
 
