@@ -19,6 +19,7 @@ from typing import Any
 from jtile import _cache, ir
 from jtile._config import current
 from jtile._errors import CompileError, JtileError, UnsupportedError
+from jtile._stack import roomy
 
 from . import failures, platforms, starts, targets
 from .artifact import Artifact
@@ -103,6 +104,7 @@ def _stored(key: str, target: Target) -> Artifact | None:
     return entry and Artifact(target.name, entry.payload, {}, entry.header["launch"])
 
 
+@roomy
 def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
     backend = _platform(kernel, target).compile
     try:

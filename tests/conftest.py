@@ -47,9 +47,10 @@ import hypothesis
 import jax
 import pytest
 from _pytest import runner
-from deep_stack import roomy
 from hypothesis.internal.conjecture import providers
 from jax.experimental.compilation_cache import compilation_cache
+
+from jtile import _stack
 
 gc.disable()  # a quarter of the time to import the tests; from `pytest_collection_finish` on it says why
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -81,7 +82,7 @@ def pytest_configure(config):
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
     jax.monitoring.register_event_duration_secs_listener(_count)
-    runner.runtestprotocol = roomy(runner.runtestprotocol)  # a test, with its fixtures
+    runner.runtestprotocol = _stack.roomy(runner.runtestprotocol)  # a test, with its fixtures
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_OneReport())
     profile = "explore" if config.getoption("--explore") else "slow" if config.getoption("--runslow") else "ci"
@@ -115,7 +116,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection(session):
     _first_example()
     with _by_numpy():  # operands of modules: seventy programs of XLA in every worker
-        roomy(_import_in_turn)(session.config)
+        _stack.roomy(_import_in_turn)(session.config)
         return (yield)
 
 

@@ -19,6 +19,7 @@ from jtile._errors import KernelTypeError
 from jtile._frames import leave_out, shows_users_frames
 from jtile._memo import Recent
 from jtile._parts import is_complex
+from jtile._stack import roomy
 from jtile.calls.arguments import ARRAY, as_operand, as_type, key_of
 from jtile.calls.boundary import is_split, runner
 from jtile.calls.layout import Layout, Spec, count_leaves, lay_out, shared_refs
@@ -441,6 +442,7 @@ class Kernel:
 
         return trace.rewrite_loops(self._fn, self._lines)
 
+    @roomy
     def _trace(self, layout: Layout, meta: dict[str, Any], tree: Structure, key: Any) -> _Bound:
         from jtile import ir, trace
         from jtile.calls.custom_vjp import custom_vjp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -130,15 +131,22 @@ def initialize(isa: Isa) -> None:
         llvm.initialize_all_asmprinters()
 
 
-def machine(isa: Isa):
-    """LLVM's target machine for position-independent small-model code."""
+def new_machine(isa: Isa, level: int):
+    """LLVM's target machine for position-independent small-model code; `level`: how much it optimises, from 0."""
     import llvmlite.binding as llvm
 
     target = llvm.Target.from_triple(isa.triple)
-    level = 2 if current().optimize else 0
     return target.create_target_machine(
         cpu=isa.cpu, features=isa.feature_string, opt=level, reloc="pic", codemodel="small"
     )
+
+
+_kept = functools.cache(new_machine)  # a new one works out what the instruction set allows: 0.7 ms a kernel
+
+
+def machine(isa: Isa):
+    """The target machine of kernels, which all of them share: llvmlite calls LLVM from one thread at a time."""
+    return _kept(isa, 2 if current().optimize else 0)
 
 
 def _tuning():

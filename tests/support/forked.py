@@ -33,8 +33,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deep_stack import roomy
-
 # What a process imports that makes kernels for CPUs, but for LLVM.
 READY = (
     "jtile.calls.custom_vjp", "jtile.language._derivatives", "jtile.language._guards", "jtile.lowering.artifact",
@@ -186,6 +184,8 @@ def _child(request: dict[str, Any], files: list[int]) -> None:
     gc.unfreeze()
     status = 1
     try:
+        from jtile._stack import roomy  # JAX, which this comes with, is there
+
         roomy(_main)(request["argv"])
         status = 0
     except SystemExit as e:

@@ -15,7 +15,7 @@ import pytest
 from draws import draws, thorough
 
 import jtile as jt
-from jtile.lowering.cpu.compile import assemble, initialize, machine
+from jtile.lowering.cpu.compile import assemble, initialize, new_machine
 from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm, gemm_cost_ns
 from jtile.lowering.cpu.gemm_modes import choose_mode
 from jtile.lowering.cpu.gemm_plan import make_plan
@@ -56,7 +56,7 @@ class Products:
         assert undefined(image) == []
         if isa.arch != host_isa().arch or not isa.features <= host_isa().features:
             return
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(host_isa()))
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), new_machine(host_isa(), 2))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(image))
         self._engine.finalize_object()
         kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_void_p)
