@@ -178,6 +178,7 @@ class _Engines:
                     self._lm._weights, device._entries, device._last, table.copy(), batch.copy(), of, None
                 )
                 tokens, _, device._last, _ = choose(logits, device._last, {}, device._options, which, None)
+                del logits  # before the next step needs memory, as the engine does
             jax.block_until_ready(tokens)
             return (time.perf_counter() - start) / count
 
