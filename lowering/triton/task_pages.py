@@ -42,7 +42,7 @@ ROW = 4  # int32 words of a row
 SIZES = 20  # bits of the bytes of a copy; above them its place, in pages
 LEAST = 4 << 10  # bytes of a tile that comes in pages, at least: smaller ones wait in registers
 RING = 144 << 10  # bytes of the ring; a tile takes half of it at most
-ROWS = 128  # of which the rows of a table are a multiple
+ROWS = 1024  # of which the rows of a table are a multiple
 COPIES = 2048  # of a block, at most: a row takes 16 bytes of shared memory
 
 # The first byte of the pages: $1 are the bytes of all.
@@ -249,15 +249,19 @@ def load(em: Emitter, found: Paged, base: Val, arrays: Val) -> Val:
     pointer = code.let(f"tt.addptr {arrays.name}, {far.name} : {arrays.elem}, i64", (), arrays.elem)
     pointer = code.bitcast(pointer, f"!tt.ptr<{memory_elem(dtype)}>")
     full = padded((found.rows[1], found.row))
-    lanes = [
-        code.along(code.scale(code.arange(n), k), axis, full) for axis, (n, k) in enumerate(zip(full, (found.row, 1)))
-    ]
-    where, lane = code.splat(pointer, full), code.add(*lanes)
-    where = code.let(f"tt.addptr {where.name}, {lane.name} : {where.type}, {lane.type}", full, pointer.elem)
-    v = code.let(f"tt.load {where.name}{versions.modifier(MODIFIER)} : {where.type}", full, elem_of(dtype))
+    inner = min(full[1], 512 // found.itemsize)  # what a warp reads at once: other warps read other rows
+    sides = [(full[0], found.row), (full[1] // inner, inner)]
+    turned = not versions.spreads_first_axis()  # so that a warp has rows of its own, and sums of rows stay in it
+    shape = (*(n for n, _ in (sides[::-1] if turned else sides)), inner)
+    where = code.splat(pointer, shape)
+    for axis, pitch in enumerate((*(p for _, p in (sides[::-1] if turned else sides)), 1)):
+        if shape[axis] > 1:
+            lanes = code.along(code.scale(code.arange(shape[axis]), pitch), axis, shape)
+            where = code.let(f"tt.addptr {where.name}, {lanes.name} : {where.type}, {lanes.type}", shape, pointer.elem)
+    v = code.let(f"tt.load {where.name}{versions.modifier(MODIFIER)} : {where.type}", shape, elem_of(dtype))
     em.barrier()
     act(em, START, "=r,l,r,~{memory}", (base, code.i32(1)))
-    return v
+    return code.reshape(code.transpose(v, (1, 0, 2)) if turned else v, full)
 
 
 def put(em: Emitter, base: Val, rows: Val, words: Sequence[Val]) -> None:

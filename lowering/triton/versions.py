@@ -64,6 +64,12 @@ def modifier(name: str) -> str:
     return f" {{cachePolicy = #tt.cache_policy<cache_modifier = {name}, eviction_policy = evict_normal>}}"
 
 
+def spreads_first_axis() -> bool:
+    """Whether triton spreads a tensor whose last axis is as long as what a warp loads over its other warps along the
+    first axis: triton 3.6 does, 3.9 takes the axis before the last one."""
+    return version() < (3, 9)
+
+
 def store_wait(pending: int) -> str:
     """The op that waits until all but `pending` asynchronous stores have read their buffers."""
     return f"ttng.async_tma_store_wait {{pendings = {pending} : i32{', read_only' if version() >= (3, 9) else ''}}}"

@@ -13,7 +13,7 @@ from jtile.execution.persistent import kernels_of, launch_of
 from jtile.execution.schedule import Schedule
 from jtile.ir.types import DTYPES
 from jtile.lowering import starts
-from jtile.lowering.triton.emit_tasks import AGAIN, FETCH, POLL, SIGNAL, Tasks
+from jtile.lowering.triton.emit_tasks import AGAIN, FETCH, PARAMETER, POLL, SIGNAL, Tasks
 from jtile.lowering.triton.features import features
 from jtile.lowering.triton.task_pages import AWAIT, BEGIN, HERE, PUT, SIZES, START, TABLE
 from jtile.lowering.triton.task_pages import PAGE as PAGE_BYTES
@@ -95,12 +95,15 @@ def _start(m: BlockProgram, base: int, more: int) -> int:
 ACTS |= {HERE: (("i32",), _here), BEGIN: (("i64",), _begin), AWAIT: (("i64",), _await)}
 ACTS |= {START: (("i64", "i32"), _start), PUT: (("i64", "i64", "i32", "i32"), _put)}
 GIVES[HERE] = "i64"
+OF_GRAPH = PARAMETER.format(name="jtile_graph")
+ACTS[OF_GRAPH], GIVES[OF_GRAPH] = (("i32",), lambda m, k: np.asarray(m.given, np.int64)[k]), "i64"
 
 
 class BlockProgram(Program):
     """The machine of a block: its pages are a memory of its own."""
 
     pages = read = begun = 0
+    given: Sequence[int] = ()  # its parameters
     late: dict[int, bool] = {}  # copies that have started; whether they take place only when they are waited for
 
 
@@ -148,6 +151,7 @@ class GraphSite:
             machine = BlockProgram(turns, block, read(self.text), own_view(memory), grid, [], seed + block)
             machine.block, machine.pages = block, self.first + block
             args = [base[-1] if p["kind"] == "devices" else _argument(p, base, [], []) for p in self.record.params]
+            machine.given = [int(a) for a in args]
             programs.append((machine, args))
         _check_params(self.function, self.record)
         run_in_turns(self.function, programs, turns, memory)
