@@ -102,10 +102,7 @@ def linear_or_unmade(x, weight: Weight) -> jax.Array | Unmade:
 
 
 def summed(x, weight: Weight, over: Axes) -> jax.Array | Term:
-    """`linear` of what this device has of x and of the weight: a `Term` of the sum over devices, or, where product and
-    sum are one kernel, the sum."""
-    if isinstance(weight, jax.Array) and weight.dtype == x.dtype and (found := over.reduced(x, weight)) is not None:
-        return found
+    """`linear` of what this device has of x and of the weight, as its `Term` of the sum over devices."""
     return over.term(linear(x, weight))
 
 

@@ -21,7 +21,6 @@ from jtile.ops import collectives
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
-REDUCED = 0  # rows, at most, whose products are summed over devices in their own kernel: no GPU has timed it
 GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
 WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searched in those of all devices
 
@@ -119,13 +118,6 @@ class Axes:
     def term(self, y):
         """What a product over heads or features of this device gives: a `Term` of the sum over devices, or y itself."""
         return y if self.tensor is None else Term(y, self.tensor, self.steady, self.talk)
-
-    def reduced(self, x, weight):
-        """x [rows, in] times the transposed weight [out, in], summed over the devices that share heads or features, if
-        that may be one kernel: for few rows. Else None."""
-        if self.tensor is None or self.steady or not self.talk or x.ndim != 2 or x.shape[0] > REDUCED:
-            return None
-        return collective("matmul_all_reduce", self.talk)(x, weight, self.tensor, transpose_b=True)
 
     def embedding(self, table, ids, dtype):
         """Rows `ids` of the table [vocab, features], of which this device has its share."""

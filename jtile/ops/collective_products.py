@@ -15,14 +15,12 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import exchanged_parts, exchanged_products, hopper_gemv, hopper_summed, hopper_travelling
-from jtile.ops.collective_parts import UNROLLED, accumulator, summed_cotangent, varying_together
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
+from jtile.ops import exchanged_parts, exchanged_products, hopper_summed, hopper_travelling
+from jtile.ops.collective_parts import accumulator, summed_cotangent, varying_together
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
 from jtile.ops.matmul import matmul
-from jtile.ops.operands import Weight
 
 PROGRAMS = 4  # programs on a CPU, where each is a thread
-STREAMED = False  # whether one or two rows are multiplied and summed in one kernel, which no GPU has run yet
 
 
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
@@ -120,8 +118,9 @@ def _same(x: jax.Array, axis: str) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _all_reduced(axis: str, transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    products = _summed_rows if transposed else _summed_products
-    return jt.same_along(products(x, w, axis=axis), axis)
+    if transposed:
+        return jt.same_along(_collectives().sum_of(matmul(x, w, transpose_b=True), axis), axis)
+    return jt.same_along(_summed_products(x, w, axis=axis), axis)
 
 
 def _all_reduced_backward(axis, transposed, residuals, ct):
@@ -270,25 +269,6 @@ def _summed_by_tiles(x, w, *, axis: str):
     return summed_product(x, w, axis=axis, **_tiles(x.shape[0], x.shape[0], w))
 
 
-def _summed_by_rows(x, w, *, axis: str):
-    """One or two rows times w [n, k], by the kernel that reads such a matrix once."""
-    return hopper_gemv.reduced_product(x, Weight(w), axis=axis, kind=x.dtype.name, out_dtype=x.dtype)
-
-
-def _not_by_rows(x, w, *, axis: str) -> str | None:
-    with jt.config() as now:
-        peers = now.gpu_peers
-    return first_unmet(
-        (STREAMED, "no GPU has run it"),
-        (bool(peers) and jax.process_count() == 1, "the devices do not reach each other's memory"),
-        (jt.axis_size(axis) <= UNROLLED, "there are many devices"),
-    ) or hopper_gemv.misfit(x, Weight(w), x.dtype.name)
-
-
-def _summed_behind_rows(x, w, *, axis: str):
-    return _collectives().sum_of(matmul(x, w, transpose_b=True), axis)
-
-
 def _summed_behind(x, w, *, axis: str):
     """The product, and behind it the sum. On two H200s 64 rows times 7168x4096 take 27.5 us so, and 24.5 by
     `hopper_summed`, where XLA takes 47.5."""
@@ -351,14 +331,6 @@ _summed_products = _op(
         BLOCK_LEVEL,
         portable=False,
     ),
-)
-
-
-# x [m, k], w [n, k]: their product [m, n], summed over the devices along an axis.
-_summed_rows = Op(
-    "product of rows with sums everywhere",
-    Implementation("rows against a stream of the matrix", _summed_by_rows, _not_by_rows, BLOCK_LEVEL, portable=False),
-    Implementation("a product and a collective", _summed_behind_rows),
 )
 
 

@@ -12,9 +12,6 @@ An RMS norm may stand in front: of one or two rows every block computes it by it
 their way, and a kernel less stands between two products. The roles that multiply take the weights of the norm only;
 its scale is a factor of their sums, which the role that writes applies.
 
-Behind the product may stand a sum over devices: the role that writes sends its tiles to the same block of the others,
-and adds what they send. The kernel behind fills its ring meanwhile.
-
 How the numbers of a lane are multiplied is said in `streamed_numbers`.
 """
 
@@ -49,16 +46,13 @@ from jtile.ops.streamed_numbers import (
 from jtile.ops.streamed_operands import (
     IN_ORDER,
     PIECE,
-    Others,
     Places,
     Rows,
     Walk,
-    add_results,
     by_block,
     in_lines,
     of_blocks,
     of_piece,
-    send_result,
 )
 
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
@@ -192,9 +186,8 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places):
 
 @jt.function
 def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, walk: Walk, places: Places,
-           share, others: Others | None):  # fmt: skip
-    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product; others: y is summed over
-    devices."""
+           share):  # fmt: skip
+    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
     rows, roles, tiles, first, programs = walk.rows, walk.roles, walk.tiles, walk.first, walk.programs
     m, bias, residual = x.x.shape[0], epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
@@ -229,12 +222,7 @@ def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, 
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
             row, column = places.of_result(i, tile)
             out = out if share is None else out * share[row]
-            if others is None:
-                y.tiles(None, rows)[row, column] = out.astype(y.dtype)
-            else:
-                send_result(others, row, column, out)
-    if others is not None:
-        add_results(others, y, walk)
+            y.tiles(None, rows)[row, column] = out.astype(y.dtype)
 
 
 @jt.function
@@ -275,19 +263,10 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: 
     program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
-def _reduced_body(x, weights: tuple[Weight, ...], y, box, came, *, axis: str, kind: str, out_dtype: str, rows: int,
-                  roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
-    """The sum over the devices along an axis of what `_body` gives for one weight."""
-    options = dict(kind=kind, activation=None, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x), weights, NO_EPILOGUE, y, None, others=Others(axis, box, came), **options)
-
-
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
-            places: Places = IN_ORDER, count: int | None = None, share=None,
-            others: Others | None = None):  # fmt: skip
-    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y; others:
-    y is summed over devices."""
+            places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
+    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
@@ -305,7 +284,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
-        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share, others)
+        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
 
 
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:
@@ -435,25 +414,6 @@ def normed_product(
     kernels = normed_kernel if rows is None else hopper_held.normed_kernel
     y, total = kernels(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
     return y, total.reshape(m, inner)
-
-
-def _results(x, weights, *, axis: str, rows: int, **_) -> list:
-    """Where the programs of all devices store their tiles, and a signal for each program."""
-    n, outputs = jt.axis_size(axis), weights[0].codes.shape[0]
-    return [
-        jt.symmetric((n, x.shape[0], outputs), jnp.float32),
-        jt.signals((_grid(x, weights, rows=rows), n)),
-    ]
-
-
-# The kernel with a sum over devices behind the product.
-reduced_kernel = jt.kernel(out_type=_outputs, grid=_grid, scratch=_results, name="hopper_gemv_sum")(_reduced_body)
-
-
-def reduced_product(x, weight: Weight, *, axis: str, kind: str, out_dtype) -> jax.Array:
-    """The sum over the devices along an axis of the products [m, out] of x [m, in] and a weight."""
-    x, options = _arguments(x, (weight,), kind, None)
-    return reduced_kernel(x, (weight,), axis=axis, kind=kind, out_dtype=jnp.dtype(out_dtype).name, **options)
 
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> tuple[jax.Array, dict]:

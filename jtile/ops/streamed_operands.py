@@ -45,22 +45,6 @@ def in_lines(weight: Weight, kind: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Others:
-    """Where results of all devices along `axis` come together: `box` float32 [devices, m, columns] of this device, and
-    `came` [programs, devices], a signal for each program and sender."""
-
-    axis: str
-    box: jt.Ref
-    came: jt.Ref
-
-    @property
-    def ranks(self) -> list:
-        """The other devices, the next one first."""
-        n, me = jt.axis_size(self.axis), jt.axis_index(self.axis)
-        return [(me + 1 + k) % n for k in range(n - 1)]
-
-
-@dataclasses.dataclass(frozen=True)
 class Rows:
     """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual."""
 
@@ -153,28 +137,3 @@ class Places:
 
 
 IN_ORDER = Places()
-
-
-@jt.function
-def send_result(others: Others, row, tile, out):
-    """Stores a tile of a result, float32 [rows], where all devices have room for those of this one."""
-    me, rows = jt.axis_index(others.axis), out.shape[0]
-    for d in others.ranks:
-        others.box.on(others.axis, d).tiles(None, None, rows)[me, row, tile] = out
-    others.box.tiles(None, None, rows)[me, row, tile] = out
-
-
-@jt.function
-def add_results(others: Others, y, walk: Walk):
-    """The tiles of y [m, columns] that are a program's: the sums of those that the same program of all devices has
-    sent, in the order of the devices."""
-    me, parts = jt.axis_index(others.axis), others.box.tiles(None, None, walk.rows)
-    for d in others.ranks:
-        jt.signal(others.came.on(others.axis, d)[walk.first, me])
-    for d in others.ranks:
-        jt.wait(others.came[walk.first, d])
-    for n in jt.range(walk.tiles):
-        tile = walk.first + n * walk.programs
-        for i in range(y.shape[0]):
-            terms = [parts[d, i, tile] for d in range(jt.axis_size(others.axis))]
-            y.tiles(None, walk.rows)[i, tile] = functools.reduce(jnp.add, terms).astype(y.dtype)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import collective_products, hopper_travelling
+from jtile.ops import hopper_travelling
 from jtile.ops.flash_attention import attention_reference
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
@@ -308,10 +308,9 @@ def test_tiles_that_travel(talk, k):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_few_rows(talk, overlap, monkeypatch):
+def test_few_rows(talk, overlap):
     """Products and the sums behind them in one kernel, whose roles are early where launches overlap, and what a mixture
     does with few rows, each in one kernel; many calls with the same bits."""
-    monkeypatch.setattr(collective_products, "STREAMED", True)
     n, k, columns, experts = talk.n, 2048, 1024, 4
     x, w = normal(1, n, k), normal(2, n * columns, k)
     many, right, weight = normal(3, n * 64, k), normal(4, n * k, columns), normal(5, k)
