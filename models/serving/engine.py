@@ -41,7 +41,8 @@ class Engine:
       lm: the model; its `page_size` and `cache_dtype` are those of the cache.
       rows: requests that run at a time; others wait, first come, first served. Default 16 on CPUs, 128 on GPUs.
       shapes: numbers of tokens, ascending, that a step may have; a step takes the smallest that holds its tokens, with
-        padding, and a program is compiled for each. The largest is the most that a step computes of prompts.
+        padding, and a program is compiled for each. The largest is the most that a step computes of prompts. On GPUs,
+        where tokens of prompts come in tiles, a shape grows to whole tiles.
       cache_tokens: tokens that the cache holds, for all requests together, and for earlier ones where there is room. By
         default as many as 1 GiB holds on a CPU, and 80 % of the free memory on a GPU, or fewer if rows do not need
         them.

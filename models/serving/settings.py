@@ -142,7 +142,14 @@ def settings_of(
     switches = bool(prefix_cache), splits, bool(chunked_prefill)
     found = Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters))
     tile = tile_of(lm, cpu)
-    return dataclasses.replace(found, tile=tile) if shapes[-1] - found.shape(rows) >= tile else found
+    if shapes[-1] - found.shape(rows) < tile:
+        return found
+    return dataclasses.replace(found, tile=tile, shapes=_in_tiles(shapes, found.shape(rows), tile))
+
+
+def _in_tiles(shapes: tuple[int, ...], alone: int, tile: int) -> tuple[int, ...]:
+    """The shapes, of which those that have more than the tokens that stand alone grow to whole tiles behind them."""
+    return tuple(sorted({n if n <= alone else alone + -(-(n - alone) // tile) * tile for n in shapes}))
 
 
 def _check_devices(lm: LanguageModel) -> None:
