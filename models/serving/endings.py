@@ -8,13 +8,18 @@ ones. It need not be the shortest end there is. Where a string has to fit a patt
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..tokenizer import Tokenizer
 
-LONGEST, INSIDE = 512, 64  # tokens of an end that is looked for, and those that are chosen within strings
+# Tokens that are chosen one by one for an end, and those of them within strings. What the grammar forces takes little
+# time, and has no limit: the names of a hundred properties are no hard end.
+CHOSEN, INSIDE = 512, 64
+FIRST = 1 << 14  # tokens that are chosen at most for the end of an answer that has not begun, once a request
+MENDED = 4  # tokens that are chosen at most in front of what is left of an end that is known
 FILLING = 8  # bytes of the tokens that fill strings at most
 # What comes first outside of strings, if it may come: what closes, what leads on to something that must come, and
 # values, short ones first.
@@ -84,28 +89,49 @@ def spelling(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]) -> Spellin
     return Spelling(made, vocab, ends)
 
 
-def find(matcher: Any, spelling: Spelling, place: Place) -> list[int] | None:
-    """The tokens of an end of JSON, None if none is found. matcher: llguidance's, as it stands at `place`; it is not
-    changed."""
-    matcher, found, chosen = matcher.deep_copy(), [], 0
+def find(
+    matcher: Any, spelling: Spelling, place: Place, known: Sequence[int] = (), most: int = CHOSEN
+) -> list[int] | None:
+    """The tokens of an end of JSON, None if none is found.
+
+    Args:
+      matcher: llguidance's, as it stands at `place`; it is not changed.
+      spelling: of the vocabulary.
+      place: where the text stops.
+      known: an end from one token before, of which all but its beginning often fits behind a few new tokens.
+      most: how many tokens may be chosen one by one.
+    """
+    matcher, found, chosen, inside = matcher.deep_copy(), [], 0, 0
     used: set[int] = set()
     before: np.ndarray | None = None  # what could come before, in this string
     while not matcher.is_accepting():
+        if chosen < MENDED and (rest := _rest(matcher, spelling, known)) is not None:
+            return found + rest
         tokens = matcher.compute_ff_tokens()
         if not tokens:
             allowed = spelling.bits(matcher.compute_bitmask())
             token = _inside(spelling, allowed, before, used) if place.string else _outside(spelling, allowed, place)
-            chosen += place.string
-            if token is None or chosen > INSIDE:
+            chosen, inside = chosen + 1, inside + (place.string and token != spelling.quote)
+            if token is None or chosen > most or inside > INSIDE:
                 return None
             tokens, before = [token], allowed if place.string else None
-        if len(found) + len(tokens) > LONGEST or not matcher.consume_tokens(tokens):
+        if not matcher.consume_tokens(tokens):
             return None
         found += tokens
         place = place.after(b"".join(spelling.texts[token] for token in tokens))
     if not matcher.is_stopped():  # a number alone, which could go on
         found.append(spelling.end)
     return found
+
+
+def _rest(matcher: Any, spelling: Spelling, known: Sequence[int]) -> list[int] | None:
+    """The part of an end, without up to two tokens at its beginning, that is an end at the matcher's place, too."""
+    for skip in range(min(3, len(known))):
+        part, end = list(known[skip:]), spelling.end
+        whole = part if part[-1] == end else [*part, end]
+        if matcher.validate_tokens(whole) == len(whole):  # a number alone could go on without its end
+            return whole if spelling.digit[part[-1]] else part
+    return None
 
 
 def _outside(spelling: Spelling, allowed: np.ndarray, place: Place) -> int | None:

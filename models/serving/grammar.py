@@ -100,7 +100,9 @@ class Guide:
             reason = " ".join([first, *(line for line in more if line.startswith("error:"))])  # of a wrong regex
             raise PromptError(f"the grammar or schema of the answer is none: {reason}")
         self._json, self._left, self._place = grammar.of_json, most, endings.Place()
-        self._end = endings.find(self._matcher, self._spelling, self._place) if self._json else None
+        self._end: list[int] | None = None
+        if self._json:
+            self._end = endings.find(self._matcher, self._spelling, self._place, most=endings.FIRST)
         self._near = max(NEAR, 2 * len(self._end or ()))
         self._only: int | None = None  # the only token that may come now
         self._retry = 0
@@ -147,22 +149,17 @@ class Guide:
     def _look(self, place: endings.Place, left: int) -> None:
         """Begins sooner to think of the end of an answer that has opened so much that its end is long."""
         end = len(endings.find(self._matcher, self._spelling, place) or ())
-        self._near = max(self._near, 2 * end if 2 * end < endings.LONGEST else left)
+        self._near = max(self._near, 2 * end if 2 * end < endings.CHOSEN else left)
 
     def _end_behind(self, token: int, place: endings.Place) -> list[int] | None:
         """An end behind a token that was just consumed: what is left of the one known, or a new one."""
-        known, end = self._end, self._spelling.end
+        known = self._end
         if known and token == known[0]:
             return known[1:]
-        if known:
-            for skip in range(min(3, len(known))):
-                rest = known[skip:] if known[-1] == end else [*known[skip:], end]
-                if self._matcher.validate_tokens(rest) == len(rest):  # a number alone could go on without its end
-                    return rest if self._spelling.digit[known[-1]] else known[skip:]
-        if self._retry:
+        if self._retry and not known:
             self._retry -= 1
             return None
-        found = endings.find(self._matcher, self._spelling, place)
+        found = endings.find(self._matcher, self._spelling, place, known or ())
         self._retry = RETRY if found is None else 0
         return found
 

@@ -65,6 +65,16 @@ def test_whole_within_their_tokens(engine, schema, shortest):
         json.loads(said.decode(errors="replace"))
 
 
+def test_long_forms(engine):
+    """Most of an end may be forced: names of properties that have to be there."""
+    schema = of(**{f"property_{i}": {"anyOf": [TEXT, NUMBER]} for i in range(300)})
+    shortest = len(json.dumps(dict.fromkeys(schema["required"], 0), separators=(",", ":")))
+    assert shortest > 4000
+    for more in (0, 40):
+        said, ended, _ = draw(engine.lm, Grammar.json(schema), shortest + more, more)
+        assert ended and set(json.loads(said.decode(errors="replace"))) == set(schema["required"])
+
+
 def test_what_does_not_fit_is_chosen_again(engine):
     """An object that cannot end within the tokens that are left is not begun."""
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": MANY}}, "required": ["a"]}
