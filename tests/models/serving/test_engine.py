@@ -78,7 +78,7 @@ def test_tiles_of_tokens(lm, core, monkeypatch):
     in_tiles = Core(lm, settings_of(lm, **SIZES))
     assert (in_tiles.settings.tile, in_tiles.settings.singles) == (4, 24)
     odd = settings_of(lm, **SIZES | {"shapes": (9, 24, 25, 30, 47)})  # a shape grows to whole tiles
-    assert odd.shapes == (9, 24, 28, 32, 48)
+    assert odd.shapes == (9, 25, 33, 49)
     assert [in_tiles.settings.layout(counts) for counts in ([1, 20], [1, 20, 4], [1, 1, 23])] == [
         (24, 24), (48, 24), (48, 24)
     ]  # fmt: skip
