@@ -13,7 +13,9 @@ from typing import Any
 from jtile import ir, passes
 from jtile._memo import memo
 from jtile.lowering import starts
+from jtile.lowering.targets import Target
 from jtile.lowering.triton.emit_tasks import UNIT
+from jtile.lowering.triton.targets import features_of
 from jtile.lowering.triton.task_pages import (
     BARRIERS,
     COPIES,
@@ -31,6 +33,7 @@ from jtile.lowering.triton.task_pages import (
 
 from .schedule import Schedule
 
+LEFT = 64 << 10  # bytes of shared memory besides the ring, for its table and for kernels
 ENABLED = False  # whether tiles come in pages: off until a GPU has compared the results
 
 
@@ -60,6 +63,12 @@ def _copies(kernel: ir.Kernel, fixed: tuple[int, ...], program: int) -> list[tup
     """(input, first byte, bytes, span) of the copies of a program."""
     found = copies(behind_passes(kernel), _paged(kernel, fixed), program)
     return [(load.input, first * load.itemsize, n * load.itemsize, load.span) for load, first, n in found]
+
+
+def room_for_pages(target: Target) -> bool:
+    """Whether blocks of a target copy in bulk, and have shared memory for a ring and for what their kernels take."""
+    f = features_of(target)
+    return f.tma and f.shared >= RING + LEFT
 
 
 def inputs_in_pages(kernel: ir.Kernel, fixed: tuple[int, ...]) -> set[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jtile import ir
+from jtile._errors import UnsupportedError
 from jtile.ir.types import DTYPES
 from jtile.lowering import registry
 from jtile.lowering.platforms import Platform, milliseconds
@@ -27,7 +28,7 @@ from jtile.tune.prune import predicted_us
 from .boxes import parts
 from .build import Piece
 from .encode import arena
-from .pages import inputs_in_pages, lists, pages_for, rows
+from .pages import inputs_in_pages, lists, pages_for, room_for_pages, rows
 from .schedule import Schedule
 from .tasks import TaskGraph, footprint_of
 
@@ -65,11 +66,28 @@ class Launch:
     shape: Shape
 
 
-def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
+def launched(schedule: Schedule, operands: int, traced: bool, target: Target) -> tuple[Launch, Any]:
+    """The plan of a schedule and its compiled launch; without pages where no block has room for them.
+
+    Args:
+      operands: how many the graph has.
+    """
+    launch = launch_of(schedule, operands, traced, room_for_pages(target))
+    try:
+        return launch, image(schedule.graph, launch, target)
+    except UnsupportedError:
+        if launch.shape.pages is None:
+            raise
+    launch = launch_of(schedule, operands, traced, pages=False)
+    return launch, image(schedule.graph, launch, target)
+
+
+def launch_of(schedule: Schedule, operands: int, traced: bool, pages: bool = True) -> Launch:
     """The plan of a schedule.
 
     Args:
       operands: how many the graph has.
+      pages: whether weights come in pages.
     """
     graph = schedule.graph
     results = sum(m.result is not None for m in graph.memories)
@@ -80,9 +98,9 @@ def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
     entry = [_entry(m, operands, arrays, places, offsets.get(k)) for k, m in enumerate(graph.memories)]
     arrivals = np.cumsum([0, *(_counters(task.kernel) for task in graph.tasks)])
     fixed = dict(zip(numbers(graph), _fixed(graph), strict=True))
-    pages, copies = _pages(schedule, entry, fixed)
+    ring, copies = _pages(schedule, entry, fixed) if pages else (None, [])
     in_pages = {
-        s: inputs_in_pages(k, fixed[s]) if pages else set() for s, k in zip(fixed, kernels_of(graph), strict=True)
+        s: inputs_in_pages(k, fixed[s]) if ring else set() for s, k in zip(fixed, kernels_of(graph), strict=True)
     }
     lines, more = _rows(schedule, entry, arrivals, in_pages)
     starts = np.cumsum([0, *(len(own) for own in lines)])
@@ -94,7 +112,7 @@ def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
     words = np.zeros(behind + len(copies), np.int32)
     words[:3] = head + len(more), len(places), behind
     words[behind:] = copies
-    words[behind : behind + len(starts)] += (behind + len(starts)) // COPY if pages else 0
+    words[behind : behind + len(starts)] += (behind + len(starts)) // COPY if ring else 0
     words[STARTS : STARTS + len(starts)] = starts
     table = words[STARTS + len(starts) : head].reshape(-1, width)
     table[: len(flat)] = flat
@@ -103,7 +121,7 @@ def launch_of(schedule: Schedule, operands: int, traced: bool) -> Launch:
     words[head + len(more) :][: len(places)] = [(first + at) // UNIT for at in places]
     counts = {"events": len(graph.events), "arrivals": int(arrivals[-1])}
     shape = Shape(
-        (operands, results), graph.cores, traced, **counts, name="jtile_graph", fixed=tuple(fixed.values()), pages=pages
+        (operands, results), graph.cores, traced, **counts, name="jtile_graph", fixed=tuple(fixed.values()), pages=ring
     )
     return Launch(words, first + max(size, 1), shape)
 

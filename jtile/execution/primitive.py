@@ -34,7 +34,7 @@ from .build import Piece, Wired, compiled, wire
 from .devices import Sum
 from .encode import encode
 from .persistent import attributes as persistent_attributes
-from .persistent import image, launch_of, predicted, spread
+from .persistent import launched, predicted, spread
 from .regions import Region, refusal
 from .schedule import Schedule, simulate
 from .timeline import Entry, GraphTimeline
@@ -186,8 +186,8 @@ def _lower_on(
     aliases = {m.operand: m.result for m in memories if m.operand is not None}
     name = platform.graph_call
     if platform.compile_graph is not None:
-        launch = launch_of(schedule, len(given), options.traced)
-        attributes, size = persistent_attributes(platform, image(wired.graph, launch, target)), launch.inner
+        launch, artifact = launched(schedule, len(given), options.traced, target)
+        attributes, size = persistent_attributes(platform, artifact), launch.inner
         given, avals = [*given, mlir.ir_constant(launch.plan)], [*avals, ShapedArray(launch.plan.shape, np.int32)]
         name = (platform.io_call if current().debug else None) or name
     else:

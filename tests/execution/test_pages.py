@@ -11,6 +11,7 @@ import pytest
 from ttir.tasks import GraphSite
 
 import jtile as jt
+from jtile.errors import UnsupportedError
 from jtile.execution import pages, persistent, primitive
 from jtile.execution.build import array_of
 from jtile.execution.graphed import _cut
@@ -135,3 +136,19 @@ def test_pages_on_a_gpu(monkeypatch, dtype, cores):
     g = jt.graph(chain, cores=cores)
     for _ in range(3):
         near(g(*args), expected(*args))
+
+
+def test_a_launch_without_room_for_pages_goes_without(on_hopper, monkeypatch):
+    _, wired, schedule = scheduled(operands("bfloat16"), 2)
+    built = persistent.image
+
+    def crowded(graph, launch, target):
+        if launch.shape.pages:
+            raise UnsupportedError("one block needs more shared memory than there is")
+        return built(graph, launch, target)
+
+    monkeypatch.setattr(persistent, "image", crowded)
+    launch, artifact = persistent.launched(schedule, len(wired.operands), False, target())
+    assert launch.shape.pages is None and artifact.image[:4] == b"\x7fELF"
+    with jt.config(arch="sm_80"):
+        assert not pages.room_for_pages(target())
