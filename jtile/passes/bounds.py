@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from jtile.ir import (
     At,
@@ -34,8 +35,8 @@ def run(kernel: Kernel) -> Kernel:
     plan = _Plan({}, {}, set())
     walk(kernel, plan.look_at)
     forms: dict[Op, Form] = {op: functools.partial(_constant, op, n) for op, n in plan.constants.items()}
-    forms |= {op: functools.partial(plan.access, op) for op in plan.inside}
-    return Copier(forms).whole(kernel)
+    forms |= {op: functools.partial(plan.access, op) for op in plan.inside if plan.changes(op)}
+    return Copier(forms).whole(kernel) if forms else kernel
 
 
 @dataclasses.dataclass
@@ -55,6 +56,10 @@ class _Plan:
             i = known(op.result)
             if i is not None and i.single:
                 self.constants[op] = i.lo
+
+    def changes(self, op: Any) -> bool:
+        """Whether a load or store needs no check any more, or no mask."""
+        return op in self.unmasked or (op.checked and self.inside[op])
 
     def access(self, old: Op, copier: Copier) -> tuple[Value, ...]:
         new = copier.put(old)

@@ -159,5 +159,8 @@ def run(kernel: Kernel) -> Kernel:
 
 
 canonicalise = Pass(
-    "canonicalise", "No op has constant operands only, no identity, no chain of moves, no known branch is left.", run
+    "canonicalise",
+    "No op has constant operands only, no identity, no chain of moves, no known branch is left.",
+    run,
+    True,
 )

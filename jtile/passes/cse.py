@@ -15,7 +15,9 @@ COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor", "eq", "ne"})
 
 
 def run(kernel: Kernel) -> Kernel:
-    return kernel.with_body(_Numbering(kernel).block(kernel.body, {}))
+    numbering = _Numbering(kernel)
+    body = numbering.block(kernel.body, {})
+    return kernel.with_body(body) if numbering.merged else kernel
 
 
 class _Numbering:
@@ -27,6 +29,7 @@ class _Numbering:
         self.number: dict[Value, int] = {}
         self.version: dict[Value, int] = {}  # a number for each buffer, which changes with every write to it
         self.versions = 0
+        self.merged = False  # whether an op has gone
 
     def look(self, v: Value) -> Value:
         return self.env.get(v, v)
@@ -53,6 +56,7 @@ class _Numbering:
             new = op.clone(self.look)
             key = self.key(new)
             if key is not None and key in seen:
+                self.merged = True
                 for old, v in zip(op.results, seen[key], strict=True):
                     self.env[old] = v
                     v.name = v.name or old.name
@@ -113,4 +117,6 @@ def index_form(index: Index) -> tuple[Hashable, ...]:
     return tuple(out)
 
 
-cse = Pass("cse", "No two equal pure ops, or loads of unchanged memory, stand where one dominates the other.", run)
+cse = Pass(
+    "cse", "No two equal pure ops, or loads of unchanged memory, stand where one dominates the other.", run, True
+)

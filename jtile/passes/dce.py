@@ -13,6 +13,8 @@ from .pipeline import Pass
 def run(kernel: Kernel) -> Kernel:
     live = _Live()
     live.block(kernel.body)
+    if not kernel.scratch and all(_is_whole(op, live.values) for op in kernel.body.walk()):
+        return kernel
     body = _Sweep(live.values).block(kernel.body, keep=None)
     used = {v for op in body.walk() for v in op.operands()}
     params = tuple(p for p in kernel.params if p not in kernel.scratch or p in used)
@@ -77,6 +79,11 @@ def is_live(op: Op, live: set[Value]) -> bool:
     if any(r in live for r in op.results) or op.effect == "io" or (op.effect == "write" and not isinstance(op, Alloc)):
         return True
     return any(is_live(x, set()) for b in op.blocks() for x in b.ops)
+
+
+def _is_whole(op: Op, live: set[Value]) -> bool:
+    """Whether an op stays with all of its carries."""
+    return is_live(op, live) and (not op.inner or all(r in live for r in op.results))
 
 
 class _Sweep:

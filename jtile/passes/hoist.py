@@ -18,7 +18,8 @@ FREE = (Full, Iota, Broadcast, Reshape)
 def run(kernel: Kernel) -> Kernel:
     if level_of(kernel) == "block":  # where things stand there is the schedule, and registers are budgeted
         return kernel
-    return _Hoister(kernel).whole(kernel)
+    loops = any(isinstance(op, For) for op in kernel.body.walk())
+    return _Hoister(kernel).whole(kernel) if loops else kernel
 
 
 def small(kernel: Kernel, most: int) -> Kernel:

@@ -22,12 +22,14 @@ class Pass:
     Attributes:
       name: one word, the name of its dump.
       ensures: one sentence: what holds of every kernel afterwards.
-      run: kernel in, kernel out; the argument is not changed.
+      run: kernel in, kernel out; the argument is not changed, and comes back where there is nothing to do.
+      settles: whether it has nothing to do for what it has made.
     """
 
     name: str
     ensures: str
     run: Callable[[Kernel], Kernel]
+    settles: bool = False
 
     def __call__(self, kernel: Kernel) -> Kernel:
         return self.run(kernel)
@@ -57,8 +59,9 @@ def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = N
     folder = dump_folder(kernel) if options.dump else None
     if folder:
         dump(folder, 0, "traced.tile", print_kernel(kernel))
+    made: dict[str, Kernel] = {}
     for number, step in enumerate(pipeline, 1):
-        before, kernel = kernel, step.run(kernel)
+        before, kernel = kernel, _run(step, kernel, made)
         if folder:
             dump(folder, number, f"{step.name}.tile", print_kernel(kernel))
         if options.verify and kernel is not before:
@@ -66,13 +69,22 @@ def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = N
     return kernel
 
 
+def _run(step: Pass, kernel: Kernel, made: dict[str, Kernel]) -> Kernel:
+    """The kernel after a pass; `made`: what each pass that settles has made last."""
+    if made.get(step.name) is not kernel:
+        kernel = step.run(kernel)
+        if step.settles:
+            made[step.name] = kernel
+    return kernel
+
+
 def _verified(kernel: Kernel, pipeline: Pipeline, level: str) -> Kernel | None:
     """The kernel after all passes, checked once: half of the time of many passes is to check what they made. None where
     a pass fails or the kernel breaks a rule, of which the one that is to blame may be an earlier pass."""
-    after = kernel
+    after, made = kernel, {}
     try:
         for step in pipeline:
-            after = step.run(after)
+            after = _run(step, after, made)
         if after is not kernel:
             verify(after, level)
     except Exception:  # it is raised again where the passes run one by one

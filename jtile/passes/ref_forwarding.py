@@ -40,9 +40,19 @@ from .rewrite import Copier, buffers, use_counts, written
 def run(kernel: Kernel) -> Kernel:
     if level_of(kernel) == "block":  # roles run at once, so that what one stores another may load
         return kernel
+    if not kernel.scratch and not _may_forward(kernel):
+        return kernel
     promoted = whole_refs(kernel)
     kernel = kernel.with_body(_Promote(promoted).block(kernel.body)) if promoted else kernel
     return _drop_unread(_Forward(kernel).whole(kernel))
+
+
+def _may_forward(kernel: Kernel) -> bool:
+    """Whether there is memory of one program alone, or a buffer that is stored to and loaded from."""
+    ops = [op for op in kernel.body.walk() if isinstance(op, Load | Store | Alloc)]
+    roots = buffers(kernel)
+    stored = {root(op.ref, roots) for op in ops if isinstance(op, Store)}
+    return any(isinstance(op, Alloc) or (isinstance(op, Load) and root(op.ref, roots) in stored) for op in ops)
 
 
 def local_refs(kernel: Kernel) -> list[Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -119,8 +120,11 @@ class Rewriter(Copier):
         super().__init__()
         self.kernel, self.rules = kernel, rules
         self.changed = 0
-        self._uses = use_counts(kernel.body)
         self._new_uses: dict[Value, int] = {}
+
+    @functools.cached_property
+    def _uses(self) -> dict[Value, int]:
+        return use_counts(self.kernel.body)
 
     def run(self) -> Kernel:
         return self.whole(self.kernel)
@@ -181,14 +185,47 @@ class Rewriter(Copier):
         return new.results
 
 
+class _FiredError(Exception):
+    """A rule has begun to put something in the place of an op."""
+
+
+class _Probe(Rewriter):
+    """Asks the rules about the ops of a kernel as they stand, up to the first that fires: most walks copy a kernel only
+    to find that none does. It adds nothing anywhere, and changes no value's name."""
+
+    def fires(self) -> bool:
+        try:
+            return self._any(self.kernel.body)
+        except _FiredError:
+            return True
+
+    def _any(self, b: Block) -> bool:
+        for op in b.ops:
+            self.b.loc = op.loc
+            if any(rule(op, self) is not None for rule in self.rules.table.get(type(op), ())):
+                return True
+            if op.inner and any(map(self._any, op.blocks())):
+                return True
+        return False
+
+    def look(self, v: Value) -> Value:
+        return v
+
+    def uses(self, v: Value) -> int:
+        return self._uses.get(v, 0)
+
+    def _fired(self, *args: Any, **kwargs: Any) -> Any:
+        raise _FiredError
+
+    block = op = put = within = replace = inline = emit = new = add = region_op = _fired
+
+
 def rewrite(kernel: Kernel, rules: Rules, rounds: int = 8) -> Kernel:
     """Apply rules until none fires (at most `rounds` walks); where none does, the kernel itself comes back."""
     for _ in range(rounds):
-        walk = Rewriter(kernel, rules)
-        after = walk.run()
-        if not walk.changed:
+        if not _Probe(kernel, rules).fires():
             break
-        kernel = after
+        kernel = Rewriter(kernel, rules).run()
     return kernel
 
 
