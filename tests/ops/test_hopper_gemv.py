@@ -43,20 +43,6 @@ def test_products(case, monkeypatch):
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
 
 
-@pytest.mark.parametrize(("n", "m", "inner", "out", "early"), [(2, 1, 2064, 40, True), (3, 2, 264, 24, False)])
-def test_products_that_are_summed_over_devices(n, m, inner, out, early, monkeypatch):
-    """Programs have several tiles of rows, or one less than others; the sum is the same everywhere."""
-    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
-    rng = np.random.default_rng(n)
-    x, w = (rng.standard_normal((n, rows, inner)).astype(jnp.bfloat16) for rows in (m, out))
-    meta = dict(kind="bfloat16", out_dtype="float32", early=early) | hopper_gemv.choices(m, inner, "bfloat16")[0]
-    rows = x.reshape(n, m, inner // 8, 8)
-    y = hopper_gemv.reduced_kernel.interpret(rows, (Weight(w),), axis="x", mesh={"x": n}, seed=n, **meta)
-    want = np.einsum("dmk,dok->mo", x.astype(np.float32), w.astype(np.float32))
-    assert relative_error(y, np.broadcast_to(want, y.shape)) < 3e-6
-    np.testing.assert_array_equal(y, np.broadcast_to(y[0], y.shape))
-
-
 def test_bias_activation_residual_and_two_weights():
     (weight, matrix), (second, up) = (stored_weight("q4_1", 24, 256, seed) for seed in (1, 3))
     x, bias, residual = normal(2, 1, 256), normal(4, 1, 24), normal(5, 1, 24)
