@@ -14,7 +14,6 @@ from jtile.ops._shapes import sums_in, tuned, wide
 from jtile.ops.chunk_states import decay_sums, gated_chunks
 from jtile.ops.recurrences import first_state, inverse
 
-CHOSEN = RWKV = False  # whether the two are taken: a GPU has not timed them yet
 _WARPS = 8
 
 

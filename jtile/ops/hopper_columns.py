@@ -9,7 +9,6 @@ there are 64, and rows of x their columns: yᵀ = Wᵀ xᵀ.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def piece(x, at: int, width: int):
 
 
 @jt.function
-def _sum(mem: _Memory, rows, rounds, form: Form, sides: _Sides):
+def _sum(mem: _Memory, rows, rounds: int, form: Form, sides: _Sides):
     """The sums of a consumer, in the first columns of a tile."""
     wide = jt.next_power_of_2(form.columns)
     total = jt.zeros((ROWS, wide), jnp.float32)
@@ -85,11 +84,10 @@ def _sum(mem: _Memory, rows, rounds, form: Form, sides: _Sides):
     return jt.dot_wait(total)
 
 
-def _leave(sums, bias, y, leaving: dict[int, jt.Shared], row, column, form: Form, activation) -> None:
-    """Write what follows from the sums of 64 rows from `row` on, and of the columns from `column` on; `sums(at, width)`
-    gives those of neighbouring columns of the tile."""
+def _leave(total, bias, y, leaving: dict[int, jt.Shared], row, column, form: Form, activation) -> None:
+    """Write what follows from the sums of 64 rows from `row` on, and of the columns from `column` on."""
     for at, width in pieces(form.columns, LEAVING):
-        one, here = sums(at, width), jt.ds(column + at, width)
+        one, here = piece(total, at, width), jt.ds(column + at, width)
         if bias is not None:
             added = bias[0, jt.ds(row, ROWS)][:, None] if form.turned else bias[0, here][None, :]
             one = one + added.astype(jnp.float32)
@@ -102,22 +100,6 @@ def _leave(sums, bias, y, leaving: dict[int, jt.Shared], row, column, form: Form
     jt.store_wait()
 
 
-@jt.function
-def _leave_together(total, bias, y, shared, leaving: dict[int, jt.Shared], place, row, column, form: Form, activation):
-    """Leave the sums of one part of a tile to the program that comes last of its parts, which writes y; place: the
-    tile, the consumer and the part."""
-    tile, h, part = place
-    for at, width in pieces(form.columns, LEAVING):
-        shared[tile, h, part, :, at : at + width] = piece(total, at, width)
-    if jt.arrive(jt.counters("tiles", shared.shape[:2]), (tile, h), form.parts):
-
-        def whole(at, width):  # in one order, whichever program comes last
-            parts = [shared[tile, h, p, :, at : at + width] for p in range(form.parts)]
-            return functools.reduce(jnp.add, parts)
-
-        _leave(whole, bias, y, leaving, row, column, form, activation)
-
-
 def _bring(source, buffer, first, width: int, term, across: bool, barrier) -> None:
     """Start to copy `width` rows or columns of an operand, from `first` on, and the terms of a round. What is outside
     of the operand takes a tensor map longer, and nobody needs its zeros: other rows come in its place."""
@@ -127,8 +109,8 @@ def _bring(source, buffer, first, width: int, term, across: bool, barrier) -> No
 
 
 @jt.function
-def _fill(rows, columns, mem: _Memory, i, j, first, rounds, form: Form, sides: _Sides) -> None:
-    """The role that fills the rings, with `rounds` rounds from the first on."""
+def _fill(rows, columns, mem: _Memory, i, j, rounds: int, form: Form, sides: _Sides) -> None:
+    """The role that fills the rings."""
     if sides.columns_across:  # buffers are cut side by side where their swizzle begins anew
         wide = mem.columns.shape[1]
         parts = [(at, min(wide, TERMS)) for at in range(0, form.columns, TERMS)]
@@ -139,14 +121,12 @@ def _fill(rows, columns, mem: _Memory, i, j, first, rounds, form: Form, sides: _
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(nbytes)
         for h, ring in enumerate(mem.rows):
-            row = (i * form.consumers + h) * ROWS
-            _bring(rows, ring.at(k), row, ROWS, (first + k) * TERMS, sides.rows_across, mem.full.at(k))
+            first = (i * form.consumers + h) * ROWS
+            _bring(rows, ring.at(k), first, ROWS, k * TERMS, sides.rows_across, mem.full.at(k))
         for at, width in parts:
             whole = mem.columns.at(k)
             part = whole[:, at : at + width] if sides.columns_across else whole[at : at + width]
-            _bring(
-                columns, part, j * form.columns + at, width, (first + k) * TERMS, sides.columns_across, mem.full.at(k)
-            )
+            _bring(columns, part, j * form.columns + at, width, k * TERMS, sides.columns_across, mem.full.at(k))
 
 
 def _shape(x, w, tb: bool) -> tuple[int, int]:
@@ -157,25 +137,15 @@ def _grid(x, w, *_, tb: bool, form: Form, **__):
     m, n = _shape(x, w, tb)
     rows, columns = (n, m) if form.turned else (m, n)
     found = jt.cdiv(rows, ROWS * form.consumers), jt.cdiv(columns, form.columns)
-    # Tiles of W change first: with those of x first it is 0 to 8 % slower.
-    return (*(found if form.turned else found[::-1]), *([form.parts] if form.parts > 1 else []))
+    return found if form.turned else found[::-1]  # tiles of W change first: with those of x first it is 0 to 8 % slower
 
 
-def _type(x, w, *_, tb: bool, form: Form, out_dtype: str, **__):
-    m, n = _shape(x, w, tb)
-    y = jax.ShapeDtypeStruct((m, n), jnp.dtype(out_dtype))
-    if form.parts == 1:
-        return y
-    tiles = form.tiles_of(*((n, m) if form.turned else (m, n)))
-    return y, jax.ShapeDtypeStruct((tiles, form.consumers, form.parts, ROWS, form.columns), jnp.dtype(jnp.float32))
-
-
-@jt.kernel(out_type=_type, grid=_grid)
-def hopper_columns(
-    x, w, bias, y, shared=None, *, tb: bool, form: Form, slots: int, activation: str | None, out_dtype: str
-):  # fmt: skip
-    """y = activation(x op(w) + bias) of x [m, k], w [k, n] or, with `tb`, [n, k], and bias [1, n] or None; shared: what
-    the programs of a tile leave to the last of them, where there are several."""
+@jt.kernel(
+    out_type=lambda x, w, *_, tb, out_dtype, **__: jax.ShapeDtypeStruct(_shape(x, w, tb), jnp.dtype(out_dtype)),
+    grid=_grid,
+)
+def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activation: str | None, out_dtype: str):
+    """y = activation(x op(w) + bias) of x [m, k], w [k, n] or, with `tb`, [n, k], and bias [1, n] or None."""
     # Y = X W, or Yᵀ = Wᵀ Xᵀ, a sum over rounds of 64 terms
     i, j = (jt.program_id(0), jt.program_id(1)) if form.turned else (jt.program_id(1), jt.program_id(0))
     sides, wide = _Sides.of(form.turned, tb), jt.next_power_of_2(form.columns)
@@ -189,25 +159,15 @@ def hopper_columns(
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=form.consumers),
     )  # fmt: skip
-    rounds, part = jt.cdiv(x.shape[1], TERMS), ()
-    first = 0
-    if form.parts > 1:
-        each, part = jt.cdiv(rounds, form.parts), (jt.program_id(2),)
-        first = part[0] * each
-        rounds = jnp.minimum(rounds - first, each)
+    rounds = jt.cdiv(x.shape[1], TERMS)
     for h in range(form.consumers):
         with jt.role(f"consumer{h}", warps=4, registers=form.registers):
             total = _sum(mem, mem.rows[h], rounds, form, sides)
             row, column = (i * form.consumers + h) * ROWS, j * form.columns
-            if shared is None:
-                _leave(functools.partial(piece, total), bias, y, mem.leaving[h], row, column, form, activation)
-            else:
-                tile = i * jt.cdiv(y.shape[0 if form.turned else 1], form.columns) + j
-                place = tile, h, part[0]
-                _leave_together(total, bias, y, shared, mem.leaving[h], place, row, column, form, activation)
+            _leave(total, bias, y, mem.leaving[h], row, column, form, activation)
     with jt.role("producer", warps=1, registers=24):
         rows, columns = (w, x) if form.turned else (x, w)
-        _fill(rows, columns, mem, i, j, first, rounds, form, sides)
+        _fill(rows, columns, mem, i, j, rounds, form, sides)
 
 
 def misfit(a, b, *, ta: bool, tb: bool, activation: str | None, save: bool, out_dtype: str) -> str | None:

@@ -231,7 +231,6 @@ def _with_decays(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: in
 
 def _not_with_decays(q, k, v, g, beta, *_, **__) -> str | None:
     return first_unmet(
-        (gated_delta.CHOSEN, "kernels of their own for decays are not taken"),
         (beta is not None, "there is no delta rule"),
         (g is not None and g.shape[3] > 1, "all rows of a state decay alike"),
         (not vector_cores(), "NPUs take shorter chunks"),

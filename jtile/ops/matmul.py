@@ -221,32 +221,8 @@ def _not_in_columns(a, b, bias, *, ta: bool, tb: bool, activation, save: bool, o
     return hopper_columns.misfit(a, b, ta=ta, tb=tb, activation=activation, save=save, out_dtype=out_dtype)
 
 
-_SMALL = {"bm": 128, "bn": 64, "bk": 64, "stages": 6}  # the quickest of 13 forms that an H200 timed for 1000^3
-
-
-def _without_roles(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **meta):
-    """A product that ends so soon that starting roles would take a fifth of its time."""
-    return tuned(_kernel, num_warps=4, specialize=False)(a, b, bias, ta=ta, tb=tb, **meta, **_SMALL)
-
-
-def _not_small(a, b, bias, *, ta: bool, tb: bool, out_dtype: str, **_) -> str | None:
-    m, n, k = sizes = _sides(a, b, ta, tb)
-    if not all(isinstance(size, int) for size in (*a.shape[:1], *b.shape[:1], *sizes)):
-        return "sizes are not known"
-    tiles, units = jt.cdiv(m, _SMALL["bm"]) * jt.cdiv(n, _SMALL["bn"]), gpu_tiles.processors()
-    return first_unmet(
-        (
-            a.dtype == b.dtype == jnp.dtype(out_dtype) and a.dtype in (jnp.bfloat16, jnp.float16),
-            "not 16-bit floats alike",
-        ),
-        (a.shape[0] == b.shape[0] == 1 and not ta and not tb, "there are several products, or operands lie otherwise"),
-        (512 <= k <= 1024 and 0.9 * units <= tiles <= units, "its tiles are not one round of short sums"),
-    )
-
-
 _product = Op(
     "product of matrices",
-    Implementation("tiles without roles", _without_roles, _not_small, BLOCK_LEVEL),
     Implementation("tiles of any columns", _in_columns, _not_in_columns, BLOCK_LEVEL, portable=False),
     Implementation("sums in parts", _sums_in_parts, _not_in_parts, needs=("warps",)),
     Implementation("whole sums", _whole_sums),

@@ -27,13 +27,11 @@ BETTER = 0.95  # of the time of other tiles, at most: predictions are off by 5 %
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Tiles of `consumers` times 64 rows and of `columns`, a multiple of 8; `turned`: rows of W are the rows; `parts`:
-    programs that share the sums of a tile."""
+    """Tiles of `consumers` times 64 rows and of `columns`, a multiple of 8; `turned`: rows of W are the rows."""
 
     turned: bool
     consumers: int
     columns: int
-    parts: int = 1
 
     @property
     def registers(self) -> int:
@@ -49,10 +47,7 @@ class Form:
 
     def tiles(self, p: Product) -> int:
         """How many tiles a product has."""
-        return self.tiles_of(*((p.n, p.m) if self.turned else (p.m, p.n)))
-
-    def tiles_of(self, rows: int, columns: int) -> int:
-        """How many tiles a result has whose rows are those of the instructions."""
+        rows, columns = (p.n, p.m) if self.turned else (p.m, p.n)
         return cdiv(rows, ROWS * self.consumers) * cdiv(columns, self.columns)
 
 

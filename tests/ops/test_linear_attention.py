@@ -9,7 +9,6 @@ from library import agree, gradients_agree, normal
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gated_delta
 from jtile.ops.linear_attention import linear_attention_reference
 from jtile.ops.recurrences import inverse
 from jtile.testing import relative_error
@@ -54,7 +53,8 @@ def test_single_positions(kind):
     with jax.default_device(jax.devices("cpu")[0]):
         assert (of(3), of(5)) == ("steps", "chunks")
     with jt.config(arch="sm_90"):
-        assert (of(3), of(5)) == ("steps", "chunks" if kind == "KDA" else "states of chunks")
+        other = "decays of chunks, then the delta rule" if kind == "KDA" else "states of chunks"
+        assert (of(3), of(5)) == ("steps", other)
 
 
 def test_gradients_of_single_positions():
@@ -149,9 +149,8 @@ def test_edges_and_errors():
 
 
 @pytest.mark.parametrize("strength", [1.0, 40.0])
-def test_decays_of_rows_and_the_delta_rule_by_parts(monkeypatch, strength):
+def test_decays_of_rows_and_the_delta_rule_by_parts(strength):
     """What decays do is computed for all chunks at once; strong ones overflow nowhere."""
-    monkeypatch.setattr(gated_delta, "CHOSEN", True)
     args = operands("KDA", t=12, dk=4, dv=3, strength=strength)
     with jt.config(arch="sm_90"):
         assert ops.choices(OURS, *args)[0].implementation.startswith("decays of chunks")
