@@ -72,13 +72,12 @@ def test_in_the_interpreter(name, last, monkeypatch):
         assert relative_error(got, want) < 4e-3
 
 
-@pytest.mark.parametrize(("last", "early", "softcap", "page"), [(True, False, None, None), (False, True, 2.0, 64)])
-def test_queries_as_columns(last, early, softcap, page, monkeypatch):
+@pytest.mark.parametrize(("last", "early", "softcap"), [(True, False, None), (False, True, 2.0)])
+def test_queries_as_columns(last, early, softcap, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 4)
-    monkeypatch.setattr(hopper_decode, "TURNED", True)
     monkeypatch.setattr(hopper_decode, "EARLY", early)
     monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
-    args = arguments(4, 1, 8, 2, 320, 64, (300, 33, 0, 16), page=page)
+    args = arguments(4, 1, 8, 2, 320, 64, (300, 33, 0, 16))
     kernel, asked = hopper_decode.hopper_decode, []
     interpreted = lambda *a, **options: asked.append(options) or kernel.interpret(*a, seed=1, **options)
     monkeypatch.setattr(hopper_decode, "hopper_decode", interpreted)
@@ -147,12 +146,10 @@ def test_on_the_gpu(page, last, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("page", [None, 64])
-def test_queries_as_columns_on_the_gpu(page, early, monkeypatch):
-    monkeypatch.setattr(hopper_decode, "TURNED", True)
+def test_queries_as_columns_on_the_gpu(early, monkeypatch):
     monkeypatch.setattr(hopper_decode, "EARLY", early)
     lengths = [int(n) for n in np.random.default_rng(0).integers(0, 640, 40)]
-    args = arguments(40, 1, 32, 8, 640, 128, lengths, page=page)
+    args = arguments(40, 1, 32, 8, 640, 128, lengths)
     with jt.config(interpret=False, overlap=early):
         run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
         got = run(*args)
@@ -171,8 +168,10 @@ def test_the_op_without_the_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "page"), [(128, None), (256, None), (128, 64)])
-def test_what_it_compiles_to(d, page):
+@pytest.mark.parametrize(
+    ("d", "page", "turned"), [(128, None, False), (128, None, True), (256, None, False), (128, 64, False)]
+)
+def test_what_it_compiles_to(d, page, turned):
     pytest.importorskip("triton")
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     cache = of("bfloat16", 8, 1024, 2, d) if page is None else of("bfloat16", 128, page, 2, d)
@@ -180,7 +179,7 @@ def test_what_it_compiles_to(d, page):
     args = of("bfloat16", 16, 4, d), cache, cache, of("int32", 8), table, ()
     units = Units(1024, 128 if d < 256 and page is None else 64, 2)
     options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None, "last": True}
-    options |= {"ahead": 1 if d == 256 else 2}
+    options |= {"ahead": 1 if d == 256 else 2, "turned": turned}
     found = hopper_decode.hopper_decode.lower(*args, **options, target="cuda:sm_90")
     assert not spills_of_products(found.texts["sass"])
     for what in ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG", "ATOMG", "CCTL.IVALL"):
