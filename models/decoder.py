@@ -20,7 +20,7 @@ from jtile import ops
 from jtile.ops import QuantizedTensor, gpu_tiles
 
 from . import cache as kv
-from . import chains, layers
+from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
 from .parallel import ALONE, Axes
@@ -110,18 +110,12 @@ class Attention(nnx.Module):
     def step(self, qkv, cos, sin, slots: kv.Slots):
         """Attention of the next t tokens of each row, from their projection [batch * t, ...], to this layer's part of
         the cache; returns (output [batch * t, hidden], the part of the cache with these tokens)."""
-        (mixed, gates), slots = self.mix(qkv, cos, sin, slots)
-        return self._leave(mixed, gates), slots
-
-    def mix(self, qkv, cos, sin, slots: kv.Slots):
-        """`step` without its last product: ((what the heads give [batch * t, ...], the gates or None), the part of the
-        cache)."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
-        return (mixed.reshape(qkv.shape[0], -1), gates), slots
+        return self._leave(mixed.reshape(qkv.shape[0], -1), gates), slots
 
 
 def _with_gates(weight, heads: int) -> list:
@@ -241,18 +235,6 @@ class Block(nnx.Module):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
         longer part of the cache). hold: see `enter`."""
         return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots), hold=hold)
-
-    def layer(self) -> chains.Layer | None:
-        """This block as `chains.steps` takes it; None where something stands between its products."""
-        a, mlp = self.attention, self.mlp
-        if type(self) is not Block or type(a) is not Attention or type(mlp) is not GatedMLP:
-            return None
-        between = a.config.gated or a.config.rope.tempered or a.bias is not None or a.output_bias is not None
-        if between or a.over != ALONE or mlp.over != ALONE:
-            return None
-        norms, qkv, output = (self.attention_norm, self.mlp_norm), a.qkv.get_value(), a.output.get_value()
-        norms = tuple(norm.get_value() for norm in norms)
-        return chains.Layer(a.mix, self.rope, qkv, norms, output, *mlp._weights(), mlp.activation, self.eps)
 
 
 class Decoder(nnx.Module):
@@ -423,7 +405,11 @@ class Decoder(nnx.Module):
         x, delta, angles = entered or (None, None, None)
         if entered is None:
             x, angles = self.enter(tokens.reshape(-1), positions)
-        x, delta, entries = self._steps(x, delta, angles, cache, hold=entered is not None)
+        entries, hold = [], entered is not None
+        for block, entry in zip(self.blocks, cache.entries, strict=True):
+            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), hold=hold)
+            hold = False  # what is behind the first kernel starts when those in front of it have ended
+            entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         if of is not None:
             delta = layers.whole(delta) if isinstance(delta, Unmade) else delta
@@ -432,19 +418,6 @@ class Decoder(nnx.Module):
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)
         alone = of is not None or tokens.ndim == 1
         return logits if alone else logits.reshape(*tokens.shape, -1), cache
-
-    def _steps(self, x, delta, angles, cache: kv.KVCache, hold: bool):
-        """(x, delta, the entries of the cache) behind the blocks, see `step`."""
-        if found := chains.layers_of(self.blocks, x):
-            first = self.blocks[0]
-            x, projected = enter(first.attention, x, delta, first.attention_norm, first.eps, hold)
-            return chains.steps(found, x, projected, angles, cache)
-        entries = []
-        for block, entry in zip(self.blocks, cache.entries, strict=True):
-            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), hold=hold)
-            hold = False  # what is behind the first kernel starts when those in front of it have ended
-            entries.append(slots.entry)
-        return x, delta, entries
 
 
 def _positions(ids):

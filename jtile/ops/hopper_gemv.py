@@ -56,10 +56,10 @@ from jtile.ops.streamed_operands import (
 )
 
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
-NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
+_NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
 _TALL, _MANY = 32, 256  # rows of a tile, and of W for a multiprocessor, where W is long and its rows are one round
-BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
+_BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
 
@@ -273,7 +273,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
     walk = Walk(first, programs, tiles, chunks, rows, roles)
     mem = _memory(x, weights, kind, walk, slots)
-    mine, aside = BESIDE if beside else (0, 0)
+    mine, aside = _BESIDE if beside else (0, 0)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
             scales = walk.scales(weights, j, kind, jnp.int32(0))
@@ -334,7 +334,7 @@ def choices(
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         if any(rows * n % 128 for n in scale_bytes):
             continue
-        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, NARROW if beside else _SHARED)
+        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED)
         out += [found] if found else []
     deep = [one for one in out if one["slots"] >= 3]
     return deep or out
@@ -427,7 +427,7 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     meta = choices(*options, beside)
     best = meta[0]
     if bits_of(kind) < 16 and x.shape[1] <= PIECE and weights[0].codes.shape[0] >= _MANY * gpu_tiles.processors():
-        best = form(*options[:4], _TALL, 1, *options[4:], NARROW if beside else _SHARED) or best
+        best = form(*options[:4], _TALL, 1, *options[4:], _NARROW if beside else _SHARED) or best
     if bits_of(kind) == 16:  # tall tiles are best, unless so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())

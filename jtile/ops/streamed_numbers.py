@@ -144,7 +144,7 @@ def _fields(stored, kind: str) -> list:
     """The floats that 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], four at a time."""
     rows = stored.shape[0]
     if bits_of(kind) == 16:
-        return [numbers.astype(jnp.float32) for numbers in along(stored.reshape(rows, LANES, 2, 4), 2)]
+        return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
     words = stored.reshape(rows, LANES, 4)
     return [jax.lax.bitcast_convert_type(byte, FLOAT8).astype(jnp.float32) for byte in _bytes(words)]
 
@@ -195,9 +195,9 @@ def field_planes(x: list, kind: str) -> list:
     planes, each = [], len(x) // groups_of(kind)
     for i in range(0, len(x), each):
         if bits_of(kind) == 16:
-            planes += along(x[i].reshape(LANES, 2, 4), 1)
+            planes += _along(x[i].reshape(LANES, 2, 4), 1)
         else:  # the axes of a block are s, h, t, e: see `QuantizedTensor.packed`; a tile has one s and one h
-            pairs = [along(tile.reshape(LANES, 4, 2), 2) for tile in x[i : i + each]]
+            pairs = [_along(tile.reshape(LANES, 4, 2), 2) for tile in x[i : i + each]]
             planes += [pair[e] for e in range(2) for pair in pairs]
     return planes
 
@@ -239,7 +239,7 @@ def float_sums(fields: list[list], planes: list):
 def held(x):
     """x of one role and round in registers: for each row the planes [lanes, 4], cut apart along their first axis, or
     `Integers` of tiles."""
-    return [_held_integers(row) if isinstance(row, Integers) else along(row.load(), 0) for row in x]
+    return [_held_integers(row) if isinstance(row, Integers) else _along(row.load(), 0) for row in x]
 
 
 def _held_integers(row: Integers) -> Integers:
@@ -248,13 +248,13 @@ def _held_integers(row: Integers) -> Integers:
     return Integers(words, [groups(of_byte) for of_byte in row.shifts], groups(row.unit), groups(row.total))
 
 
-def along(t, axis: int) -> list:
+def _along(t, axis: int) -> list:
     """The tile cut along an axis, which is dropped. It is cut by halves, so that registers can be told apart."""
     if t.shape[axis] == 1:
         return [t.reshape(*t.shape[:axis], *t.shape[axis + 1 :])]
     half = t.shape[axis] // 2
     cut = lambda first: jax.lax.slice_in_dim(t, first, first + half, axis=axis)
-    return [*along(cut(0), axis), *along(cut(half), axis)]
+    return [*_along(cut(0), axis), *_along(cut(half), axis)]
 
 
 def lane_sums(pieces, of_blocks, x: list, kind: str):
@@ -275,9 +275,9 @@ def _float_sums(fields: list[list], of_blocks, planes: list):
         terms = [field * plane[None] for field, plane in zip(of_group, own)]
         wide = functools.reduce(jnp.add, terms if wide is None else [wide, *terms])
         if of_blocks:  # without scales one chain of multiply-adds goes over all groups
-            part = functools.reduce(jnp.add, along(wide, 2)) * of_blocks[0][group]
+            part = functools.reduce(jnp.add, _along(wide, 2)) * of_blocks[0][group]
             wide, out = None, part if out is None else out + part
-    return functools.reduce(jnp.add, along(wide, 2)) if out is None else out
+    return functools.reduce(jnp.add, _along(wide, 2)) if out is None else out
 
 
 def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
@@ -291,7 +291,7 @@ def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
         for k, (plane, shift) in enumerate(zip(x.planes, x.shifts)):
             own = plane if bits_of(kind) == 4 else plane[group : group + 1]
             dots = [_dot(a, jnp.broadcast_to(b[None], words.shape), signed=k == 0) for a, b in zip(codes, own)]
-            parts = along(functools.reduce(jnp.add, dots), 2)
+            parts = _along(functools.reduce(jnp.add, dots), 2)
             of_bytes.append(functools.reduce(jnp.add, parts) + shift[group][None])
         part = ((of_bytes[-2] << np.int32(8)) + of_bytes[-1]).astype(jnp.float32)
         for byte in of_bytes[:-2]:
