@@ -34,7 +34,7 @@ from jtile.lowering.triton.task_pages import (
 from .schedule import Schedule
 
 LEFT = 64 << 10  # bytes of shared memory besides the ring, for its table and for kernels
-ENABLED = False  # whether tiles come in pages: off until a GPU has compared the results
+WORTH = 16 << 10  # bytes of the copies of a launch on average, at least: smaller tiles are quicker in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +97,9 @@ def lists(schedule: Schedule, entry: Sequence[int], fixed: dict[Any, tuple[int, 
 
 
 def pages_for(found: Sequence[Sequence[Copy]]) -> Pages | None:
-    """The pages of a launch with these copies; None: there are none, or more than a table has room for."""
-    most = max(map(len, found))
-    if not ENABLED or not 0 < most < COPIES:
+    """The pages of a launch with these copies; None: there are none, more than a table has room for, or small ones."""
+    most, sizes = max(map(len, found)), [copy.bytes for own in found for copy in own]
+    if not 0 < most < COPIES or sum(sizes) < WORTH * len(sizes):
         return None
     return Pages(-(-(most + 1) // ROWS) * ROWS, RING)
 

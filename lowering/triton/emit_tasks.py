@@ -63,7 +63,6 @@ _SIGNAL = (
 )
 SIGNAL, AGAIN = _SIGNAL.format(fence="@%jp fence.acq_rel.gpu; "), _SIGNAL.format(fence="")
 POLL = WAIT.replace("ld.acquire.sys", "ld.acquire.gpu")
-BY_ADDRESS = False  # whether parameters are read by their address: off until a GPU has compared it
 # A parameter of the launch, by its number among those of 8 bytes.
 PARAMETER = (
     "{{ .reg .b64 %ja, %jb; mov.b64 %ja, {name}_param_0; cvta.param.u64 %ja, %ja; mul.wide.u32 %jb, $1, 8; "
@@ -158,12 +157,7 @@ class Tasks:
             self.instruction(EXIT)
         table = code.bitcast(self.base, "!tt.ptr<i64>")
         start = self.address(self.base)
-        if BY_ADDRESS:
-            self._arrays(table, start, len(found))
-        for k, pointer in enumerate(() if BY_ADDRESS else found):
-            far = code.op("arith.divsi", code.sub(self.address(pointer), start), code.const(UNIT, "i64"))
-            where = self.moved(table, code.i32(k))
-            code.do(f"tt.store {where.name}, {far.name} : {where.elem}")
+        self._arrays(table, start, found)
         self._inner_places(table, len(found))
         self.em.barrier()
         self.table, self.start = table, start
@@ -197,12 +191,12 @@ class Tasks:
         zero = self.code.const(0, elem, at.shape)
         return self.code.let(f"tt.load {where.name}, {inside.name}, {zero.name} : {where.type}", at.shape, elem)
 
-    def _arrays(self, table: Val, start: Val, count: int) -> None:
+    def _arrays(self, table: Val, start: Val, found: Sequence[Val]) -> None:
         """Write the places of the arrays of the call, which are its first parameters, side by side: one after another
         they would be read from the constant cache, a miss for every eight."""
         code = self.code
         lanes = code.arange(ENTRIES)
-        most = code.const(count - 1, "i32", (ENTRIES,))
+        most = code.const(len(found) - 1, "i32", (ENTRIES,))
         k = code.op("arith.minsi", lanes, most)
         text = PARAMETER.format(name=self.shape.name)
         attributes = 'constraints = "=l,r", packed_element = 1 : i32, pure = false'

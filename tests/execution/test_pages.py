@@ -17,7 +17,7 @@ from jtile.execution.build import array_of
 from jtile.execution.graphed import _cut
 from jtile.execution.pages import Copy
 from jtile.lowering.here import target
-from jtile.lowering.triton import emit_tasks, versions
+from jtile.lowering.triton import versions
 from jtile.lowering.triton.task_pages import BARRIERS, PAGE, SIZES, Pages
 
 rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def near(got, want):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(pages, "ENABLED", True)
+    monkeypatch.setattr(pages, "WORTH", 0)
     with jt.config(arch="sm_90", poison=False):
         yield
 
@@ -109,7 +109,6 @@ def test_a_copy_starts_when_its_pages_are_read(sizes):
 @pytest.mark.parametrize(("dtype", "cores", "forgets"), [("bfloat16", 3, False), ("float32", 1, True)])
 def test_tiles_that_come_in_pages_are_those_of_the_arrays(on_hopper, monkeypatch, dtype, cores, forgets):
     """Evaluated on the CPU; a copy takes place early or late, and what it copies must not change meanwhile."""
-    monkeypatch.setattr(emit_tasks, "BY_ADDRESS", True)
     monkeypatch.setattr(versions, "spreads_first_axis", lambda: forgets)  # as for triton 3.6
     args = operands(dtype)
     region, wired, schedule = scheduled(args, cores)
@@ -131,7 +130,7 @@ def test_the_image_has_room_for_pages(on_hopper):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("cores", [None, 5, 1])
 def test_pages_on_a_gpu(monkeypatch, dtype, cores):
-    monkeypatch.setattr(pages, "ENABLED", True)
+    monkeypatch.setattr(pages, "WORTH", 0)
     args = operands(dtype)
     g = jt.graph(chain, cores=cores)
     for _ in range(3):
@@ -148,6 +147,9 @@ def test_a_launch_without_room_for_pages_goes_without(on_hopper, monkeypatch):
         return built(graph, launch, target)
 
     monkeypatch.setattr(persistent, "image", crowded)
+    monkeypatch.setattr(pages, "WORTH", 32 << 10)
+    assert persistent.launch_of(schedule, len(wired.operands), traced=False).shape.pages is None  # tiles are small
+    monkeypatch.setattr(pages, "WORTH", 0)
     launch, artifact = persistent.launched(schedule, len(wired.operands), False, target())
     assert launch.shape.pages is None and artifact.image[:4] == b"\x7fELF"
     with jt.config(arch="sm_80"):
