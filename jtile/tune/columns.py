@@ -21,6 +21,7 @@ COLUMN, NUMBER = 1.12e-3, 4.5e-5
 # Bytes of operands that a block gets in a microsecond, where W lies as [k, n], and as [n, k]; half as many of rows that
 # start inside of lines.
 BROUGHT = {False: 140e3, True: 120e3}
+ALONE = 80  # columns of a tile of one consumer, at most; it gets operands at the first of these rates either way
 FEWEST, NARROWEST = 1024, 72  # terms of a sum, and columns, at least
 BETTER = 0.95  # of the time of other tiles, at most: predictions are off by 5 % on average
 
@@ -52,16 +53,17 @@ class Form:
 
 
 def candidates(p: Product, on: Gpu) -> Iterator[Form]:
-    """The forms whose tiles are one round of the multiprocessors, of those that were quick anywhere: one consumer did
-    not keep a multiprocessor busy, and four had too few columns; rows of x were quick in two, and where W lies as
-    [n, k], so that what leaves has rows of 32 bytes."""
-    for turned, teams, step in ((True, (2, 3), 8), (False, (2,) * p.transposed, 16)):
+    """The forms whose tiles are one round of the multiprocessors, of those that were quick anywhere: one consumer of
+    many columns did not keep a multiprocessor busy, and four had too few columns; rows of x were quick in two, and
+    where W lies as [n, k], so that what leaves has rows of 32 bytes."""
+    for turned, teams, step in ((True, (1,) * p.transposed + (2, 3), 8), (False, (2,) * p.transposed, 16)):
         rows, columns = (p.n, p.m) if turned else (p.m, p.n)
         for consumers in teams:
             tall = cdiv(rows, ROWS * consumers)
             for across in range(1, on.processors // tall + 1):
                 form = Form(turned, consumers, cdiv(columns, across * step) * step)
                 measured = NARROWEST <= form.columns <= WIDEST[consumers] and form.columns & (form.columns - 1)
+                measured = measured and (consumers > 1 or form.columns <= ALONE)
                 if measured and form.slots(p.itemsize) >= LEAST:
                     yield form
 
@@ -71,7 +73,8 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     high = ROWS * form.consumers
     step = COLUMN * form.consumers * form.columns / on.speed
     sides = zip((form.columns, high) if form.turned else (high, form.columns), p.pitches)
-    brought = sum(side * LINE * (2 if pitch % LINE else 1) for side, pitch in sides) / BROUGHT[p.transposed]
+    brought = sum(side * LINE * (2 if pitch % LINE else 1) for side, pitch in sides)
+    brought /= BROUGHT[p.transposed and form.consumers > 1]
     one = cdiv(p.k, TERMS) * at_once(step, brought) + NUMBER * high * form.columns
     return in_rounds(p, one, form.tiles(p), on)
 

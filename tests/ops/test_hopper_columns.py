@@ -60,6 +60,7 @@ def test_pieces_of_columns(n):
         (200, 9216, 4096, False, Form(True, 3, 104)),
         (640, 5120, 5120, True, Form(False, 2, 208)),
         (300, 5120, 5120, True, Form(True, 2, 104)),
+        (160, 4096, 14336, True, Form(True, 1, 80)),
         (128, 14336, 4096, True, None),  # as quick in tiles of 128 x 128
         (4096, 4096, 4096, False, None),
     ],
