@@ -176,7 +176,7 @@ def test_what_it_compiles_to(d, page, turned):
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     cache = of("bfloat16", 8, 1024, 2, d) if page is None else of("bfloat16", 128, page, 2, d)
     table = None if page is None else of("int32", 8, 16)
-    args = of("bfloat16", 16, 4, d), cache, cache, of("int32", 8), table, ()
+    args = of("bfloat16", 16, 4, d), cache, cache, of("int32", 8), table
     units = Units(1024, 128 if d < 256 and page is None else 64, 2)
     options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None, "last": True}
     options |= {"ahead": 1 if d == 256 else 2, "turned": turned}

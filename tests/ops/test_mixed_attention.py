@@ -113,7 +113,7 @@ def test_what_it_compiles_to(size):
     pytest.importorskip("triton")
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     q, cache = of("bfloat16", 512, 32, 128), of("bfloat16", 64, 64, 8, 128)
-    args = q, cache, cache, of("int32", 8), of("int32", 8, 20), (), q
+    args = q, cache, cache, of("int32", 8), of("int32", 8, 20), q
     options = {"parts": 132, "units": Units(1280, size, 8), "t": 32, "scale": 0.1, "softcap": None}
     found = hopper_chunks.hopper_chunks.lower(*args, **options, target="cuda:sm_90")
     assert not spills_of_products(found.texts["sass"])
