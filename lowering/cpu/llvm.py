@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,15 +26,21 @@ class Val(NamedTuple):
         return f"{self.ty} {self.name}"
 
 
+_remembered = functools.lru_cache(maxsize=4096)  # kernels have some dozens of types, and ask for them all the time
+
+
+@_remembered
 def vec(lanes: int, scalar: str) -> str:
     """The vector type of `lanes` `scalar`s; one lane is the scalar type itself."""
     return scalar if lanes == 1 else f"<{lanes} x {scalar}>"
 
 
+@_remembered
 def lanes_of(ty: str) -> int:
     return int(ty[1:].split(" ", 1)[0]) if ty.startswith("<") else 1
 
 
+@_remembered
 def scalar_of(ty: str) -> str:
     return ty[:-1].split(" x ", 1)[1] if ty.startswith("<") else ty
 
@@ -43,6 +50,7 @@ def like(ty: str, scalar: str) -> str:
     return vec(lanes_of(ty), scalar)
 
 
+@_remembered
 def i64(n: int) -> Val:
     return Val("i64", str(n))
 
@@ -86,6 +94,7 @@ class Module:
             yield text.replace(" #0 ", " #0 alwaysinline ", 1) if inline else text
 
 
+@_remembered
 def intrinsic_suffix(ty: str) -> str:
     """`<16 x float>` -> `v16f32`: how intrinsic names spell a type."""
     short = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
@@ -120,7 +129,8 @@ class Code:
 
     def let(self, ty: str, expr: str, hint: str = "v") -> Val:
         """Append `%x = expr` and return `%x` with type `ty`."""
-        name = self.ssa(hint)
+        self._count += 1
+        name = f"%{hint}{self._count}"
         self._body.append(f"  {name} = {expr}{self.mark}")
         return Val(ty, name)
 
@@ -197,17 +207,17 @@ class Code:
         return a if b.name == "0" else self.binary("sub nsw", a, b)
 
     def _fold(self, op: str, a, b, fn, unit: int) -> Val:
-        a, b = _i64(a), _i64(b)
-        x, y = _literal(a), _literal(b)
+        x = a if isinstance(a, int) else _literal(a)
+        y = b if isinstance(b, int) else _literal(b)
         if x is not None and y is not None:
             return i64(fn(x, y))
         if x == unit:
-            return b
+            return _i64(b)
         if y == unit:
-            return a
+            return _i64(a)
         if unit == 1 and 0 in (x, y):
             return i64(0)
-        return self.binary(op, a, b)
+        return self.binary(op, _i64(a), _i64(b))
 
     # -- control flow -------------------------------------------------------------------------------------------
     def label(self, hint: str = "b") -> str:
@@ -281,6 +291,8 @@ def _i64(x: Val | int) -> Val:
 
 
 def _literal(x: Val) -> int | None:
+    if x.name.startswith("%"):  # as most do
+        return None
     return int(x.name) if x.name.lstrip("-").isdigit() else None
 
 
