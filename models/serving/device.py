@@ -16,18 +16,12 @@ from jtile.ops import gpu_tiles
 
 from ..adapters import Adapter, stacked
 from ..generate import LanguageModel
-from ..host import on_host
 from ..mesh import ENTRIES, STATE
 from . import programs
 from .scheduler import Plan
 from .settings import Settings
 
 COPIES = 8  # pages that one program copies
-# On GPUs XLA records the kernels of a step again, 3 ms of the host for 340 of them, when its temporary memory has
-# moved, which it does where small arrays come to lie at the beginning of the large free piece. `HOLES`: whether they
-# get free pieces of their own, so many of each size in bytes; off until a GPU has timed it.
-HOLES = False
-SMALL = {1 << 12: 64, 1 << 15: 64, 1 << 18: 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +82,6 @@ class Device:
         self._options = {name: self._zeros((slots, *x.shape[1:]), x.dtype) for name, x in settings.options.items()}
         self._penalties: dict[str, jax.Array] = {}
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._between = _holes() if HOLES and lm.devices is None and not on_host() else []
 
     def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
         devices = self._lm.devices
@@ -107,7 +100,7 @@ class Device:
 
     def release(self) -> None:
         """Gives the memory of the cache back, whoever still has this object; nothing may run afterwards."""
-        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties, self._between)):
+        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties)):
             x.delete()
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
@@ -239,17 +232,6 @@ class Device:
     def _put(self, arrays: dict[str, jax.Array], slot: np.int32, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         args = arrays, slot, rows
         return (programs.put if self._lm.devices is None else self._get(("put", *arrays), programs.put, *args))(*args)
-
-
-def _holes() -> list[jax.Array]:
-    """Leaves free pieces of the sizes of `SMALL` in the memory of a GPU; returns what lies between them."""
-    between = []
-    for size, count in SMALL.items():
-        pieces = [jnp.zeros((size,), jnp.uint8) for _ in range(2 * count)]
-        between += jax.block_until_ready(pieces)[::2]
-        for piece in pieces[1::2]:
-            piece.delete()
-    return between
 
 
 def _stacks(lm: LanguageModel, adapters: Sequence[Parts]):
