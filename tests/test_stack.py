@@ -12,7 +12,7 @@ def leaf():
     return None
 
 
-leaf.__code__ = leaf.__code__.replace(co_stacksize=200)  # more than the frame that calls it: no end of a chunk is missed
+leaf.__code__ = leaf.__code__.replace(co_stacksize=200)  # more than its caller: no end of a chunk is missed
 
 
 def descend(depth: int) -> None:
