@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile._errors import KernelValueError
 from jtile.ops._shapes import fit, machine
+from jtile.ops.dispatch import vector_cores
 
 from .frames import Frame
 from .layout import COLUMNS, Layout
 
 LOOP_TILE = 256  # elements that a program takes through all rounds of a loop at most
-LANES = 16  # elements that such a program takes at least
+LANES = 16  # elements that such a program takes at least; elements of one or two vectors of a CPU
 
 
 class Tiling:
@@ -103,13 +104,24 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
         room = budget // max((math.prod(sides[b] for b in own) for own in tiles if a in own), default=1)
         if layout.whole and a == last:  # along this axis elements lie side by side in memory
             room = max(room, COLUMNS)
-        sides[a] = fit(layout.sizes[a], max(min(room, left, layout.sizes[a]), 1))
+        sides[a] = (side_by_side if a == last else fit)(layout.sizes[a], max(min(room, left, layout.sizes[a]), 1))
         left = max(left // sides[a], 1)
     tiling = Tiling(layout, tuple(sides))
     if not layout.late:
         return tiling
     others = math.prod(tiling.grid[1:])
     return Tiling(layout, tuple(sides), max(1, min(m.sums // others, tiling.late_blocks)))
+
+
+def side_by_side(n: int, most: int) -> int:
+    """A side of tiles, at most `most`, along an axis of n elements that lie side by side in memory. On CPUs it is a
+    number of whole vectors, and if one of at least half as many divides the axis, that: no tile has a rest then, whose
+    code would double a kernel."""
+    if not machine().whole or vector_cores() or most >= n or most < LANES:
+        return fit(n, most)
+    whole = range(most // LANES * LANES, most // 2, -LANES)
+    even = jt.cdiv(jt.cdiv(n, jt.cdiv(n, most)), LANES) * LANES
+    return next((side for side in whole if n % side == 0), min(even, most // LANES * LANES))
 
 
 def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tiling:
@@ -122,7 +134,8 @@ def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tili
     for a in reversed(range(len(sides))):
         n = layout.sizes[a]
         most = min(row, left) if a == last else left
-        sides[a] = most if narrow and a == last and most < n else fit(n, min(most, n))
+        even = side_by_side if a == last else fit
+        sides[a] = most if narrow and a == last and most < n else even(n, min(most, n))
         left = max(left // sides[a], 1)
     tiling = Tiling(layout, tuple(sides))
     if not layout.late:

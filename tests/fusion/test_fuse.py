@@ -17,6 +17,7 @@ from jtile.fusion.bodies import GroupKernel, kernel_of
 from jtile.fusion.fused import _by_equations, evaluate
 from jtile.fusion.groups import plan_of
 from jtile.fusion.steps import program_of
+from jtile.fusion.tilings import side_by_side
 from jtile.testing.evaluate import evaluated, walked
 
 rng = np.random.default_rng(0)
@@ -196,6 +197,8 @@ def test_chains_of_many_values_that_are_read_again_take_small_tiles():
         sides[f] = np.prod(GroupKernel(group).tiling.sides)
     if jax.default_backend() == "cpu":
         assert sides[chain] == 4096
+        whole = [side_by_side(*of) for of in ((1_000_000, 4096), (262_144, 341), (999_983, 4096), (50, 20))]
+        assert whole == [4000, 256, 4096, 16]  # whole vectors, and as many tiles of them as the axis has
         assert 256 <= sides[mandelbrot] <= 512
 
 
