@@ -187,7 +187,8 @@ depthwise_rows.defvjp(functools.partial(_forward, depthwise_rows), _rows_backwar
 def _in_depthwise_rows(x, w, *, pads: tuple[Pair, ...], **_):
     # Programs that have more rows of the result read those of x less often; rows in equal parts leave none empty.
     bc, rows = fit(x.shape[-1], 64), x.shape[1] + sum(pads[0]) - w.shape[0] + 1
-    bh = jt.cdiv(rows, jt.cdiv(rows, min(7, w.shape[0])))
+    most = min(4 if dispatch.vector_cores() else 7, w.shape[0])
+    bh = most if dispatch.vector_cores() else jt.cdiv(rows, jt.cdiv(rows, most))
     return tuned(depthwise_rows, num_warps=4)(x, w, bh=bh, bw=max(1, 1024 // bc), bc=bc, pads=pads)
 
 
