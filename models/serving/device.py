@@ -79,13 +79,23 @@ class Device:
         self._last = self._zeros((slots,), jnp.int32)
         self._table = np.full((slots, settings.width), -1, np.int32)
         self._written = [0] * slots  # how many pages of the sequence that runs there a row of the table holds
-        self._options = {name: self._zeros((slots, *x.shape[1:]), x.dtype) for name, x in settings.options.items()}
+        # The options of sampling of every slot, and those that the device has, which are sent anew once a step if some
+        # have changed: one transfer for each sequence that begins kept the host from launching the step.
+        self._chosen = {name: np.zeros((slots, *x.shape[1:]), x.dtype) for name, x in settings.options.items()}
+        self._options = self._sent(self._chosen)
+        self._changed = False
         self._penalties: dict[str, jax.Array] = {}
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
     def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
         devices = self._lm.devices
         return jnp.zeros(shape, dtype, device=None if devices is None else devices.lies(lies))
+
+    def _sent(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Copies of the arrays on the device, or on each of them."""
+        devices = self._lm.devices
+        copies = {name: x.copy() for name, x in arrays.items()}
+        return jax.device_put(copies) if devices is None else jax.device_put(copies, devices.lies(STATE))
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
@@ -106,8 +116,9 @@ class Device:
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
         """Writes the state of a sequence with these tokens into its slot."""
         self._written[slot] = 0
-        options = {name: x[0] for name, x in row.options.items()}
-        self._options = self._put(self._options, np.int32(slot), options)
+        for name, x in row.options.items():
+            self._chosen[name][slot] = x[0]
+        self._changed = True
         if LEVELS[row.level].counts:
             vocab, answer = self._lm.config.vocab_size, np.asarray(tokens[row.prompt :], np.int64)
             bias = np.zeros((vocab,), np.float32)
@@ -123,6 +134,8 @@ class Device:
         """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need; `masks`: by
         i, the tokens that may be chosen for `plan.samples[i]`, as `Guide.allowed` gives them."""
         self._copy_pages(plan.copies)
+        if self._changed:
+            self._options, self._changed = self._sent(self._chosen), False
         n, singles = self._settings.layout([segment.count for segment in plan.segments])
         batch, of, which = self._arrays(plan, n, singles)
         run = self._step(n)
