@@ -112,6 +112,8 @@ class Forms:
             return None
         if v in self.loops:
             return Affine(0, ((v, 1),))
+        if self._wraps(v):
+            return Affine(0, ((v, 1),)) if self.uniform(v) else None
         match v.op:
             case Full():
                 return Affine(number(v))
@@ -125,6 +127,14 @@ class Forms:
             case _:
                 out = None
         return Affine(0, ((v, 1),)) if out is None and self.uniform(v) else out
+
+    def _wraps(self, v: Value) -> bool:
+        """Whether an integer may be another one than what it is computed by says: numbers of 8 and 16 bits wrap around
+        in kernels that are right, and so do casts to fewer bits. Indices of 32 bits do not."""
+        if v in self.known.known or not isinstance(v.op, Cast | Map):
+            return False
+        bits = DTYPES[v.dtype].bits
+        return bits < 32 or (isinstance(v.op, Cast) and bits < DTYPES[v.op.x.dtype].bits)
 
     def _map(self, op: Map) -> Affine | None:
         forms = [self.form(a) for a in op.args]
@@ -219,6 +229,8 @@ class Forms:
         if not v.shape:
             form = self.form(v)
             return None if form is None else (form, {})
+        if self._wraps(v):
+            return None
         match v.op:
             case Full():
                 return Affine(number(v)), {}

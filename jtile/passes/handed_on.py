@@ -39,7 +39,7 @@ def handed_on(kernel: Kernel) -> int | None:
     ):
         return None
     (load,), (store,) = loads, stores
-    same = store.value is load.result and store.index == load.index and load.mask is None
+    same = store.value is load.result and store.index == load.index and load.mask is store.mask is None
     source = next((k for k in alike if kernel.inputs[k] is load.ref), None)
     if not same or source is None:
         return None

@@ -144,6 +144,7 @@ class Emitter:
         p = plan.plan_block(block)
         p.defined |= donated
         p.defined -= kept
+        p.outer = self.depth
         frame = Frame(p, prefer or {})
         self.frames.append(frame)
         self.flag(p)

@@ -14,6 +14,7 @@ from jtile import ir
 from .emitter import DEPTH, Emitter
 from .evaluate import reshape_groups
 from .llvm import Val
+from .packed import is_packed
 
 if TYPE_CHECKING:
     from .emit_memory import Axis
@@ -75,7 +76,8 @@ def _stores(em: Emitter, v: ir.Value) -> Iterator[tuple[ir.Store, Places] | None
         for k in uses.get(value, [len(ops)]):
             op = ops[k] if k < len(ops) else None
             if isinstance(op, ir.Store):
-                yield None if any(isinstance(d, ir.Take) for d in op.index) else (op, places)
+                lane_by_lane = is_packed(op.ref) or any(isinstance(d, ir.Take) for d in op.index)
+                yield None if lane_by_lane or op.value is not value else (op, places)
                 continue
             moved = None if op is None else _through(op, places)
             if op is None or moved is None or op.result in em.flagged or em.plan.depths[op.result] > DEPTH:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 from jtile import ir
 
@@ -43,21 +44,24 @@ def is_lazy(op: ir.Op | None) -> bool:
 @dataclasses.dataclass
 class BlockPlan:
     """Facts of one block: per value the positions of the ops that use it (regions included; `len(ops)`: yielded), and
-    the set of values that are defined in it."""
+    the set of values that are defined in it; `outer`: how many lazy ops make values from outside of it."""
 
     block: ir.Block
     uses: dict[ir.Value, list[int]]
     defined: set[ir.Value]
+    outer: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)
 
     def last(self, v: ir.Value) -> int:
         return self.uses[v][-1] if v in self.uses else -1
 
     @functools.cached_property
     def depths(self) -> dict[ir.Value, int]:
-        """For each result of the block at most how many lazy ops its value is made by, one behind the other."""
+        """For each result of the block at most how many lazy ops its value is made by, one behind the other; loads
+        count, since one with a mask may wait for it."""
         deep: dict[ir.Value, int] = {}
         for op in self.block.ops:
-            above = max((deep.get(a, 0) for a in op.operands()), default=0) if is_lazy(op) else 0
+            lazy = is_lazy(op) or isinstance(op, ir.Load)
+            above = max((deep.get(a, self.outer.get(a, 0)) for a in op.operands()), default=0) if lazy else 0
             deep.update(dict.fromkeys(op.results, above + 1))
         return deep
 

@@ -137,3 +137,36 @@ def test_random_chains_read_nothing_outside(seed):
         written = ~np.isnan(expected)  # the interpreter marks what no program writes
         result = run(kernel, [x], at_end)[got]
         np.testing.assert_allclose(result[written], expected[written], rtol=1e-5, atol=1e-6)
+
+
+DEEP = "\n".join(f"%k{n + 1} = {('add', 'mul', 'xor')[n % 3]} %k{n}, %k0 : tile<64xi32>" for n in range(62))
+OTHER_READERS = {
+    "an index that wraps around": (
+        """%u = cast %i : u8   %w = cast %u : i32   %a = load %x[%i:+64] : tile<64xf32>   %n = neg %a : tile<64xf32>
+        store %o[%i, %w:+64], %n""",
+        "%x: ref<300xf32>, %k: ref<320xi32>, %o: ref<300x300xf32, out>", 300,
+    ),
+    "a mask that makes a chain too long": (
+        f"""%one = full 1 : tile<64xi32>   %k0 = load %k[tile(%i, 64)] : tile<64xi32>   {DEEP}
+        %m = gt %k62, %one : tile<64xbool>   %a = load %x[tile(%i, 64)] : tile<64xf32>
+        %b = load %x[tile(%i, 64)] mask=%m : tile<64xf32>   %z = add %a, %b : tile<64xf32>
+        store %o[tile(%i, 64)], %z""",
+        "%x: ref<300xf32>, %k: ref<320xi32>, %o: ref<300xf32, out>", 5,
+    ),
+    "a store of half bytes": (
+        """%a = load %x[tile(%i, 64)] : tile<64xf32>   %b = cast %a : tile<64xi4>   store %o[tile(%i, 64)], %b""",
+        "%x: ref<300xf32>, %k: ref<320xi32>, %o: ref<300xi4, out>", 5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_READERS)
+def test_readers_that_see_more_than_is_stored_get_copies(case):
+    body, params, programs = OTHER_READERS[case]
+    kernel = kernel_of(f"%i = program_id 0 : i32   {body}", params, str(programs))
+    assert "getelementptr i8, ptr %ws" in text(kernel)
+    rng = np.random.default_rng(0)
+    inputs = [rng.normal(size=300).astype(np.float32), rng.integers(-9, 9, 320).astype(np.int32)]
+    (want,), (got,) = interpret(kernel, inputs), run(kernel, inputs, at_end=True)
+    if want.dtype == np.float32:
+        np.testing.assert_array_equal(got[~np.isnan(want)], want[~np.isnan(want)])
