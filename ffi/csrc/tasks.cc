@@ -162,6 +162,7 @@ void TaskGraph::check_order() const {
 // What the devices of a call of several share: the call of each. It lives as long as one of them works.
 struct TaskGraph::Team {
   std::vector<std::unique_ptr<Call>> calls;
+  std::atomic<int64_t> begun{0};    // devices whose arrays are known: operands of others are there before any event
   std::atomic<int64_t> reading{0};  // bands that read memory of other devices just now
 };
 
@@ -239,7 +240,7 @@ class TaskGraph::Call {
                                         : arrays[place.index + (place.space ? graph_.operands_ : 0)];
   }
 
-  // Where arrays of other devices are: these have begun when a task may read them.
+  // Where arrays of other devices are: all of these have begun when a band that reads them is ready.
   void meet(size_t task) {
     const std::vector<Place>& places = graph_.tasks_[task].places;
     for (size_t k = 0; k < places.size(); ++k) {
@@ -270,6 +271,7 @@ class TaskGraph::Call {
   }
 
   bool ready(const Band& band) const {
+    if (team_ != nullptr && team_->begun.load(std::memory_order_acquire) < graph_.devices_ && abroad(band)) return false;
     return std::all_of(band.waits.begin(), band.waits.end(), [this](int32_t event) { return happened(event); });
   }
 
@@ -468,6 +470,7 @@ void TaskGraph::run_part(const std::shared_ptr<const TaskGraph>& graph, Part giv
   Call* call = team->calls[static_cast<size_t>(part->device)].get();
   call->join(team.get(), part->meeting.get(), who);
   call->begin(part->arrays.data(), part->arena, part->trace);
+  team->begun.fetch_add(1, std::memory_order_release);
   const int64_t most = std::max<int64_t>(1, std::thread::hardware_concurrency() / graph->devices_);
   auto threads = std::make_shared<Threads>();
   threads->left = std::max<int64_t>(1, std::min(most, graph->bands()));

@@ -56,6 +56,13 @@ def check_many_programs_of_a_sum_start_as_soon_as_their_part_is_there():
         near([run(jt.graph(f, cores=4))(wide)], [2 * wide.sum(0) + wide])
 
 
+def check_a_sum_of_operands_waits_until_all_devices_have_begun():
+    """No band makes what it reads, so that no event says that the other devices' arrays are there."""
+    f = on_devices(jt.graph(lambda x, y: [programs.added(jax.lax.psum(x, "x"), programs.doubled(y))], cores=2))
+    for _ in range(50):
+        near(f(X, Y), [X.sum(0) + 2 * Y])
+
+
 def check_gradients_go_through_the_function_itself():
     loss = lambda f: lambda x, y: jnp.sum(f(y, x, y)[1] ** 2)
     grads = [on_devices(lambda x, y, f=f: [jax.grad(loss(f))(x, y)])(X, Y) for f in (jt.graph(step), step)]
