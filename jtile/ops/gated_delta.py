@@ -134,7 +134,7 @@ def rwkv7_in_parts(r, g, k, v, a, b, state, *, c: int, bv: int, scale: float, sa
     _, b_end, of_ab, _ = met(early, b, sums, c=c, exact=True)
     r_in, _, of_rk, _ = met(r, k, sums, c=c)
     _, _, of_rb, _ = met(r, b, sums, c=c)
-    a_in = (a * jnp.exp(_earlier(sums, c, 1)[:, :t])).astype(a.dtype)
+    a_in = (wide(a) * jnp.exp(_earlier(sums, c, 1)[:, :t])).astype(a.dtype)
     mix = tuned(gated_delta_mix, num_warps=_WARPS)(down(of_ab), None, dtype=v.dtype.name)
     run = tuned(rwkv7_recurrence, num_warps=_WARPS)
     sides = {"c": c, "bv": bv, "scale": scale, "save": save}

@@ -1,5 +1,6 @@
 """RWKV-7, Mamba's selective scan and Mamba-2's against one position after the other."""
 
+import jax
 import numpy as np
 import pytest
 from library import agree, gradients_agree, normal
@@ -59,6 +60,14 @@ def test_rwkv7_by_parts(strength):
         agree(RWKV, RWKV_REFERENCE, *args, tolerance=2e-5)
         if strength == 1:
             gradients_agree(RWKV, RWKV_REFERENCE, *args)
+
+
+def test_rwkv7_by_parts_of_short_floats():
+    """Decays are summed in float32, whatever the operands are; no dtype is promoted by itself."""
+    shapes = (6, "bfloat16"), (6, "float32"), (6, "bfloat16"), (5, "bfloat16"), (6, "bfloat16"), (6, "bfloat16")
+    args = [jax.ShapeDtypeStruct((2, 70, 2, d), dtype) for d, dtype in shapes]
+    with jt.config(arch="sm_90"), jax.numpy_dtype_promotion("strict"):
+        assert jax.eval_shape(lambda *args: ops.rwkv7(*args), *args).dtype == "bfloat16"
 
 
 def test_rwkv7_errors():
