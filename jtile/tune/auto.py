@@ -276,7 +276,7 @@ def _busy(
         return config
     for name in sorted(places.keys() - set(loops)):
         axis, _, itemsize = max(_arrays(base, places[name]))
-        while axis == -1 and config[name] * itemsize > guesses.SHORTEST:
+        while axis == -1 and config[name] > 1 and config[name] * itemsize > guesses.SHORTEST:
             shorter = {**config, name: config[name] // 2}
             found = asked.kept(shorter)
             if found is None or math.prod(kernel.grid) >= guesses.units(target):
