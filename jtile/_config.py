@@ -60,6 +60,8 @@ class Config:
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
         Code for other platforms is always optimised.
       timeout: seconds for which a kernel waits for other devices before its call fails.
+      cost_analysis: XLA's own `cost_analysis()` counts kernels, for which it has -1 otherwise. Each call becomes a
+        branch of a conditional, so such programs are for counting, not for speed; `jt.cost` needs none of this.
       gpu_peers: kernels that talk to other devices run on NVIDIA's GPUs, too; False makes them a typed error there, and
         `jt.exchange` and models keep to XLA's collectives.
     """
@@ -82,6 +84,7 @@ class Config:
     debug: bool = dataclasses.field(default=False, metadata=_CODE)
     optimize: bool = dataclasses.field(default=True, metadata=_CODE)
     timeout: float = dataclasses.field(default=10.0, metadata=_CODE)
+    cost_analysis: bool = dataclasses.field(default=False, metadata=_CODE)
     gpu_peers: bool = dataclasses.field(default=True, metadata=_CODE)
 
     @property

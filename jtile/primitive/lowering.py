@@ -26,7 +26,7 @@ from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.passes.handed_on import handed_on
-from jtile.primitive import complexes, partition
+from jtile.primitive import complexes, counted, partition
 from jtile.primitive.devices import gathered, groups, own_part, place
 from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
@@ -108,11 +108,21 @@ def _lower(host: str, ctx: mlir.LoweringRuleContext, *operands: Any, program: Pr
         if program.block:  # before XLA cuts the program: a callback into the interpreter cannot run in its shards
             _check_target(platform.here(), program)
         whole = partition.lower(ctx, operands, program)
+        if whole is None and current().cost_analysis and counted.can_be(program, ctx.avals_in):
+            return _lower_counted(ctx, operands, program)
         return _custom_calls(platform, ctx, operands, program) if whole is None else whole
     except UnsupportedError:
         if (program.options.fallback or current().fallback) != "interpret":
             raise
         return _lower_on_host(ctx, operands, program)
+
+
+def _lower_counted(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
+    from jtile.primitive.jtile_call import jtile_call_p
+
+    run = functools.partial(counted.call, functools.partial(jtile_call_p.bind, program=program), program)
+    with config(cost_analysis=False):  # the call inside is as it would be otherwise
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _platform(host: str, ctx: mlir.LoweringRuleContext, program: Program) -> Platform:
@@ -223,9 +233,10 @@ def _compiled_together(program: Program, platform: Platform) -> None:
     if len(made) < 2 or current().dump:
         return
     context = contextvars.copy_context()
-    one = lambda k: context.copy().run(_compile, program, k, complete(kernels[k], platform), target)
+    # All of it by the options in force here: a kernel completed by others would be kept under the key of these.
+    one = lambda k: _compile(program, k, complete(kernels[k], platform), target)
     with ThreadPoolExecutor(len(made), thread_name_prefix="jtile-compile") as pool:
-        for done in [pool.submit(one, k) for k in made]:
+        for done in [pool.submit(context.copy().run, one, k) for k in made]:
             done.result()
 
 

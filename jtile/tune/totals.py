@@ -1,7 +1,8 @@
 """`jt.cost`: operations and bytes of a function with kernels, those of its kernels beside those that XLA counts.
 
 XLA's own count, `jax.jit(f).lower(...).cost_analysis()`, knows nothing of kernels: for a custom call it notes -1
-operations and bytes, whatever its attributes say, and it takes the body of a loop once. So the kernels are counted from
+operations and bytes, whatever its attributes say (but see the option `cost_analysis`), and it takes the body of a loop
+once. So the kernels are counted from
 Tile IR, and XLA is asked for what is between them.
 """
 
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jtile import passes
+from jtile._config import config
 from jtile.language._equations import bind
 from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import Sized, chosen_branch, counted_calls, traced
+
+if TYPE_CHECKING:
+    from jtile.primitive.program import Program
 
 _XLA = {"flops": "flops", "transcendentals": "transcendentals", "bytes accessed": "bytes"}
 _LOOPS = ("scan", "while", "cond")
@@ -141,6 +146,11 @@ def _kernel(called: Sized, calls: int) -> KernelCounts:
     return KernelCounts(called.program.name, calls, Counts(plain, done.special, done.bytes), done.exact, done)
 
 
+def counts_of(program: Program, shapes: Sequence[tuple[int, ...]]) -> Counts:
+    """The counts of one call of a program with operands of these shapes."""
+    return _kernel(Sized(program, tuple(shapes)), 1).counts
+
+
 # -- walking the function ---------------------------------------------------------------------------------------------
 
 
@@ -202,5 +212,6 @@ def _analysed(jaxpr: Any, eqns: Sequence[Any]) -> Counts:
     types = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in given
     ]
-    found: Mapping[str, float] = jax.jit(run).lower(*types).cost_analysis() or {}
+    with config(cost_analysis=False):  # kernels in a shard_map count once
+        found: Mapping[str, float] = jax.jit(run).lower(*types).cost_analysis() or {}
     return Counts(**{name: max(found.get(key, 0.0), 0.0) for key, name in _XLA.items()})

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import tiled_matmul
 
 import jtile as jt
 
@@ -311,6 +312,17 @@ def test_outputs_that_nobody_writes_are_poisoned():
     assert b.all()
     assert jnp.isnan(h.astype(jnp.float32)).all()
     np.testing.assert_array_equal(u, np.full(3, 0xAA))
+
+
+def test_threads_that_compile_see_the_options_of_the_call():
+    """The two products of a gradient are compiled in threads. Those knew the process's options only: with poison there,
+    and none in the block, kernels that take it were called without it."""
+    matmul = tiled_matmul(24, 16, 8)
+    a, b = f32(24, 16), f32(16, 24)
+    with jt.config(poison=False):  # `tests/conftest.py` sets it for the process
+        found = jax.jit(jax.grad(lambda a, b: matmul(a, b).sum(), (0, 1)))(a, b)
+    for got, want in zip(found, (np.tile(b.sum(1), (24, 1)), np.tile(a.sum(0)[:, None], (1, 24))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_poison_of_few_floats_is_a_constant():

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from products import tiled_matmul
 
 import jtile as jt
+from jtile import ops
 from jtile.errors import KernelTypeError
 
 X = jnp.ones((64, 64))
@@ -122,3 +124,45 @@ def test_what_is_no_function():
         jt.cost(3)
     with pytest.raises(KernelTypeError, match=r"jt.cost .* outside of jax.jit"):
         jax.jit(lambda x: jt.cost(matmul, x, x))(X)
+
+
+COUNTED = {
+    "product": (matmul, (X, X)),
+    "gradient": (jax.value_and_grad(lambda a, b: matmul(a, b).sum(), (0, 1)), (X, X)),
+    "batch, of dynamic size": (jax.vmap(sines), (jnp.ones((3, 10, 64)),)),
+    "integers": (ops.cumsum, (jnp.arange(60).reshape(6, 10),)),
+    "complex numbers": (ops.fft, (jnp.ones((4, 32), jnp.complex64),)),
+    "nothing": (matmul, (X[:0], X)),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_xla_counts_kernels_where_it_is_asked_to(case):
+    """Before and after it compiles, with results as they are otherwise."""
+    f, args = COUNTED[case]
+    want, cost = f(*args), jt.cost(f, *args)
+    with jt.config(cost_analysis=True, poison=False):
+        assert jt.cost(f, *args) == cost
+        lowered = jax.jit(f).lower(*args)
+        compiled = lowered.compile()
+        jax.tree.map(np.testing.assert_array_equal, compiled(*args), want)
+    for found in (lowered.cost_analysis(), compiled.cost_analysis()):
+        found = found or {}
+        assert found.get("flops", 0) == pytest.approx(cost.flops, abs=16, rel=0.02)
+        assert found.get("transcendentals", 0) == cost.transcendentals
+        if case in ("product", "batch, of dynamic size"):
+            moved = sum(x.nbytes for x in jax.tree.leaves((args, want)))
+            assert moved <= found["bytes accessed"] <= moved + 1000
+
+
+def test_what_xla_cannot_count():
+    """A kernel that prints has an effect, which a branch may not have: it runs as it would."""
+
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+    def prints(x, o):
+        jt.print("sum {}", jnp.sum(x[...]))
+        o[...] = x[...]
+
+    with jt.config(cost_analysis=True, poison=False):
+        assert xla(prints, X) == (-1.0, 0.0, -1.0)
+        np.testing.assert_array_equal(jax.jit(prints)(X), X)
