@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import pytest
-from draws import thorough
 from soak import Draw, check, check_levels, compiled, planned
 from soak_families import FAMILIES
 
@@ -36,9 +35,8 @@ def test_small(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plan_of_small(family):
-    """And at the level where Hopper runs it, also where sums of int32 are 64 bits wide (`jax_enable_x64`); in `make
-    test` every other family."""
+    """And at the level where Hopper runs it, also where sums of int32 are 64 bits wide (`jax_enable_x64`)."""
     case = FAMILIES[family](Draw(0, small=True))
-    for x64 in (False, True) if thorough() else (list(FAMILIES).index(family) % 2 == 1,):
+    for x64 in (False, True):
         with jax.enable_x64(x64), jt.config(arch="sm_90", verify=False):
             check_levels(case, case.arrays(), planned)

@@ -10,7 +10,6 @@ import composition
 import forked
 import pytest
 import zoo_cases
-from draws import thorough
 from library_cases import CASES
 
 from jtile.testing import Report, check_kernel
@@ -22,22 +21,12 @@ SUPPORT = Path(composition.__file__).parent
 HERE = (
     "jvp", "vjp", "numeric", "checkpoint", "vmap", "grad of vmap", "vmap of grad", "second order", "export",
 )  # fmt: skip
-# Which of these take turns in `make test`, an op after the other: each is made of rules that the others use too.
-TURNS = ("second order", "export", "checkpoint")
-
-
-def checks(name, request):
-    """All of them for the page, and in `make test-all`; in `make test` one of those that take turns."""
-    if thorough() or request.config.getoption("--composition"):
-        return HERE
-    k = list(CASES).index(name)
-    return tuple(c for c in HERE if c not in TURNS or c == TURNS[k % len(TURNS)])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_transform(name, request):
     case = CASES[name]
-    report = check_kernel(case.op, case.reference, case.args(), name=name, only=checks(name, request), **case.options)
+    report = check_kernel(case.op, case.reference, case.args(), name=name, only=HERE, **case.options)
     composition.agree(request.config, "ops", list(CASES), report)
 
 
@@ -60,10 +49,8 @@ def test_every_transform_of_the_zoo(name):
 
 @pytest.mark.long
 def test_over_eight_devices(request, subprocess_env):
-    """Each kind of kernel has both checks in tests/transforms/test_kinds.py; the ops take turns in `make test`."""
     env = subprocess_env | {"PYTHONPATH": str(SUPPORT), "JTILE_OPTIMIZE": "0"}
-    turns = [] if thorough() or request.config.getoption("--composition") else ["--turns"]
-    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *turns, *CASES]
+    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *CASES]
     done = forked.run(run, env=env)
     assert done.returncode == 0, done.stderr
     reports = [Report.from_dict(r) for r in json.loads(done.stdout)]

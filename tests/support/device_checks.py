@@ -1,7 +1,6 @@
 """Runs the checks that need several devices, in a process of its own: prints a JSON list of reports.
 
-`python device_checks.py library_cases NAME...` or `kernel_kinds NAME...`; with `--turns` in front of the names each has
-one of the checks, by turns.
+`python device_checks.py library_cases NAME...` or `kernel_kinds NAME...`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ DEVICES = ("shard_map", "partitioned jit")
 
 
 def run(module: str, names: list[str]) -> None:
-    turns, names = names[:1] == ["--turns"], [name for name in names if name != "--turns"]
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     import native_calls
 
@@ -27,9 +25,9 @@ def run(module: str, names: list[str]) -> None:
 
     cases = importlib.import_module(module).CASES
     reports = []
-    for k, name in enumerate(names):
-        case, only = cases[name], DEVICES[k % 2 : k % 2 + 1] if turns else DEVICES
-        found = check_kernel(case.op, case.reference, case.args(), name=name, only=only, **case.options)
+    for name in names:
+        case = cases[name]
+        found = check_kernel(case.op, case.reference, case.args(), name=name, only=DEVICES, **case.options)
         reports.append(found.as_dict())
     json.dump(reports, sys.stdout)
 
