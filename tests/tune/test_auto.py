@@ -470,12 +470,6 @@ def sums_of_rows(x, o, *, br: int = jt.auto, bc: int = jt.auto):
     o.tiles(br)[i] = total
 
 
-@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x, *, block: jt.cdiv(x.shape[0], block))
-def points(x, o, *, block: int = jt.auto):
-    i = jt.program_id(0)
-    o.tiles(block, 3)[i, 0] = 2 * x.tiles(block, 3)[i, 0]
-
-
 def test_small_arrays_say_nothing_where_a_large_one_does():
     """Rows whose sums are a vector are few in a tile, so that all multiprocessors have some; the side of a loop does
     not make programs fewer, and is as long as a tile may be."""
@@ -500,13 +494,3 @@ def test_few_programs_that_loop_read_much_at_a_time():
     assert tiles == {"br": 256, "bc": 32} and "128 programs for 132 units" in why
     x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 50)), jnp.float32)
     np.testing.assert_allclose(sums_of_columns(x), x.sum(0), atol=1e-4)
-
-
-def test_elements_of_several_numbers_fill_lines():
-    """As of points in space, or complex numbers."""
-    low = points.lower(jax.ShapeDtypeStruct((1003, 3), jnp.float32), target="cuda:sm_90")
-    assert low.texts["choice"].startswith("block=32 for")
-    x = np.random.default_rng(0).normal(size=(2, 70)).astype(np.float32)
-    z = jnp.asarray(x[0] + 1j * x[1])
-    assert "block=64 for" in vector_add.lower(z, z, target="cuda:sm_90").texts["choice"]
-    np.testing.assert_allclose(vector_add(z, z), 2 * z)

@@ -25,7 +25,6 @@ from jtile.models.serving import settings as serving_settings
 from jtile.models.serving.core import Core
 from jtile.models.serving.request import read_request
 from jtile.models.serving.settings import default_shapes, settings_of
-from jtile.models.serving.text import StopText
 from jtile.models.serving.worker import responsive
 
 SIZES = dict(rows=4, shapes=(24, 48), cache_tokens=96, max_length=64)
@@ -437,36 +436,6 @@ def test_models_that_no_engine_takes(lm, monkeypatch):
     monkeypatch.setattr(lm, "_weights", [*lm._weights, elsewhere])
     with pytest.raises(ModelError, match=r"the weights of short llama are on .*gpu:1"):
         Engine(lm, **SIZES)
-
-
-class Letters:
-    """A decoder whose tokens are letters."""
-
-    def push(self, token: int) -> str:
-        return chr(token)
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "pieces", "stop"),
-    [
-        ("abcd", (), ["a", "b", "c", "d", ""], None),
-        ("abXYc", ("XY",), ["a", "b", "", ""], "XY"),
-        ("abXXYc", ("XY",), ["a", "b", "", "X", ""], "XY"),
-        ("abX", ("XY",), ["a", "b", "", "X"], None),
-        ("xaab", ("aaa", "aab"), ["x", "", "", ""], "aab"),
-        ("abab", ("b", "ab"), ["", ""], "ab"),
-    ],
-)
-def test_stop_strings(text, stops, pieces, stop):
-    """What may be the beginning of one is held back; of several the one that begins first, then the longest."""
-    decoder, got = StopText(Letters(), stops), []
-    for letter in text:
-        got.append(decoder.push(ord(letter)))
-        if decoder.stop:
-            break
-    else:
-        got.append(decoder.finish())
-    assert (got, decoder.stop) == (pieces, stop)
 
 
 def test_tiles_by_model(lm, monkeypatch):
