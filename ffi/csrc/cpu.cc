@@ -2,7 +2,9 @@
 // `jtile_cpu_devices` for kernels that talk to other devices, whose last operand says where this one is; and
 // `jtile_cpu_graph` for several kernels in one call, `jtile_cpu_graph_devices` for one call on several devices, whose last
 // operand says where this one is.
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "devices.h"
@@ -101,43 +103,55 @@ ffi::ErrorOr<std::unique_ptr<TalkingState>> instantiate_talking(ffi::RemainingAr
   });
 }
 
-// Where this device is: the number of its group, and its place along each axis.
-std::vector<int32_t> place_of(ffi::RemainingArgs args, const Shape& shape, const std::string& kernel) {
+// What one device brings to a call of several: the number of its group, its place along each axis, and its arrays,
+// without the last operand, which says where the device is.
+struct Arrival {
+  int64_t group;
+  std::vector<int32_t> place;
+  std::vector<void*> arrays;
+};
+
+Arrival arrival_of(ffi::RemainingArgs args, ffi::RemainingRets rets, const Shape& shape, const std::string& what) {
   ffi::ErrorOr<ffi::AnyBuffer> last = args.get<ffi::AnyBuffer>(args.size() - 1);
   if (last.has_error() || last->element_type() != ffi::DataType::S32 || last->element_count() != shape.axes.size() + 1)
-    fail(Code::kInvalidArgument, "kernel ", kernel, ": its last operand does not say where the device is");
+    fail(Code::kInvalidArgument, what, ": its last operand does not say where the device is");
   const auto* numbers = static_cast<const int32_t*>(last->untyped_data());
-  return {numbers, numbers + last->element_count()};
+  Arrival arrival{numbers[0], {numbers + 1, numbers + last->element_count()}, {}};
+  ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) {
+    if (k != args.size() - 1) arrival.arrays.push_back(buffer.untyped_data());
+  });
+  if (bad.failure()) fail(Code::kInvalidArgument, bad.message());
+  return arrival;
 }
 
-// XLA's threads are few: none of them waits here. The programs have threads of their own, and XLA hears of the end.
-ffi::Future execute_talking(TalkingState* state, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                            ffi::Dictionary) {
+// XLA's threads are few: none of them waits for other devices. `begin` starts threads that do, and gives them the
+// function that tells XLA of the end: with null, or with the error. What `begin` throws, XLA hears as well.
+template <class Begin>
+ffi::Future ended_later(const Begin& begin) {
   ffi::Promise promise;
   ffi::Future future(promise);
   try {
-    const Program& program = *state->program;
-    std::vector<int32_t> place = place_of(args, state->site->shape(), program.name());
-    const int64_t group = place[0];
-    place.erase(place.begin());
-    PerArray<void*> all(args.size() + rets.size());
-    ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) { all[k] = buffer.untyped_data(); });
-    if (bad.failure()) fail(Code::kInvalidArgument, bad.message());
-    std::vector<void*> bufs;
-    for (size_t k = 0; k < args.size() + rets.size(); ++k)
-      if (k != args.size() - 1) bufs.push_back(all[k]);
-    auto meeting = state->site->come(run.run_id, group, device_number(state->site->shape(), place));
-    auto done = [promise](const Error* error) mutable {
+    begin([promise](const Error* error) mutable {
       error == nullptr ? promise.SetAvailable() : promise.SetError(to_ffi(*error));
-    };
-    auto call = std::make_shared<DeviceCall>(state->program, state->site, meeting, std::move(place), done);
-    program.run_at_once(launch_of(program, args), std::move(bufs), call);
+    });
   } catch (const Error& error) {
     promise.SetError(to_ffi(error));
   } catch (const std::exception& error) {
     promise.SetError(ffi::Error::Internal(error.what()));
   }
   return future;
+}
+
+ffi::Future execute_talking(TalkingState* state, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            ffi::Dictionary) {
+  return ended_later([&](std::function<void(const Error*)> done) {
+    const Program& program = *state->program;
+    const Shape& shape = state->site->shape();
+    auto [group, place, arrays] = arrival_of(args, rets, shape, concat("kernel ", program.name()));
+    auto meeting = state->site->come(run.run_id, group, device_number(shape, place));
+    auto call = std::make_shared<DeviceCall>(state->program, state->site, meeting, std::move(place), std::move(done));
+    program.run_at_once(launch_of(program, args), std::move(arrays), call);
+  });
 }
 
 // -- execution graphs -------------------------------------------------------------------------------------------------
@@ -221,34 +235,17 @@ ffi::ErrorOr<std::unique_ptr<TeamState>> instantiate_team(ffi::RemainingArgs, ff
 
 ffi::Future execute_team(TeamState* state, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
                          ffi::Dictionary) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  try {
+  return ended_later([&](std::function<void(const Error*)> done) {
     const Shape& shape = state->site->shape();
-    std::vector<int32_t> place = place_of(args, shape, "of an execution graph");
-    const int64_t group = place[0];
-    place.erase(place.begin());
+    auto [group, place, arrays] = arrival_of(args, rets, shape, "an execution graph");
     const int64_t device = device_number(shape, place);
-    std::vector<void*> bufs;
-    ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) {
-      if (k != args.size() - 1) bufs.push_back(buffer.untyped_data());
-    });
-    if (bad.failure()) fail(Code::kInvalidArgument, bad.message());
-    const size_t count = bufs.size();
-    void* arena = bufs[count - 1 - (state->traced ? 1 : 0)];
-    auto* trace = state->traced ? static_cast<int64_t*>(bufs[count - 1]) : nullptr;
-    auto done = [promise](const Error* error) mutable {
-      error == nullptr ? promise.SetAvailable() : promise.SetError(to_ffi(*error));
-    };
-    TaskGraph::run_part(state->graph,
-                        {state->site->come(run.run_id, group, device), device, std::move(bufs), arena, trace, done},
+    const size_t count = arrays.size();
+    void* arena = arrays[count - 1 - (state->traced ? 1 : 0)];
+    auto* trace = state->traced ? static_cast<int64_t*>(arrays[count - 1]) : nullptr;
+    auto meeting = state->site->come(run.run_id, group, device);
+    TaskGraph::run_part(state->graph, {meeting, device, std::move(arrays), arena, trace, std::move(done)},
                         concat("an execution graph on ", shape.device_text(device)));
-  } catch (const Error& error) {
-    promise.SetError(to_ffi(error));
-  } catch (const std::exception& error) {
-    promise.SetError(ffi::Error::Internal(error.what()));
-  }
-  return future;
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(instantiate_team_handler, instantiate_team,

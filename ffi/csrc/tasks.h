@@ -86,7 +86,8 @@ class TaskGraph {
   class Call;
   struct Team;
 
-  void read_tasks(Reader& plan, int64_t operands, int64_t results);
+  void read(const int64_t* plan, size_t length, int64_t results);
+  void read_tasks(Reader& plan, int64_t results);
   void read_bands(Reader& plan);
   void check_order() const;
   std::unique_ptr<Call> take_call() const;

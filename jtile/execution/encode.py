@@ -1,4 +1,4 @@
-"""A graph as the numbers that the runtime of CPUs reads (ffi/csrc/tasks.cc), and where its inner memory lies."""
+"""A graph as the numbers that the runtime of CPUs reads (ffi/csrc/task_plan.cc), and where its inner memory lies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .boxes import parts
 from .schedule import Schedule
 from .tasks import TaskGraph, footprint_of
 
-VERSION = 2  # the version of this format; ffi/csrc/tasks.cc refuses others
+VERSION = 2  # the version of this format; ffi/csrc/task_plan.cc refuses others
 ALIGNMENT = 64  # bytes of which the place of a memory is a multiple
 OPERAND, RESULT, ARENA = range(3)
 AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in how many parts
