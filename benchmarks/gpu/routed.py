@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,9 +14,21 @@ from jtile.models import LanguageModel
 from jtile.models.experts import Mixture
 
 
-def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndarray, ...]]:
-    """(the logits, float32 [rows, t, vocab], of ids [rows, t] with activations of a dtype; the experts that the tokens
-    chose in each mixture, [rows * t, k])."""
+def logits(lm: LanguageModel, ids, dtype: str) -> jax.Array:
+    """The logits, float32 [rows, t, vocab], of ids [rows, t] with activations of a dtype."""
+    return lm.model.head(_through(lm, ids, dtype)[0])
+
+
+def touched(lm: LanguageModel, ids) -> float:
+    """How many experts of a mixture the last tokens of the rows of ids, [rows, t], go through together: the mean over
+    all mixtures."""
+    rows, tokens = ids.shape
+    _, found = _through(lm, ids, lm.dtype)
+    return float(np.mean([np.unique(of.reshape(rows, tokens, -1)[:, -1]).size for of in found]))
+
+
+def _through(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, list[np.ndarray]]:
+    """(the output of the last block, the experts that the tokens chose in each mixture, [rows * t, k])."""
     model: Any = lm.model
     model.dtype = dtype
     x, angles = model.enter(ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
@@ -26,7 +37,7 @@ def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndar
         graph, state = nnx.split(block)
         x, chosen = _block(graph, state, x, *angles[block.rope])
         found += [np.asarray(chosen)] if chosen is not None else []
-    return model.head(x), tuple(found)
+    return x, found
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -44,8 +55,3 @@ def _block(graph, state, x, cos, sin):
 
         setattr(block.mlp, "router", noted)  # noqa: B010
     return jnp.add(*block.prefill(x, None, cos, sin)[0]), chosen[0] if chosen else None
-
-
-def touched(chosen: Sequence[np.ndarray], rows: int) -> float:
-    """How many experts of a mixture `rows` tokens go through together, as the mean over all mixtures."""
-    return float(np.mean([np.unique(of[:rows]).size for of in chosen])) if chosen else 0.0
