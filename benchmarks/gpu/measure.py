@@ -19,12 +19,12 @@ from benchmarks.gpu import timing, torch_peers
 from benchmarks.gpu.case import Case, Torch
 from benchmarks.gpu.machine import COLD_BYTES, Machine
 from benchmarks.gpu.merged import shared_work
+from benchmarks.gpu.programs import Programs, same_as, untuned
 from benchmarks.harness import Result, WrongResultError, result
 from benchmarks.report import number
 
 _MOST_SETS = 16
 _SET_BYTES = 24 << 30  # of all sets of arguments, where each is used once
-_UNTUNED = {"xla_gpu_autotune_level": 0}  # compiler options of references, whose speed does not matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +76,15 @@ def compiled_ahead(
             shapes = jax.eval_shape(case.make, 0)
             count = set_count(case, options)
             calls, many = _calls(case, machine, shapes, count), [shapes] * count
+            own = Programs()
             programs = {
-                name: pool.submit(_compiled, timing.repeated(f, calls), many)
+                name: pool.submit(own.compiled, timing.repeated(f, calls), many)
                 for name, f in _chosen(case, options, say).items()
                 if not isinstance(f, Torch)
             }
-            reference = pool.submit(_compiled, jax.jit(case.reference), *shapes, untuned=True)
-            found[case.key] = Ahead(programs, reference, pool.submit(_compiled, jax.jit(case.make), 0))
+            reference = pool.submit(untuned, case.reference, *shapes)
+            found[case.key] = Ahead(programs, reference, pool.submit(Programs().compiled, jax.jit(case.make), 0))
     return found
-
-
-def _compiled(f: Any, *args: Any, untuned: bool = False) -> Any:
-    return f.lower(*args).compile(compiler_options=_UNTUNED if untuned else None)
 
 
 def _calls(case: Case, machine: Machine, args: tuple, sets: int) -> int:
@@ -124,7 +121,10 @@ def measure(
     budget = min(options.budget_s, case.budget_s)
     samples = timing.alternate(samplers, repeats=options.repeats, budget_s=budget)
     times = timing.timings(samples)
-    how = {"bound_us": bound, "error": errors["ours"], "timed": timing.way(calls)}
+    in_jax = {name: r.program for name, r in runners.items() if isinstance(r, timing.JaxRunner)}
+    same = same_as(in_jax, in_jax)
+    timed = timing.way(calls) + (f"; ours is the program of {same}" if same else "")
+    how = {"bound_us": bound, "error": errors["ours"], "timed": timed}
     got = result(*case.key, machine.device, times, **how)
     say(_line(case, got, samples, errors, time.monotonic() - began))
     return got
@@ -142,7 +142,8 @@ def _runners(
 ) -> tuple[dict[str, Any], Callable]:
     """(the runners by name, compiled and run once; the reference, compiled).
 
-    Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles.
+    Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles. A peer
+    whose program is ours runs the same compiled one.
 
     Raises:
       MergedCallsError: XLA merged calls of a function.
@@ -158,10 +159,11 @@ def _runners(
     else:
         in_jax = {name: f for name in own if not isinstance(f := functions[name], Torch)}
         with concurrent.futures.ThreadPoolExecutor(len(in_jax) + 1) as pool:
+            shared = Programs()
             programs = {
-                name: pool.submit(_compiled, timing.repeated(f, calls), own[name]) for name, f in in_jax.items()
+                name: pool.submit(shared.compiled, timing.repeated(f, calls), own[name]) for name, f in in_jax.items()
             }
-            reference = pool.submit(_compiled, jax.jit(case.reference), *sets[0], untuned=True)
+            reference = pool.submit(untuned, case.reference, *sets[0])
     for name, args in own.items():
         with _left_out_on_error(case, name, say, but=MergedCallsError):
             f = functions[name]
@@ -255,6 +257,8 @@ def _line(case: Case, got: Result, samples: dict[str, list[float]], errors: dict
         best = min(r.peers, key=lambda n: r.peers[n])
         drift = samples[best][-1] / samples[best][0]
         text += f"; ratio {r.ratio:.3f} (of minima {got.min_ratio:.3f}; {best} at the end / start {drift:.2f})"
+    if "the program of" in (r.timed or ""):
+        text += f"; {(r.timed or '').split('; ')[1]}"
     if not case.warm and (r.bound_frac or 0) > 1.1:
         text += "; FASTER THAN THE BOUND: are calls merged, or arguments cached?"
     return f"{text} [{seconds:.1f} s]"

@@ -63,10 +63,10 @@ def repeated(function: Callable, calls: int) -> Callable:
 
 
 class JaxRunner:
-    """A program of `repeated`, compiled for these sets of arguments."""
+    """A `program` of `repeated`, compiled for these sets of arguments."""
 
     def __init__(self, program: Callable, sets: Sequence[tuple[Any, ...]], calls: int):
-        self._program, self._sets, self.calls = program, sets, calls
+        self.program, self._sets, self.calls = program, sets, calls
         self.output = jax.block_until_ready(program(sets))[0]  # the result for the first set; its check drops it
 
     def run(self, turns: int, front: int = 1) -> float:
@@ -77,10 +77,10 @@ class JaxRunner:
         """
         begin = time.perf_counter()
         for _ in range(front):
-            y = self._program(self._sets)
+            y = self.program(self._sets)
         before = y
         for _ in range(turns):
-            y = self._program(self._sets)
+            y = self.program(self._sets)
         behind = jax.tree.leaves(before)[0].is_ready()
         jax.block_until_ready(before)
         start = time.perf_counter()

@@ -15,7 +15,7 @@ import jtile as jt
 from benchmarks import __main__ as command
 from benchmarks import data, harness, report
 from benchmarks.data import normal
-from benchmarks.gpu import WORKLOADS, attention, choices, launch, measure, mosaic, suite, timing
+from benchmarks.gpu import WORKLOADS, attention, choices, launch, measure, mosaic, programs, suite, timing
 from benchmarks.gpu.case import Case, Torch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.merged import shared_work
@@ -154,6 +154,22 @@ def test_a_result_and_its_line():
     assert (got.record.device, got.record.bound_us) == ("test", 4)
     assert "add 500 float32:" in said[-1]
     assert "(err 0e+00)" in said[-1]
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_a_peer_with_our_program_is_the_same_compiled_one():
+    def small(x):  # too few elements for a kernel
+        return jax.nn.gelu(x) + 1
+
+    shared = programs.Programs()
+    makes = [timing.repeated(f, 3) for f in (jt.fuse(small), small, lambda x: jax.nn.gelu(x) + 2)]
+    ours, plain, other = (shared.compiled(f, [(jnp.ones(500),)]) for f in makes)
+    assert ours is plain and other is not plain
+    assert programs.same_as({"ours": ours, "other": other, "xla": plain}, ["ours", "other", "xla"]) == "xla"
+    assert programs.without_names("f @a(%0) @a, @b") == programs.without_names("f @x(%0) @x, @y") != "f @0(%0) @0, @0"
+    got, said = run(case(lambda x: x + 1))
+    assert got.record.timed == "10 calls in a command buffer; ours is the program of xla"
+    assert said[-1].split(" [")[0].endswith("; ours is the program of xla")
 
 
 @pytest.mark.usefixtures("few_calls")
