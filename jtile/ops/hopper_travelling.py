@@ -48,6 +48,15 @@ def consume(A, B, full, empty, rounds: int, it, acc, first: bool = True):
     return it, acc
 
 
+@jt.function
+def send(C, p: int, piece, place):
+    """Copy a piece of a tile to its place by way of C; p: its number, one after that of the piece before it."""
+    jt.store_wait(C.slots - 1)  # the copy that used this buffer last has read it
+    C[p % C.slots].store(piece.astype(C.dtype))
+    jt.fence_shared()
+    jt.async_copy(C[p % C.slots], place)
+
+
 @jt.kernel(
     out_type=lambda x, w, **_: jt.like(x, shape=(x.shape[1], w.shape[1])),
     grid=lambda x, w, *, blocks, **_: blocks,
@@ -57,44 +66,58 @@ def consume(A, B, full, empty, rounds: int, it, acc, first: bool = True):
     ],
 )
 def scattered(
-    x, w, o, box, came, *, axis: str, blocks: int, bm: int = 128, bn: int = 256, bk: int = 64, slots: int = 4
-):
+    x, w, o, box, came, *, axis: str, blocks: int, bm: int = 128, bn: int = 256, bk: int = 64, slots: int = 4,
+    held: int = 2, late: bool = False,
+):  # fmt: skip
     """x [devices, m, k], a share of rows for each device, w [k, columns]: o [m, columns], the sum of the products of
-    all devices for this one. m is a multiple of bm, columns of bn, bn of bk."""
+    all devices for this one. m is a multiple of bm, columns of bn, bn of bk.
+
+    All blocks end a tile at about the same time, and then want to send more than the link takes at once. held: for how
+    many pieces of a tile there are buffers, so that a consumer need not wait until the link has read earlier ones.
+    late: half of the pieces stay in registers until a quarter of the next tile is made."""
     # o = sum over d of x_me of device d, times its w
-    # A, B: rings of tiles of x and w; C: two pieces of a tile that leave; t: number of a tile among those of all n
+    # A, B: rings of tiles of x and w; C: pieces of a tile that leave; t: number of a tile among those of all n
     # devices, (i, j) its place in the share of device d; c: consumer; p: piece; it: round of the rings
     n, me = jt.axis_size(axis), jt.axis_index(axis)
     half, rounds = bm // 2, jt.cdiv(x.shape[2], bk)
     rows, columns, wide = x.shape[1] // bm, w.shape[1] // bn, bn // bk
     A = [jt.alloc((half, bk), x.dtype, slots=slots) for _ in range(2)]
     B = jt.alloc((bk, bn), w.dtype, slots=slots)
-    C = [jt.alloc((half, bk), o.dtype, slots=2) for _ in range(2)]
+    C = [jt.alloc((half, bk), o.dtype, slots=held) for _ in range(2)]
     full, empty = jt.barrier(slots), jt.barrier(slots, arrivals=2)
     each = rows * columns
     mine = (jt.program_id(0), n * each, blocks)
     early = rounds * 3 // 4  # rounds of a tile in front of the signal for the one before, which has been copied by then
+    sooner = rounds // 4 if late else 0  # rounds of a tile in front of the late pieces of the one before
     for c in range(2):
         with jt.role(f"consumer{c}", warps=4, registers=232):
             it, before = 0, -1
+            kept = jt.zeros((half, bn // 2), o.dtype) if late else None
             for t in jt.range(*mine):
-                d = (me + 1 + t // each) % n
                 i, j = banded(t % each, rows, columns, BAND)
                 acc = jt.zeros((half, bn), accumulator(x.dtype))
-                if early:
-                    it, acc = consume(A[c], B, full, empty, early, it, acc)
+                if sooner:
+                    it, acc = consume(A[c], B, full, empty, sooner, it, acc)
+                if late:
+                    if before >= 0:
+                        to = (me + 1 + before // each) % n
+                        at, column = banded(before % each, rows, columns, BAND)
+                        there = box.on(axis, to).tiles(None, half, bk)
+                        for p, piece in enumerate(pieces(kept, bk)):
+                            send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+                if early > sooner:
+                    it, acc = consume(A[c], B, full, empty, early - sooner, it, acc, first=not sooner)
                 if before >= 0:
                     to = (me + 1 + before // each) % n
                     at, column = banded(before % each, rows, columns, BAND)
                     jt.signal(came.on(axis, to)[2 * at + c, column, me])
                 it, acc = consume(A[c], B, full, empty, rounds - early, it, acc, first=not early)
                 if t < (n - 1) * each:
-                    there = box.on(axis, d).tiles(None, half, bk)
-                    for p, piece in enumerate(pieces(acc, bk)):
-                        jt.store_wait(1)  # the copy before the last one has read its buffer
-                        C[c][p % 2].store(piece.astype(o.dtype))
-                        jt.fence_shared()
-                        jt.async_copy(C[c][p % 2], there.at[me, 2 * i + c, j * wide + p])
+                    there = box.on(axis, (me + 1 + t // each) % n).tiles(None, half, bk)
+                    for p, piece in enumerate(pieces(acc[:, : bn // 2] if late else acc, bk)):
+                        send(C[c], p, piece, there.at[me, 2 * i + c, j * wide + p])
+                    if late:
+                        kept = acc[:, bn // 2 :].astype(o.dtype)
                     before = t
                 else:
                     before = -1
@@ -105,15 +128,18 @@ def scattered(
                             total = total + A[c].at(it).load().astype(total.dtype)
                             empty.at(it).arrive()
                             it += 1
-                        jt.store_wait(1)
-                        C[c][p % 2].store(total.astype(o.dtype))
-                        jt.fence_shared()
-                        jt.async_copy(C[c][p % 2], o.tiles(half, bk).at[2 * i + c, j * wide + p])
-            jt.store_wait(0)
+                        send(C[c], p, total, o.tiles(half, bk).at[2 * i + c, j * wide + p])
             if before >= 0:
                 to = (me + 1 + before // each) % n
                 at, column = banded(before % each, rows, columns, BAND)
+                if late:
+                    there = box.on(axis, to).tiles(None, half, bk)
+                    for p, piece in enumerate(pieces(kept, bk)):
+                        send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+                jt.store_wait(0)
                 jt.signal(came.on(axis, to)[2 * at + c, column, me])
+            else:
+                jt.store_wait(0)
     with jt.role("producer", warps=1, registers=40):
         it = 0
         for t in jt.range(*mine):

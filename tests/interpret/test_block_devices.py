@@ -52,11 +52,13 @@ def test_copies_from_other_devices_are_refused():
         pulled.interpret(X, mesh={"x": 3})
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_sums_of_products_over_devices(n):
+@pytest.mark.parametrize(
+    ("n", "options"), [(2, {}), (3, {}), (2, dict(late=True)), (3, dict(late=True, held=4))], ids=str
+)
+def test_sums_of_products_over_devices(n, options):
     rng = np.random.default_rng(n)
-    x, w = (rng.integers(-2, 3, s).astype(jnp.bfloat16) for s in ((n, n, 32, 24), (n, 24, 16)))
-    sizes = dict(blocks=2, bm=16, bn=16, bk=8, slots=2)
+    x, w = (rng.integers(-2, 3, s).astype(jnp.bfloat16) for s in ((n, n, 32, 40), (n, 40, 32)))
+    sizes = dict(blocks=2, bm=16, bn=32, bk=8, slots=2) | options
     got = hopper_travelling.scattered.interpret(x, w, axis="x", mesh={"x": n}, seed=n, **sizes)
     want = np.einsum("edmk,ekn->dmn", x.astype(np.float32), w.astype(np.float32))
     np.testing.assert_array_equal(got.astype(np.float32), want)
