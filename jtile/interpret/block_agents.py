@@ -101,6 +101,7 @@ class Product(Handle):
     a: np.ndarray | View | None
     b: View | None
     acc: np.ndarray | Product | None
+    places: np.ndarray | None = None
     value: np.ndarray | None = None
     taken: Op | None = None
 
@@ -110,6 +111,7 @@ class Product(Handle):
         assert self.b is not None
         self.role.products.popleft()
         a = self.a.data if isinstance(self.a, View) else self.a
+        a = a if self.places is None else _with_zeros(a, self.places)
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
         out = DTYPES[self.op.result.dtype].numpy
         wide = np.float64 if out.kind == "f" else np.int64
@@ -128,3 +130,17 @@ class Product(Handle):
             )
             raise crew.machine.error(ProtocolError, op, why + "registers; use its result")
         return self if self.value is None or self.number > self.role.ended else self.value
+
+
+def places_of(codes: np.ndarray) -> np.ndarray:
+    """The places [m, groups, 2] of kept numbers in their groups of four, from codes [m, groups / 2]."""
+    bits = codes[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)
+    return bits.reshape(len(codes), -1, 2)
+
+
+def _with_zeros(a: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """The matrix [m, k] of which two of every four numbers are in a [m, k / 2]."""
+    places = places_of(codes).astype(np.intp)
+    out = np.zeros((*places.shape[:2], 4), a.dtype)
+    np.put_along_axis(out, places, a.reshape(places.shape), 2)
+    return out.reshape(len(a), -1)

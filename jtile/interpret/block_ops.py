@@ -28,7 +28,7 @@ from jtile.ir import (
 )
 
 from .block import Crew
-from .block_agents import CopyIn, CopyOut, Product
+from .block_agents import CopyIn, CopyOut, Product, places_of
 from .block_memory import UNDER_WAY, Access, Barriers, Ring, View, place
 from .machine import Machine, rule
 
@@ -211,7 +211,12 @@ def _dot_async(m: Machine, op: DotAsync):
         acc.taken = op
     if op.keep is not None and not m.env[op.keep]:
         acc = None
-    product = Product(op, role, role.started, a, b, acc)
+    places = None if op.places is None else m.env[op.places]
+    if places is not None and not (np.diff(places_of(places)) > 0).all():
+        raise m.error(
+            ProtocolError, op, "the two places of a group of four do not ascend, which has no defined product"
+        )
+    product = Product(op, role, role.started, a, b, acc, places)
     role.products.append(product)
     return (product,)
 

@@ -370,6 +370,10 @@ class DotAsync(Op):
 
     `fast`: 8-bit floats are summed in the tensor cores' own accumulators, of about 22 bits; else they are added up in
     float32 every 128 terms.
+
+    `places` (uint8 [m, k / 8]): a has two of every four numbers along k, and is [m, k / 2]. Byte p of a row has two
+    bits for each of the four numbers 4 p, 4 p + 1, ... of a, the lowest first: in which of their four places it stands.
+    The two places of a group ascend.
     """
 
     a: Value
@@ -377,6 +381,7 @@ class DotAsync(Op):
     acc: Value | None
     keep: Value | None = None
     fast: bool = False
+    places: Value | None = None
 
     mnemonic = "dot_async"
     effect = "io"
@@ -391,8 +396,12 @@ class DotAsync(Op):
         a = tile(self.a) if isinstance(self.a.type, TileType) else shared(self.a)
         b = shared(self.b)
         _predicate(self.keep)
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] * (1 if self.places is None else 2) != b.shape[0]:
             raise TypeError(f"dot_async cannot contract {a} with {b}")
+        if self.places is not None:
+            wanted = TileType((a.shape[0], b.shape[0] // 8), "uint8")
+            if b.shape[0] % 8 or tile(self.places) != wanted:
+                raise TypeError(f"the places of {a}, for {b}, are {wanted}, got {self.places.type}")
         acc = None if self.acc is None else tile(self.acc)
         out = TileType((a.shape[0], b.shape[1]), accumulator_dtype(a.dtype, b.dtype))
         if acc is not None and len(acc.shape) == 2 and acc.shape[1] > b.shape[1] and b.shape[1] % COLUMNS == 0:

@@ -60,7 +60,9 @@ def _typed(*_, type: TileType, **__):
 
 
 load_shared_p.def_effectful_abstract_eval(_typed)  # (buffer) -> tile; type
-dot_async_p.def_effectful_abstract_eval(_typed)  # (a, b, acc?, keep?) -> tile; type, has (acc, keep), fast
+dot_async_p.def_effectful_abstract_eval(
+    _typed
+)  # (a, b, acc?, keep?, places?) -> tile; type, has (the last three), fast
 clock_p.def_effectful_abstract_eval(lambda: (_aval((), np.int64), {BLOCK}))
 
 

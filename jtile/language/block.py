@@ -255,7 +255,9 @@ def _pending(n: Any) -> int:
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool = False) -> jax.Array:
+def dot_async(
+    a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool = False, places: Any = None
+) -> jax.Array:
     """Start `acc + a @ b` on the tensor cores.
 
     Args:
@@ -266,6 +268,9 @@ def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool =
       keep: bool scalar: where it is false, `acc` counts as zero.
       fast: sum 8-bit floats in the tensor cores' own accumulators, of about 22 bits, all the way; else in float32
         every 128 terms.
+      places: uint8 [m, k / 8]: a is a matrix of which two of every four numbers along k are zero, and holds the others
+        [m, k / 2], a buffer of 16-bit floats. Two bits for each of these, four numbers a byte, the first in the lowest
+        bits, say at which of its four places it stands; those of a group ascend.
     Returns:
       The sum in flight: it may be the accumulator of a further product, carried by a loop, or given to `jt.dot_wait`;
       it is a tile after that. Buffers that it reads may not be overwritten before.
@@ -281,11 +286,12 @@ def dot_async(a: Any, b: Any, acc: Any = None, *, keep: Any = None, fast: bool =
         )
     accs = [] if acc is None else [_tile(acc, "acc")]
     keeps = condition(keep, "keep")
-    card = ir.DotAsync(typed(a), typed(b), typed(accs[0]) if accs else None, typed(keeps[0]) if keeps else None, fast)
-    (type,) = checked("jt.dot_async", card)
+    codes = [] if places is None else [_tile(places, "places")]
+    given = [typed(xs[0]) if xs else None for xs in (accs, keeps, codes)]
+    (type,) = checked("jt.dot_async", ir.DotAsync(typed(a), typed(b), *given[:2], fast, given[2]))
     operands = [x.handle if isinstance(x, Shared) else x for x in (a, b)]
-    has = (bool(accs), bool(keeps))
-    return prims.dot_async_p.bind(*operands, *accs, *keeps, type=type, has=has, fast=bool(fast))
+    has = (bool(accs), bool(keeps), bool(codes))
+    return prims.dot_async_p.bind(*operands, *accs, *keeps, *codes, type=type, has=has, fast=bool(fast))
 
 
 def dot_wait(*values: Any, pending: int = 0) -> Any:

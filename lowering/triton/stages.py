@@ -15,7 +15,7 @@ from typing import Any
 from jtile import ir
 from jtile._errors import UnsupportedError
 
-from . import contraction, layouts, ptx, ptxas, resources, versions
+from . import contraction, layouts, ptx, ptxas, resources, sparse, versions
 from .features import Features
 from .heuristics import Choice
 
@@ -122,7 +122,7 @@ def _staged(
             if name == "ttgir" and not versions.reduces_any_layout():
                 layouts.check(str(value))
             if name == "ptx":
-                value = ptx.narrowed(ptx.evicting(ptx.mended(value), choice.evict), choice.columns)
+                value = ptx.narrowed(sparse.products(ptx.evicting(ptx.mended(value), choice.evict)), choice.columns)
                 value = ptx.letting(value) if f.dependents else value
                 waits = ptx.WAITS in value
             if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):

@@ -103,8 +103,8 @@ def _(c: Lowering, *, pending):
 @rule("jtile_dot_async")
 def _(c: Lowering, a, b, *rest, has, fast, **_):
     given = iter(rest)
-    acc = next(given) if has[0] else None
-    return c.add(ir.DotAsync(a, b, acc, next(given) if has[1] else None, fast))
+    acc, keep, places = (next(given) if there else None for there in has)
+    return c.add(ir.DotAsync(a, b, acc, keep, fast, places))
 
 
 @rule("jtile_dot_wait")

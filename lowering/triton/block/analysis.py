@@ -22,6 +22,7 @@ from .layouts import (
     blocked,
     mma,
     origin,
+    places,
     sliced,
     unsliced,
 )
@@ -225,6 +226,8 @@ class Homes:
 
     def _want(self, op: ir.Op, v: ir.Value, k: int, depth: int) -> Layout | None:
         if isinstance(op, ir.DotAsync):
+            if v is op.places:
+                return places(op.b.shape[0]) if self.warps == 4 else None
             return operand_layout(op, self.warps, self.widest) if v is op.a else self.get(op.result)
         if isinstance(op, POINTWISE) and op.results[0].shape == v.shape:
             r = op.results[0]

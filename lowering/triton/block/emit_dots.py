@@ -6,6 +6,7 @@ import dataclasses
 
 from jtile import ir
 
+from .. import sparse
 from ..emit_dot import PROMOTE
 from ..emitter import elem_of
 from ..ttir import Val
@@ -13,9 +14,10 @@ from .analysis import is_free, operand_layout, product_layout
 from .code import Mem
 from .emit_shared import shared_elem
 from .emitter import BlockEmitter, emits
-from .layouts import Mma, Swizzled
+from .layouts import Mma, Swizzled, places
 
 OPERANDS = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+SPARSE = 32  # terms of an instruction whose left operand has two of every four
 EXACT = 1 << 30  # terms that are summed in the tensor cores before they go to float32
 
 
@@ -31,6 +33,8 @@ def _dot_async(em: BlockEmitter, op: ir.DotAsync) -> Val:
         zero = em.code.const(0, elem_of(op.result.dtype), op.result.shape)
     acc = zero if op.acc is None else em.tile(op.acc, out)
     keep = em.code.const(op.acc is not None, "i1") if op.keep is None else em.env[op.keep]
+    if op.places is not None:
+        return _sparse(em, op, a, b, acc, keep)
     return product(em, op, a, b, acc, keep)
 
 
@@ -64,6 +68,25 @@ def _promoted(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, out: Mma)
             (done,) = wait(em, [flying], 0)
             total = done if op.acc is None and not first else code.op("arith.addf", total, done)
     return total
+
+
+def _sparse(em: BlockEmitter, op: ir.DotAsync, a: Mem, b: Mem, acc: Val, keep: Val) -> Val:
+    """A product whose left operand has two of every four numbers: a dense product of one instruction for each 32 terms,
+    over the first 16 of these, of which `sparse.py` makes one for sparse operands. A comment in front of it names the
+    register with the places."""
+    k = op.b.shape[0]
+    codes, words, steps = em.tile(op.places, places(k)), k // 64, k // SPARSE
+    yes = em.code.const(True, "i1")
+    for step in range(steps):
+        asm = sparse.mark(f"${words + step // 2}", step % 2, step, steps)
+        constraints = ",".join(["=r"] * words + ["r"] * words)
+        attributes = f'{{constraints = "{constraints}", packed_element = {4 * words} : i32, pure = false}}'
+        line = f'tt.elementwise_inline_asm "{asm}" {attributes} {codes.name} : {codes.type} -> {codes.type}'
+        em.code.do(f"{em.code.name()} = {line}")
+        left = _columns(em, a, SPARSE // 2 * step, SPARSE // 2, 1)
+        right = _columns(em, b, SPARSE * step, SPARSE // 2, 0)
+        acc = product(em, op, left, right, acc, yes if step else keep)
+    return acc
 
 
 def _columns(em: BlockEmitter, m: Mem, first: int, part: int, axis: int) -> Mem:
@@ -135,7 +158,27 @@ def _checked(em: BlockEmitter, op: ir.DotAsync) -> Mma:
             em.refuse(op, f"products of {dtype} whose {what} operand has its summed axis innermost in memory: take the "
                           f"buffer {how}")  # fmt: skip
     assert out is not None
+    if op.places is not None:
+        _check_sparse(em, op, out)
     return out
+
+
+def _check_sparse(em: BlockEmitter, op: ir.DotAsync, out: Mma) -> None:
+    """Refuse a product with places that is more than one instruction for each 32 terms.
+
+    Raises:
+      UnsupportedError: the operands are others.
+    """
+    (m, n), k = op.result.shape, op.b.shape[0]
+    for holds, what in (
+        (op.a.dtype in OPERANDS[:2], f"sparse products of 16-bit floats, got {op.a.dtype}"),
+        (isinstance(op.a.type, ir.SharedType), "sparse products whose left operand is a buffer, got a tile"),
+        (em.warps == 4 and m == 64, f"sparse products of 64 rows in a role of 4 warps, got {m} in {em.warps} warps"),
+        (out.n == n, f"sparse products of one instruction, of at most {out.n} columns here, got {n}"),
+        (k % 64 == 0, f"sparse products over multiples of 64 terms, got {k}"),
+    ):
+        if not holds:
+            em.refuse(op, what)
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------

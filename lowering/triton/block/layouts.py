@@ -133,6 +133,16 @@ def mma(m: int, n: int, width: int, warps: int, *, widest: int = 256) -> Mma | N
     return Mma((along_m, along_n), min(part, widest), 256 // width)
 
 
+def places(k: int) -> Linear:
+    """Two bits for each of the numbers that a sparse product over k terms is given, [64, k / 8] bytes, as its
+    instructions want them: of 16 terms, a thread has those of two rows in one register (PTX ISA, section "Sparse
+    wgmma.mma_async.sp with half-precision and .bf16 type"). Of 64 terms, the first two threads of four have the places
+    for one instruction, the other two those for the next.
+    """
+    more = tuple((0, at) for at in (8 << n for n in range((k // 64).bit_length() - 1)))
+    return Linear(((0, 1), (8, 0), *more), ((0, 2), (0, 4), (1, 0), (2, 0), (4, 0)), ((16, 0), (32, 0)))
+
+
 # -- shared memory ----------------------------------------------------------------------------------------------------
 
 
