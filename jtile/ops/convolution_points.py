@@ -15,22 +15,27 @@ Sides = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 
 
-def _points(sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads) -> Sides:
+def points_of(sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads) -> Sides:
     """The sides of the result."""
     axes = zip(sides, window, stride, dilation, pads, strict=True)
     return tuple((n + lo + hi - (k - 1) * d - 1) // s + 1 for n, k, s, d, (lo, hi) in axes)
 
 
 def _rows(x, *, sides, window, stride, dilation, pads, **_) -> int:
-    return x.shape[0] // math.prod(sides) * math.prod(_points(sides, window, stride, dilation, pads))
+    return x.shape[0] // math.prod(sides) * math.prod(points_of(sides, window, stride, dilation, pads))
 
 
-def _apart(n, sides: Sides) -> list:
-    """The indices of point number n of an array whose last sides are these, the first index for all others."""
+def apart(n, sides: Sides) -> list:
+    """The indices of point number n, an int or traced, of an array whose last sides are these, the first index for all
+    others."""
     found = []
     for side in reversed(sides):
-        found.insert(0, jax.lax.rem(n, jnp.int32(side)))
-        n = jax.lax.div(n, jnp.int32(side))
+        part, n = (
+            (n % side, n // side)
+            if isinstance(n, int)
+            else (jax.lax.rem(n, jnp.int32(side)), jax.lax.div(n, jnp.int32(side)))
+        )
+        found.insert(0, part)
     return [n, *found]
 
 
@@ -46,12 +51,12 @@ def convolution_points(
     # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a - p, s j + d b - q, c] w[a, b, c, o]
     # u: point of the window and part of the channels c; X: what the points of the tile read there
     at, o = jt.program_id(0), jt.program_id(1)
-    parts, points = x.shape[1] // bc, _points(sides, window, stride, dilation, pads)
-    image, *own = _apart(at * bm + jt.arange(bm), points)
+    parts, points = x.shape[1] // bc, points_of(sides, window, stride, dilation, pads)
+    image, *own = apart(at * bm + jt.arange(bm), points)
     first = [at * s - lo for at, s, (lo, _) in zip(own, stride, pads, strict=True)]
     acc = jt.zeros((bm, bo), sums_in(x))
     for u in jt.range(math.prod(window) * parts):
-        c, (_, *taps) = jax.lax.rem(u, jnp.int32(parts)) * bc, _apart(jax.lax.div(u, jnp.int32(parts)), window)
+        c, (_, *taps) = jax.lax.rem(u, jnp.int32(parts)) * bc, apart(jax.lax.div(u, jnp.int32(parts)), window)
         place, inside = image, image < x.shape[0] // math.prod(sides)
         for here, step, d, n in zip(first, taps, dilation, sides, strict=True):
             one = here + step * d
@@ -60,6 +65,49 @@ def convolution_points(
         X = jt.load(x, (place[:, None], (c + jt.arange(bc))[None, :]), mask=jnp.broadcast_to(inside[:, None], (bm, bc)))
         acc = jt.dot(X, w.tiles(bc, bo)[u, o], acc)
     y.tiles(bm, bo)[at, o] = acc.astype(y.dtype)
+
+
+# -- few channels: a row of the window at a time, whose numbers lie side by side in memory -----------------------------
+
+
+def row_places(n, corner, tap, sides: Sides, dilation: Sides):
+    """The rows of x [batch * `sides`, columns] that points with these corners read for a point of the window."""
+    place = n
+    for here, step, d, side in zip(corner, tap, dilation, sides, strict=True):
+        place = place * side + here + step * d
+    return place
+
+
+@jt.kernel(
+    out_type=lambda x, w, *, points, sides, **_: jt.like(
+        x, shape=(x.shape[0] // math.prod(sides) * math.prod(points), w.shape[1])
+    ),
+    grid=lambda x, w, *, bm, bo, points, sides, **_: (
+        jt.cdiv(x.shape[0] // math.prod(sides) * math.prod(points), bm), jt.cdiv(w.shape[1], bo)
+    ),
+)  # fmt: skip
+def convolution_row_points(
+    x, w, y, *, bm: int, bo: int, numbers: int, channels: int, sides: Sides, points: Sides, window: Sides,
+    stride: Sides, dilation: Sides,
+):  # fmt: skip
+    """x [batch * planes and rows, columns * c] with its padding; `sides` without the last, likewise `window`;
+    w [rows of the window * `numbers`, o] for so many neighbouring numbers of a row; y [batch * `points`, o]."""
+    # y[n, i, j, o] = sum_a sum_k x[n, s i + d a, s' c j + k] w[a, k, o]
+    at, o = jt.program_id(0), jt.program_id(1)
+    image, *own = apart(at * bm + jt.arange(bm), points)
+    inside = jnp.broadcast_to((image < x.shape[0] // math.prod(sides))[:, None], (bm, numbers))
+    image = jnp.minimum(image, x.shape[0] // math.prod(sides) - 1)
+    corner = [n * s for n, s in zip(own, stride, strict=True)]
+    columns = (corner.pop() * channels)[:, None] + jt.arange(numbers)[None, :]
+    acc = jt.zeros((bm, bo), sums_in(x))
+    for u in jt.range(math.prod(window)):
+        _, *tap = apart(u, window)
+        rows = row_places(image, corner, tap, sides, dilation)
+        acc = jt.dot(jt.load(x, (rows[:, None], columns), mask=inside), w.tiles(numbers, bo)[u, o], acc)
+    y.tiles(bm, bo)[at, o] = acc.astype(y.dtype)
+
+
+# -- depthwise ---------------------------------------------------------------------------------------------------------
 
 
 def _plane(x, w, pads: Pads) -> Sides:

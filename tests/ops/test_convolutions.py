@@ -48,6 +48,10 @@ def test_convolution(name, arch):
 NEIGHBOURS = {
     "stride and gaps": ((2, 9, 8, 16), (3, 3, 16, 24), {"stride": (2, 1), "dilation": (1, 2)}),
     "three axes": ((1, 4, 5, 6, 32), (3, 2, 3, 32, 16), {}),
+    "remainders together": ((2, 9, 8, 16), (5, 4, 16, 16), {"stride": (1, 2)}),
+    "few channels": ((2, 9, 8, 3), (5, 4, 3, 16), {"stride": 2}),
+    "few channels, three axes": ((1, 4, 5, 6, 5), (2, 3, 2, 5, 16), {"dilation": (1, 2, 1)}),
+    "few outputs": ((1, 6, 5, 16), (3, 2, 16, 3), {"padding": ((-1, 2), (1, 0))}),
     "one point": ((2, 3, 5, 16), (1, 1, 16, 32), {}),
     "by rows": ((2, 9, 7, 6), (3, 5, 1, 6), {"groups": 6}),
     "by rows, padded by hand": ((1, 6, 5, 4), (2, 2, 1, 4), {"groups": 4, "padding": ((0, 2), (1, 0))}),
