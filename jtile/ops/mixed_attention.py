@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
+from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode, narrow_caches
 from jtile.ops._shapes import check_int, check_rank, check_shape
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.hopper_shares import by_the_last
@@ -106,13 +107,10 @@ def _misfit(
     )
 
 
-def _in_one(q, k, v, lengths, table, scales, sinks, *, scale, softcap, window, **options):
+def _in_one(q, k, v, lengths, table, scales, sinks, *, window, **options):
     """The attention of both in one array, which two kernels write; each device takes its heads."""
     del scales, window, sinks
-    grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
-    run = _of_a_device(scale, softcap, **options)
-    rule = "_ h _ _, _ _ h _, _ _ h _, _, _ _ -> _ h _ _"
-    return jt.partitioned(run, rule)(grouped, k, v, lengths, table).reshape(q.shape)
+    return _by_devices(of_batch, q, (k, v, lengths, table), "_ _ h _, _ _ h _, _, _ _", **options)
 
 
 def of_batch(
@@ -126,31 +124,71 @@ def of_batch(
     return hopper_chunks.chunks(q, k, v, lengths[last], table[last], into[:, 0], t=t, **options)
 
 
+def _narrow_misfit(q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, int], splits: int | None, **_):
+    """Why `_in_one_of_eight_bits` cannot run this call, None where it can."""
+    del v, lengths
+    sizes = all(isinstance(size, int) for x in (q, k, table) for size in x.shape)
+    return first_unmet(
+        (sizes, "sizes are not known"),
+        (0 < tiles[0] < len(q), "there are no tiles, or tiles alone"),
+        (sinks is None, "there are sinks"),
+        (splits == 1, "rows are in parts"),
+        (tiles[0] % tiles[1] == 0, f"{tiles[0]} tokens in front of the tiles are no multiple of {tiles[1]}"),
+    ) or narrow_caches.misfit(q, k, scales)
+
+
+def _in_one_of_eight_bits(q, k, v, lengths, table, scales, sinks, **options):
+    """`_in_one` of caches of e4m3 with scales."""
+    del sinks
+    rule = "_ _ h _, _ _ h _, _, _ _, _ h _, _ h _"
+    return _by_devices(of_batch_of_eight_bits, q, (k, v, lengths, table, *scales), rule, **options)
+
+
+def of_batch_of_eight_bits(q, k, v, lengths, table, *scales, tiles: tuple[int, int], splits: int | None, **options):
+    """`of_batch` of caches of e4m3."""
+    del splits
+    (n, t), shape = tiles, q.shape
+    last = slice(n + t - 1, None, t)
+    into = narrow_caches.attention(q[:, None], k, v, lengths[:n], table[:n], scales, **options)
+    q, into = (x.reshape(-1, t, *shape[1:]) for x in (q, into))
+    return narrow_caches.attention(q, k, v, lengths[last], table[last], scales, into, **options).reshape(shape)
+
+
+def _by_devices(run, q, operands, rule: str, **options):
+    """run(q, *operands), whose operands are cut as `rule` says; each device has its heads."""
+    grouped = q.reshape(q.shape[0], operands[0].shape[2], -1, q.shape[2])
+    fixed = tuple(sorted(options.items()))
+    return jt.partitioned(_of_a_device(run, fixed), f"_ h _ _, {rule} -> _ h _ _")(grouped, *operands).reshape(q.shape)
+
+
 @functools.lru_cache(maxsize=128)
-def _of_a_device(scale: float, softcap: float | None, tiles: tuple[int, int], splits: int | None):
+def _of_a_device(run, options: tuple[tuple[str, Any], ...]):
     """The function for `jt.partitioned`, of q [tokens, kv heads, group, d]; under vmap it is the one with two calls."""
-    options = {"tiles": tiles, "scale": scale, "softcap": softcap, "splits": splits}
+    fixed = dict(options)
 
     def flat(run):
         return lambda q, *others: run(q.reshape(q.shape[0], -1, q.shape[3]), *others).reshape(q.shape)
 
-    def attend_in_tiles(q, k, v, lengths, table):
-        return flat(functools.partial(of_batch, **options))(q, k, v, lengths, table)
+    def attend_in_tiles(q, *others):
+        return flat(functools.partial(run, **fixed))(q, *others)
 
-    run = jax.custom_batching.custom_vmap(attend_in_tiles)
+    batched_run = jax.custom_batching.custom_vmap(attend_in_tiles)
 
-    @run.def_vmap
+    @batched_run.def_vmap
     def _(size: int, batched, *operands):
-        apart = lambda *operands: _apart(*operands, (), None, window=None, **options)
+        apart = lambda q, k, v, lengths, table, *scales: _apart(
+            q, k, v, lengths, table, scales, None, **({"window": None} | fixed)
+        )
         axes = [0 if there else None for there in batched]
         return jax.vmap(flat(apart), axes, axis_size=size)(*operands), True
 
-    return run
+    return batched_run
 
 
 _op = Op(
     "mixed_attention",
     Implementation("two kernels for one array", _in_one, _misfit, BLOCK_LEVEL, portable=False),
+    Implementation("two kernels for one array, of 8 bits", _in_one_of_eight_bits, _narrow_misfit, portable=False),
     Implementation("apart, then together", _apart),
 )
 

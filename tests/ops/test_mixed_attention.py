@@ -12,9 +12,9 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
+from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode, narrow_caches
 from jtile.ops.hopper_shares import Units
-from jtile.ops.mixed_attention import _op, mixed_attention, mixed_attention_reference, of_batch
+from jtile.ops.mixed_attention import _op, mixed_attention, mixed_attention_reference, of_batch, of_batch_of_eight_bits
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -92,6 +92,40 @@ def test_what_it_chooses():
         mixed_attention(q, k, v, lengths[:63], table, tiles=(32, 32))
     with pytest.raises(KernelTypeError, match="mixed_attention: lengths is an integer array"):
         mixed_attention(q, k, v, lengths.astype(np.float32), table, tiles=(32, 32))
+
+
+def narrow(x):
+    """(codes of e4m3, scales [pages, kv heads, slots]) of a cache in pages."""
+    x = np.where(np.isnan(x.astype(np.float32)), 0, x).astype(np.float32)
+    unit = np.maximum(np.abs(x).max(-1), 1e-6) / 448.0
+    return (x / unit[..., None]).astype(jnp.float8_e4m3fn), unit.swapaxes(1, 2).astype(np.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 5.0}])
+def test_caches_of_eight_bits_in_one_array(options, monkeypatch):
+    """Two kernels for one array; numbers beyond the range of float16 are no exception."""
+    monkeypatch.setattr(narrow_caches, "USED", True)
+    q, k, v, lengths, table = arguments(32, 8, 2, 64, (70, 3), (66, 40))
+    size = 2.0**20
+    (k, of_k), (v, of_v) = narrow(k), narrow(v)
+    scales = of_k / np.float32(size), of_v * np.float32(size)
+    q = (q.astype(np.float32) * size).astype(q.dtype)
+    of = {"scale": SCALE, **options}
+    run = lambda q, k, v, lengths, table, *scales: mixed_attention(
+        q, k, v, lengths, table, scales=scales, tiles=(32, 32), splits=1, **of
+    )
+    args = *jax.tree.map(jnp.asarray, (q, k, v, lengths, table, scales)), None
+    with jt.config(arch="sm_90"):
+        full = OPTIONS | {"splits": 1, "tiles": (32, 32)} | options
+        assert _op.choice(*args, **full).implementation == "two kernels for one array, of 8 bits"
+        assert "rows are in parts" in str(_op.choice(*args, **(full | {"splits": 2})))
+        found = evaluated(run)(*args[:5], *scales)
+        both = evaluated(jax.vmap(run, (0, *[None] * 6)))(np.stack([q, -q]), *args[1:5], *scales)
+    reference = functools.partial(mixed_attention_reference, tiles=(32, 32), **of)
+    want = evaluated(lambda *args: reference(*args[:5], scales=args[5:]))(*args[:5], *scales)
+    kernels = functools.partial(of_batch_of_eight_bits, tiles=(32, 32), splits=1, **(OPTIONS | options))
+    for y in (found, both[0], evaluated(kernels)(*args[:5], *scales)):
+        assert relative_error(y, want) < 6e-3
 
 
 @pytest.mark.gpu
