@@ -237,6 +237,18 @@ def horner(x: X, coefficients: Sequence[float]) -> X:
     return acc
 
 
+def estrin(x: X, coefficients: Sequence[float]) -> X:
+    """The polynomial with these coefficients, lowest power first, in pairs whose sums are paired again: a few products
+    more than `horner`, and a chain of log2(n) steps instead of n, so that fewer vectors have to be under way at once."""
+    terms: list[X | float] = [*coefficients]
+    while len(terms) > 1:
+        pairs = [(terms[i], terms[i + 1] if i + 1 < len(terms) else None) for i in range(0, len(terms), 2)]
+        terms = [low if high is None else x.lift(high).fma(x, low) for low, high in pairs]
+        if len(terms) > 1:
+            x = x * x
+    return x.lift(terms[0])
+
+
 def _rounding_instruction(isa: Isa) -> bool:
     return isa.arch == "aarch64" or isa.has("sse4.1")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 from . import math_tables as tables
 from .llvm import Code, Val, i64, like, scalar_of, vec
-from .math_expr import X, fast_two_sum, horner, magic_int, magic_round, two_product, two_sum
+from .math_expr import X, estrin, fast_two_sum, horner, magic_int, magic_round, two_product, two_sum
 
 PI_2, PI_2_LO = float.fromhex("0x1.921fb54442d18p+0"), float.fromhex("0x1.1a62633145c07p-54")
 PI = 2 * PI_2
@@ -18,6 +19,10 @@ PI_2_PARTS = tuple(
 )
 TWO_PI_INVERSE = 0.63661977236758134
 REDUCTION_LIMIT = 2.0**20
+# pi as a sum: 33 bits, and 53 more.
+PI_PARTS = 2 * PI_2_PARTS[0], float.fromhex("0x1.0b4611a626331p-33")
+PI_INVERSE = 0.31830988618379067
+NEAR = 2.0**-32  # how near to a multiple of pi an angle may lie, relative to itself, so that 86 bits of pi are enough
 
 
 def _reduce_medium(x: X) -> tuple[X, X, X]:
@@ -92,44 +97,44 @@ def _i64_to_double(d: X) -> X:
 
 
 WORD = 8  # bytes of a double, and of an i64
+FAR = "double", "double", "i64"  # what a reduction gives
 
 
-def _reduce_far(x: X) -> tuple[X, X, X]:
-    """`_reduce_huge` in a function of its own. It is as long as the rest of a sine together and hardly ever runs, so
-    that LLVM compiles it once for a kernel, in vectors of one register, and not wherever an angle is reduced."""
+def _apart(x: X, name: str, function: Callable[[X], Sequence[X]], kinds: Sequence[str]) -> list[X]:
+    """The results, of these kinds, of a function that lies apart. It is as long as the rest of a sine together and
+    hardly ever runs, so that LLVM compiles it once for a kernel, in vectors of one register, and not wherever an angle
+    is reduced."""
     code, lanes = x.code, min(x.lanes, x.isa.lanes(64))
-    name = f"jtile_reduce_huge_{lanes}"
+    name = f"jtile_{name}_{lanes}"
     if name not in code.module.functions:
-        _far_function(x, name, lanes)
-    given, *results = [code.var(ty, align=WORD) for ty in (x.ty, x.ty, x.ty, like(x.ty, "i64"))]
+        _define(x, name, lanes, function, len(kinds))
+    given, *results = [code.var(like(x.ty, kind), align=WORD) for kind in ("double", *kinds)]
     code.store(x.v, given, align=WORD)
     pointers = ", ".join(map(str, (given, *results)))
     code.do(f"call void @{name}({pointers}, {i64(x.lanes)})")
-    types = (x.ty, x.ty, like(x.ty, "i64"))
-    r, lo, q = (x.new(code.load(ty, slot, align=WORD)) for ty, slot in zip(types, results, strict=True))
-    return r, lo, q
+    return [x.new(code.load(like(x.ty, k), slot, align=WORD)) for k, slot in zip(kinds, results, strict=True)]
 
 
-def _far_function(x: X, name: str, lanes: int) -> None:
-    """Adds the function `name(x, r, lo, q, n)`, which reduces n doubles in memory, to the module."""
-    params = [*(Val("ptr noalias", f"%{n}") for n in ("x", "r", "lo", "q")), Val("i64", "%n")]
+def _define(x: X, name: str, lanes: int, function: Callable[[X], Sequence[X]], count: int) -> None:
+    """Adds a function of n doubles in memory, with `count` results behind them, to the module."""
+    params = [*(Val("ptr noalias", f"%p{k}") for k in range(1 + count)), Val("i64", "%n")]
     code = Code(x.code.module, name, params, attributes="noinline")
-    given, *results = (Val("ptr", p.name) for p in params[:4])
-    with code.loop(0, params[4], lanes) as i:
+    given, *results = (Val("ptr", p.name) for p in params[:-1])
+    with code.loop(0, params[-1], lanes) as i:
         part = X(code, x.isa, code.load(vec(lanes, "double"), code.gep("double", given, i), align=WORD))
-        for out, value in zip(results, _reduce_huge(part), strict=True):
+        for out, value in zip(results, function(part), strict=True):
             code.store(value.v, code.gep(scalar_of(value.ty), out, i), align=WORD)
     code.finish()
 
 
 def _reduced(x: X) -> tuple[X, X, X]:
-    """`_reduce_medium`, and a branch to `_reduce_far` when one finite lane is beyond its range (rare)."""
+    """`_reduce_medium`, and a branch to `_reduce_huge` when one finite lane is beyond its range (rare)."""
     code = x.code
     r, lo, q = _reduce_medium(x)
     slots = [code.var(v.ty, v.v) for v in (r, lo, q)]
     huge = (x.abs() > REDUCTION_LIMIT) & (x.abs() < float("inf"))
     with code.when(huge.any()):
-        for slot, near, far in zip(slots, (r, lo, q), _reduce_far(x), strict=True):
+        for slot, near, far in zip(slots, (r, lo, q), _apart(x, "reduce_huge", _reduce_huge, FAR), strict=True):
             code.store(huge.where(far, near).v, slot)
     r, lo, q = (x.new(code.load(v.ty, slot)) for v, slot in zip((r, lo, q), slots, strict=True))
     return (x.abs() < float("inf")).where(r, float("nan")), lo, q
@@ -167,13 +172,67 @@ def _quadrant(s: X, c: X, q: X) -> X:
 
 
 def sin(x: X) -> X:
+    if x.scalar == "double":
+        return _double_sin(x)
     s, c, q = _sin_cos(x)
     return x.eq(0.0).where(x, _quadrant(s, c, q))
 
 
 def cos(x: X) -> X:
+    if x.scalar == "double":
+        return _double_cos(x)
     s, c, q = _sin_cos(x)
     return _quadrant(s, c, q + 1)
+
+
+def _double_sin(x: X) -> X:
+    n, t = magic_round(x * PI_INVERSE)
+    y, r = _sin_beside(x, n)
+    sign = r.bits() ^ (t.bits() << 63)  # of r, so that a zero keeps its own, and the other one for odd n
+    return _or_far(x, y.copysign(sign.as_float()), r, "sin")
+
+
+def _double_cos(x: X) -> X:
+    n, t = magic_round(x * PI_INVERSE - 0.5)
+    h = n + 0.5
+    y, r = _sin_beside(x, h)
+    sign = (t.bits() << 63) ^ -(1 << 63)  # cos(n pi + pi/2 + r) = -sin(r) for even n
+    return _or_far(x, (y.bits() ^ sign).as_float(), r, "cos")
+
+
+def _sin_beside(x: X, n: X) -> tuple[X, X]:
+    """sin(r) and r, for x = n pi + r + lo, |r| <= pi/2. Half of pi/2 would need a cosine besides, and a choice."""
+    first = (-n).fma(PI_PARTS[0], x)
+    r = (-n).fma(PI_PARTS[1], first)
+    lo = (-n).fma(PI_PARTS[1], first - r)
+    z, z_lo = two_product(r, r)  # the last bits of r^3 / 6 are those of the result
+    first, *rest = tables.SIN_PI[64]
+    tail = z.fma(first, z_lo.fma(first, (z * z) * estrin(z, rest)))
+    return r + r.fma(tail, lo), r
+
+
+def _or_far(x: X, y: X, r: X, name: str) -> X:
+    """A sine or cosine y, where r and the parts of pi are good enough for it; the exact one elsewhere (rare)."""
+    code, size = x.code, x.abs()
+    bad = (size > REDUCTION_LIMIT) | (r.abs() < size * NEAR)
+    slot = code.var(y.ty, y.v)
+    with code.when(bad.any()):
+        (far,) = _apart(x, f"far_{name}", _FAR[name], ("double",))
+        code.store(bad.where(far, y).v, slot)
+    return x.new(code.load(y.ty, slot))
+
+
+def _far_sin(x: X) -> list[X]:
+    s, c, q = _sin_cos(x)
+    return [_quadrant(s, c, q)]
+
+
+def _far_cos(x: X) -> list[X]:
+    s, c, q = _sin_cos(x)
+    return [_quadrant(s, c, q + 1)]
+
+
+_FAR = {"sin": _far_sin, "cos": _far_cos}
 
 
 def tan(x: X) -> X:
