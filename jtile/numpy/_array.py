@@ -15,7 +15,7 @@ from jtile.numpy._casts import broadcast, cast, full_shape, sizes
 from jtile.numpy._evaluate import refuse_traced
 from jtile.numpy._graph import Constant, Node, Shape
 from jtile.numpy._record import device_value_of, leaf, value_of
-from jtile.numpy._views import Bits, Part, Reshape, Step, Transpose, basic_index, geometry, put, viewed
+from jtile.numpy._views import Bits, Part, Reshape, Step, Transpose, basic_index, geometry, put, same_steps, viewed
 
 # Functions by NumPy's name, for the operators and methods; the modules that define them put them here.
 functions: dict[str, Callable] = {}
@@ -134,10 +134,11 @@ class ndarray:  # noqa: N801
         self._cell.node = put(self._cell.node, self._steps, value)
 
     def _view(self, *steps: Step) -> ndarray:
-        last = steps[-1]
-        dtype = next((s.dtype for s in reversed(steps) if s.dtype is not None), self._dtype)
-        locked = self._locked or self._scalar or not all(s.writable for s in steps)
-        return made(self._cell, (*self._steps, *steps), last.shape, dtype, locked=locked)
+        dtype, locked = self._dtype, self._locked or self._scalar
+        for step in steps:
+            dtype = step.dtype or dtype
+            locked = locked or not step.writable
+        return made(self._cell, (*self._steps, *steps), steps[-1].shape, dtype, locked=locked)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
         value = _now.at_hand(self)
@@ -273,7 +274,7 @@ class ndarray:  # noqa: N801
             functions["put_by"](self, index, value)
             return
         view = self._view(step)
-        if isinstance(value, ndarray) and value._cell is self._cell and _same(value._steps, view._steps):
+        if isinstance(value, ndarray) and value._cell is self._cell and same_steps(value._steps, view._steps):
             return  # a[i] += b has written already
         if self._scalar:
             raise TypeError(f"'{self._dtype}' object does not support item assignment")
@@ -285,6 +286,8 @@ class ndarray:  # noqa: N801
 
     def _set_now(self, index: Any, value: Any) -> bool:
         """Assign by NumPy, if the value is at hand and nobody else sees the memory."""
+        if self._cell.node.value.__class__ is not numpy.ndarray:
+            return False
         if isinstance(value, ndarray) and value._cell is self._cell:
             return False
         try:
@@ -438,6 +441,14 @@ def made(cell: Cell, steps: tuple[Step, ...], shape: Shape, dtype: Any, *, scala
     return array
 
 
+def made_of(node: Node, shape: Shape, dtype: Any) -> Any:
+    """An array of its own with the value of a node of a universal function, which gives a number for no dimensions."""
+    array: Any = object.__new__(ndarray)
+    array._cell, array._steps, array._shape, array._dtype = Cell(node), (), shape, dtype
+    array._scalar, array._locked, array._seen = not shape, False, None
+    return array
+
+
 def wrap(node: Node, *, scalar: bool = False) -> ndarray:
     """An array of its own with the value of a node; `scalar`: NumPy gives a number there, not an array."""
     return made(Cell(node), (), node.shape, node.dtype, scalar=scalar)
@@ -481,10 +492,6 @@ def hosted(value: Any) -> Any:
     if type(value) is slice:
         return slice(hosted(value.start), hosted(value.stop), hosted(value.step))
     return value
-
-
-def _same(steps: tuple[Step, ...], others: tuple[Step, ...]) -> bool:
-    return len(steps) == len(others) and all(a is b or a.same(b) for a, b in zip(steps, others))
 
 
 def _unpickled(value: numpy.ndarray) -> ndarray:

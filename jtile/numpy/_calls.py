@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from jtile._memo import memo
+from jtile._memo import Recent, memo
 from jtile.numpy._array import asnode, hosted, ndarray, wrap
 from jtile.numpy._evaluate import as_numpy_counts
 from jtile.numpy._graph import DEVICE_DTYPES, Constant, Node, Op, interned
-from jtile.numpy._now import Later, now
+from jtile.numpy._now import SMALL, Later, now
 from jtile.numpy._record import leaf, record
 
 # Signatures of functions in C, which older releases of NumPy do not tell.
@@ -37,6 +38,7 @@ _SIGNATURES = {
     "unpackbits": "a axis count bitorder",
 }
 _MISSING = object()
+_NUMBERS = frozenset((bool, int, float, complex))
 
 
 class Function:
@@ -57,6 +59,7 @@ class Function:
         self.device: Any = device or functools.reduce(getattr, name.split("."), jnp)
         functools.update_wrapper(self, self.host, updated=())
         self.parameters, self.rest = self._parameters()
+        self._known: Recent[tuple, tuple[Op, Inferred, Any]] = Recent(256)
 
     def _parameters(self) -> tuple[list[str], str | None]:
         if self.name in _SIGNATURES:
@@ -69,6 +72,13 @@ class Function:
         return f"<function jtile.numpy.{self.name}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = self._key(args, kwargs)
+        if known is not None:
+            key, arrays, numbers = known
+            found = self._known.get(key)
+            if found is not None:
+                with contextlib.suppress(OverflowError):
+                    return self._again(found, arrays, numbers)
         if kwargs.get("out") is None:
             with contextlib.suppress(Later):
                 values = now(args)
@@ -91,7 +101,46 @@ class Function:
         found = _inferred(self, tuple(template), tuple((n.shape, n.dtype) for n in nodes))
         if found is None:
             return at_once(self.host, *args, **kwargs)
-        return _results(self._op(tuple(template), nodes, found), nodes, found, out)
+        op = self._op(tuple(template), nodes, found)
+        if known is not None and len(nodes) == len(known[1]):
+            self._known.put(known[0], (op, found, tuple(n.dtype.type for n in nodes)))
+        return _results(op, nodes, found, out)
+
+    def _key(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list[Any], bool] | None:
+        """What a call with large or pending arrays of ours is known by, its arrays and numbers, and whether there are
+        numbers; None for other calls."""
+        late, numbers, key, arrays = False, False, [], []
+        names = itertools.chain(zip(self.parameters, args), kwargs.items())
+        if self.rest is not None or len(args) > len(self.parameters):
+            return None
+        for name, a in names:
+            kind = a.__class__
+            if kind is ndarray:
+                late = late or a._cell.node.value.__class__ is not numpy.ndarray or a.size > SMALL
+                key += (name, a._shape, a._dtype)
+                arrays.append(a)
+            elif name in self.values and kind in _NUMBERS:
+                numbers = True
+                key += (name, kind)
+                arrays.append(a)
+            elif kind in _NUMBERS or kind is str or a is None or (kind is tuple and self._fixes(name, a)):
+                key += (name, kind, a)
+            else:
+                return None
+        return (tuple(key), arrays, numbers) if late and "out" not in kwargs else None
+
+    def _fixes(self, name: str, value: tuple) -> bool:
+        """Whether a tuple is an argument of numbers that are no operands: axes, shifts."""
+        return name not in self.values | self.others and all(v.__class__ is int for v in value)
+
+    def _again(self, known: tuple[Op, Inferred, Any], arrays: list[Any], numbers: bool) -> Any:
+        """The result of a call like one that was recorded before."""
+        op, found, kinds = known
+        if numbers:
+            nodes = [a._node() if a.__class__ is ndarray else Constant(k(a)) for a, k in zip(arrays, kinds)]
+        else:
+            nodes = [a._node() for a in arrays]
+        return _results(op, nodes, found, None)
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Arguments by the names of their parameters; None where NumPy would raise a TypeError."""

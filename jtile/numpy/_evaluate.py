@@ -37,14 +37,16 @@ class Program:
 
     Attributes:
       spent: nanoseconds that it has taken in NumPy.
-      numbers: the numbers of the script in its last run; varying: the places of those that have changed.
+      numbers: the bytes of the script's numbers in its last run; varying: the places of those that have changed.
+      on_device: whether JAX can run all of its calls.
       compiled: what was compiled for the present `varying`, by the operands that are given away.
       numpys, seconds: how long NumPy takes at least, and how long the first runs of what was compiled took.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_device: bool) -> None:
         self.spent = 0.0
-        self.numbers: list[Any] | None = None
+        self.numbers: list[bytes] | None = None
+        self.on_device = on_device
         self.varying: frozenset[int] = frozenset()
         self.compiled: dict[tuple[int, ...], Callable] = {}
         self.numpys = float("inf")
@@ -55,12 +57,10 @@ class Program:
         """Whether what was compiled is slower than NumPy. Its first run, which compiles, does not count."""
         return len(self.seconds) == TRIALS and min(self.seconds[1:]) > self.numpys
 
-    def see(self, numbers: list[Any]) -> None:
+    def see(self, numbers: list[bytes]) -> None:
         """Note which numbers change between runs; those become operands."""
-        if self.numbers is not None:
-            changed = {
-                k for k, (new, old) in enumerate(zip(numbers, self.numbers)) if new.tobytes() != old.tobytes()
-            } - self.varying
+        if self.numbers is not None and self.numbers != numbers:
+            changed = {k for k, (new, old) in enumerate(zip(numbers, self.numbers)) if new != old} - self.varying
             if changed:
                 self.varying |= changed
                 self.compiled, self.spent, self.seconds = {}, 0.0, []
@@ -89,13 +89,13 @@ def evaluate(roots: list[Node], wanted: Node | None = None) -> None:
     """
     with _LOCK:
         graph = Graph(roots)
-        held = graph.held(set(map(id, roots)))
+        held = graph.held(roots)
         if wanted is not None:
-            held[graph.index[id(wanted)]] = True
+            held[wanted.place] = True
         outputs = tuple(k for k, node in enumerate(graph.order) if node.op is not None and held[k])
         if not outputs:
             return
-        outputs = _needed(graph, held, outputs, None if wanted is None else graph.index[id(wanted)])
+        outputs = _needed(graph, held, outputs, None if wanted is None else wanted.place)
         values = _run(graph, held, outputs)
         for k, value in zip(outputs, values):
             node = graph.order[k]
@@ -124,14 +124,16 @@ def _needed(graph: Graph, held: list[bool], outputs: tuple[int, ...], wanted: in
 
 def _run(graph: Graph, held: list[bool], outputs: tuple[int, ...]) -> list[Any]:
     mode = MODE.get()
-    if mode == "numpy" or not graph.on_device():
+    if mode == "numpy":
         return _on_host(graph, held, outputs)
     key = graph.key(outputs)
-    program = _PROGRAMS.get(key) or _PROGRAMS.put(key, Program())
-    constants = [k for k, node in enumerate(graph.order) if isinstance(node, Constant)]
-    program.see([graph.order[k].value for k in constants])
-    pending = sum(node.op is not None for node in graph.order)
+    program = _PROGRAMS.get(key) or _PROGRAMS.put(key, Program(graph.on_device()))
+    if not program.on_device:
+        return _on_host(graph, held, outputs)
+    constants = [k for k, node in enumerate(graph.order) if node.__class__ is Constant]
+    program.see([graph.order[k].value.tobytes() for k in constants])
     if mode == "auto" and not program.compiled:
+        pending = sum(node.op is not None for node in graph.order)
         program.spent += graph.nanoseconds()
         if program.spent < COMPILE + COMPILE_A_NODE * pending:
             start = time.perf_counter()
@@ -240,8 +242,8 @@ def _compiled(program: Program, graph: Graph, held: list[bool], outputs: tuple[i
     with as_numpy_counts():
         for k in leaves:
             node = graph.order[k]
-            if isinstance(node.value, numpy.ndarray):  # transferred once: the next program finds it on the device
-                node.value = jax.device_put(node.value)
+            if node.value.__class__ is numpy.ndarray and node.size > SMALL:
+                node.value = jax.device_put(node.value)  # transferred once: the next program finds it on the device
         given = _given_away(graph, held, outputs, leaves)
         given = next((g for g in program.compiled if set(g) <= set(given)), () if program.compiled else given)
         operands = [graph.order[k].value for k in leaves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Hashable
@@ -54,13 +55,15 @@ class Node:
       dtype: NumPy's; None for an op of several results, whose value is a tuple.
       value: an array of NumPy or of JAX.
       origin: the structure that it was computed in and its place there, until the script uses it.
+      place: its place in the graph that was made last of those that it is in.
     """
 
-    __slots__ = ("__weakref__", "dtype", "inputs", "op", "origin", "shape", "value")
+    __slots__ = ("__weakref__", "dtype", "inputs", "op", "origin", "place", "shape", "value")
 
     def __init__(self, op: Op | None, inputs: tuple[Node, ...], shape: Shape, dtype: Any, value: Any = None):
         self.op, self.inputs, self.shape, self.dtype, self.value = op, inputs, shape, dtype, value
         self.origin: Any = None
+        self.place = 0
 
     @property
     def size(self) -> int:
@@ -78,7 +81,8 @@ class Constant(Node):
     def __init__(self, value: Any):
         if not isinstance(value, numpy.generic):
             value = numpy.asarray(value)[()]
-        super().__init__(None, (), (), value.dtype, value)
+        self.op, self.inputs, self.shape, self.dtype, self.value = None, (), (), value.dtype, value
+        self.origin, self.place = None, 0
 
 
 _OPS: Recent[Hashable, Op] = Recent(8192)
@@ -97,41 +101,63 @@ def alive(references: list[weakref.ref[Node]]) -> list[Node]:
 
 
 class Graph:
-    """Pending nodes in an order in which they can run, with the operands in front of their users."""
+    """Pending nodes in an order in which they can run, with the operands in front of their users.
+
+    Attributes:
+      order: the nodes; inputs: the places of what each reads; uses: how often each is read.
+    """
 
     def __init__(self, roots: list[Node]):
         self.order: list[Node] = []
-        self.index: dict[int, int] = {}
-        order, index = self.order, self.index
-        stack = roots[::-1]
+        self.inputs: list[tuple[int, ...]] = []
+        self.uses: list[int] = []
+        order = self.order
+        for node in roots:  # as a thread records them: behind what they read
+            if node.place < len(order) and order[node.place] is node:
+                continue
+            for i in node.inputs:
+                if i.op is not None and not (i.place < len(order) and order[i.place] is i):
+                    self._add(i)  # of another thread, or left pending before
+            self._append(node)
+
+    def _append(self, node: Node) -> None:
+        """Takes a node whose pending operands are there."""
+        order, inputs, uses = self.order, self.inputs, self.uses
+        places = []
+        for i in node.inputs:
+            place = i.place
+            if place >= len(order) or order[place] is not i:
+                i.place = place = len(order)
+                order.append(i)
+                inputs.append(())
+                uses.append(0)
+            uses[place] += 1
+            places.append(place)
+        node.place = len(order)
+        order.append(node)
+        inputs.append(tuple(places))
+        uses.append(0)
+
+    def _add(self, node: Node) -> None:
+        """Takes a pending node, behind those that it needs."""
+        order, stack = self.order, [node]
         while stack:
             node = stack[-1]
-            missing = [i for i in node.inputs if id(i) not in index]
-            for i in missing:
-                if i.inputs and id(node) not in index:
-                    stack.append(i)
-                elif id(i) not in index:  # not there yet: a node may be an operand twice
-                    index[id(i)] = len(order)
-                    order.append(i)
-            if stack[-1] is node:
+            missing = [i for i in node.inputs if i.op and not (i.place < len(order) and order[i.place] is i)]
+            stack += missing
+            if not missing:
                 stack.pop()
-                if id(node) not in index:
-                    index[id(node)] = len(order)
-                    order.append(node)
-            i = None
-        del node, missing
-        self.inputs = [tuple([self.index[id(i)] for i in node.inputs]) for node in self.order]
-        self.uses = [0] * len(self.order)
-        for inputs in self.inputs:
-            for i in inputs:
-                self.uses[i] += 1
+                if not (node.place < len(order) and order[node.place] is node):
+                    self._append(node)
 
-    def held(self, listed: set[int]) -> list[bool]:
+    def held(self, listed: list[Node]) -> list[bool]:
         """Whether somebody besides this graph holds each node: an array of the script, or a pending node that is not in
-        the graph. `listed`: of the nodes that the caller has in a list; nobody else in between has a variable."""
-        order, uses = self.order, self.uses
-        # Two references are the list of the graph and the argument of getrefcount.
-        return [sys.getrefcount(order[k]) > 2 + uses[k] + (id(order[k]) in listed) for k in range(len(order))]
+        the graph. `listed`: nodes that the caller has in a list; nobody else in between has a variable."""
+        known = [2 + count for count in self.uses]  # two references are the list of the graph and map's
+        for node in listed:
+            known[node.place] += 1
+        node = None
+        return [*map(operator.gt, map(sys.getrefcount, self.order), known)]
 
     def key(self, outputs: tuple[int, ...]) -> tuple:
         """The key of the structure: graphs of equal keys are served by one program."""

@@ -47,21 +47,27 @@ _PENDING = _Pending()
 def record(op: Op, inputs: tuple[Node, ...], shape: Shape, dtype: Any) -> Node:
     """Record an op on nodes; returns the pending node of its result."""
     pending = _PENDING
-    count = len(pending.nodes)
-    if count == 0:
-        pending.head = _place()
-    elif count >= FEW:
-        _bound(pending, count)
+    nodes = pending.nodes
+    count = len(nodes)
+    if not FEW > count > 0:
+        nodes = _bound(pending, count)
     for i in inputs:
         if i.origin is not None:
             use(i)
     node = Node(op, inputs, shape, dtype)
-    pending.nodes.append(weakref.ref(node))
+    nodes.append(_reference(node))
     return node
 
 
-def _bound(pending: _Pending, count: int) -> None:
+_reference = weakref.ref
+
+
+def _bound(pending: _Pending, count: int) -> list[weakref.ref[Node]]:
+    """Begins a graph, or ends it where it has grown long enough; gives the list of the nodes that are pending."""
     place = _place()
+    if not count:
+        pending.head = place
+        return pending.nodes
     again = place == pending.head or (count >= 2 * FEW and place in pending.seen)
     pending.seen.add(place)
     if count >= MANY:
@@ -70,6 +76,7 @@ def _bound(pending: _Pending, count: int) -> None:
     if again:
         pending.end()
         pending.head = place
+    return pending.nodes
 
 
 def leaf(value: Any) -> Node:

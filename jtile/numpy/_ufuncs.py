@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy
 
 from jtile._memo import memo
 from jtile.numpy import _array
-from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
+from jtile.numpy._array import asarray, asnode, functions, hosted, made_of, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back, picked, written
 from jtile.numpy._casts import cast, text
 from jtile.numpy._graph import DEVICE_DTYPES, Constant, Node, Op, Shape, interned
@@ -21,6 +21,7 @@ from jtile.numpy._record import record
 
 _PLAIN = (bool, int, float, complex)
 _NUMBERS = frozenset(_PLAIN)
+_GENERICS = frozenset(d.type for d in DEVICE_DTYPES)
 _NAMED = frozenset(("dtype", "casting", "order", "subok"))
 _STRICT = frozenset(("raise", "call", "print", "log"))
 _COMPARISONS = frozenset(("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"))
@@ -96,7 +97,7 @@ class ufunc:  # noqa: N801
         self.numpy = of
         self.device = _DEVICE.get(of.__name__, getattr(jnp, of.__name__, None))
         self.cost = 10.0 if of.__name__ in _SLOW.split() else 1.0
-        self._known: dict[tuple, tuple[Op, tuple, Any]] = {}
+        self._known: dict[tuple, tuple[Op, tuple, tuple, Any]] = {}
         self.nin, self.nout, self.nargs, self.ntypes = of.nin, of.nout, of.nargs, of.ntypes
         self.types, self.identity, self.signature = of.types, of.identity, of.signature
         self.__name__ = self.__qualname__ = of.__name__
@@ -134,7 +135,7 @@ class ufunc:  # noqa: N801
         shape = self._shape(nodes)
         results = self._results(nodes, shape, dtypes)
         if not kwargs:
-            self._remember(types, dtypes, operands, results[0]._cell.node.op)
+            self._remember(types, dtypes, results[0]._cell.node.op)
         if where is not True or out is not None:
             return self._into(results, nodes, out, where, shape)
         return results if self.nout > 1 else results[0]
@@ -142,37 +143,49 @@ class ufunc:  # noqa: N801
     def _recorded(self, args: tuple) -> ndarray | None:
         """The result of arrays of ours and numbers, of which one is large or pending, where a call like this one was
         recorded before; None otherwise: the other methods then do all that has to be asked."""
-        if not _lenient():
-            return None
         late, types = False, []
         for a in args:
             kind = a.__class__
             if kind is ndarray:
-                late = late or a._cell.node.value.__class__ is not numpy.ndarray or a.size > SMALL
                 types.append(a._dtype)
+                if not late:
+                    node = a._cell.node
+                    late = node.value.__class__ is not numpy.ndarray or a.size > SMALL
             elif kind in _NUMBERS:
                 types.append(kind)
+            elif kind in _GENERICS:
+                types.append(a.dtype)
             else:
                 return None
         known = self._known.get(tuple(types)) if late else None
-        if known is None:
+        if known is None or not _lenient():
             return None
-        op, made, result = known
+        op, kinds, dtypes, result = known
+        nodes: Any = []
         try:
-            nodes = [a._node() if m is None else Constant(m(a)) for a, m in zip(args, made)]
+            for a, kind, dtype in zip(args, kinds, dtypes):
+                if a.__class__ is ndarray:
+                    node = a._node()
+                    nodes.append(node if node.dtype is dtype else cast(node, dtype))
+                else:
+                    nodes.append(Constant(kind(a)))
         except OverflowError:
             return None
+        nodes = tuple(nodes)
         shape = nodes[0].shape or nodes[-1].shape
-        if len(nodes) > 2 or any(n.shape and n.shape != shape for n in nodes):
-            shape = self._shape(nodes)
-        return wrap(record(op, tuple(nodes), shape, result), scalar=not shape)
+        for n in nodes:
+            if n.shape is not shape and n.shape and (n.shape != shape or len(nodes) > 2):
+                shape = self._shape(nodes)
+                break
+        return made_of(record(op, nodes, shape, result), shape, result)
 
-    def _remember(self, types: tuple, dtypes: tuple, operands: list[Any], op: Op) -> None:
-        """A call of arrays and numbers of these types needs nothing but its op, and numbers of these dtypes."""
-        plain = all(o.__class__ in _NUMBERS or o.dtype == d for o, d in zip(operands, dtypes))
-        if plain and self.nout == 1 and self.__name__ != "power" and op.device is not None:
-            made = tuple(d.type if o.__class__ in _NUMBERS else None for o, d in zip(operands, dtypes))
-            self._known[types] = op, made, dtypes[self.nin]
+    def _remember(self, types: tuple, dtypes: tuple, op: Op) -> None:
+        """A call of arrays and numbers of these types needs nothing but its op, and operands of these dtypes."""
+        if self.__name__ == "power" and dtypes[0].kind == "i":  # whose exponents are looked at
+            return
+        if self.nout == 1 and op.device is not None:
+            given = dtypes[: self.nin]
+            self._known[types] = op, tuple(d.type for d in given), given, dtypes[self.nin]
 
     def _now(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
         """The result, computed at once by NumPy.
@@ -228,7 +241,7 @@ class ufunc:  # noqa: N801
             return tuple(r if o is None else written(o, asnode(r)) for o, r in zip(out, results))
         return at_once(self.numpy, *args, out=out, **kwargs)
 
-    def _shape(self, nodes: list[Node]) -> Shape:
+    def _shape(self, nodes: Sequence[Node]) -> Shape:
         first, last = nodes[0].shape, nodes[-1].shape
         if len(nodes) < 3 and (first == last or not last):
             return first
@@ -384,17 +397,35 @@ def _check_power(nodes: list[Node]) -> None:
 def _operators() -> None:
     """Give arrays Python's operators."""
 
+    def recorded(function: Any, *args: Any) -> ndarray | None:
+        """The result of a call like one that was recorded before, or None: nothing else has to be asked then."""
+        return function._recorded(args) if function.__class__ is ufunc else None
+
     def forward(function: Callable) -> Callable:
-        return lambda self, other: function(self, other) if _operable(other) else NotImplemented
+        def apply(self: ndarray, other: Any) -> Any:
+            quickly = recorded(function, self, other)
+            if quickly is not None:
+                return quickly
+            return function(self, other) if _operable(other) else NotImplemented
+
+        return apply
 
     def backward(function: Callable) -> Callable:
-        return lambda self, other: function(other, self) if _operable(other) else NotImplemented
+        def apply(self: ndarray, other: Any) -> Any:
+            quickly = recorded(function, other, self)
+            if quickly is not None:
+                return quickly
+            return function(other, self) if _operable(other) else NotImplemented
+
+        return apply
 
     def compare(function: Callable, plain: Callable) -> Callable:
+        compared = forward(function)
+
         def apply(self: ndarray, other: Any) -> Any:
             if isinstance(other, str | bytes | None):  # NumPy's operator knows what its function refuses
                 return at_once(plain, self, other)
-            return function(self, other) if _operable(other) else NotImplemented
+            return compared(self, other)
 
         return apply
 
@@ -402,7 +433,11 @@ def _operators() -> None:
         def apply(self: ndarray, other: Any) -> Any:
             if self._scalar:
                 return plain(self, other)
-            function(self, other, out=self)
+            result = recorded(function, self, other)
+            if result is None or result._shape != self._shape or result._dtype is not self._dtype:
+                function(self, other, out=self)
+            else:
+                self._write(result._cell.node, "same_kind")
             return self
 
         return apply

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy
 from jax import lax
 
+from jtile._memo import Recent
 from jtile.numpy._graph import Constant, Node, Op, Shape, interned
 from jtile.numpy._record import record
 
@@ -22,16 +23,17 @@ class Step(abc.ABC):
 
     Attributes:
       name, static: what it is; base: shape of the array; shape, dtype: those of the view (dtype None: the same).
-      numbers: ints that are operands, so that a loop over them has one program.
+      numbers: integers that are operands, so that a loop over them has one program.
       writable: whether NumPy lets one write through it.
     """
 
     writable = True
-    numbers: tuple[int, ...] = ()
+    numbers: tuple[Any, ...] = ()
     dtype: Any = None
 
     def __init__(self, name: str, static: Any, base: Shape, shape: Shape):
         self.name, self.static, self.base, self.shape = name, static, base, shape
+        self._ops: dict[str, Op] = {}
 
     def same(self, other: Step) -> bool:
         mine, theirs = ((s.name, s.static, s.base, s.shape, s.numbers, s.dtype) for s in (self, other))
@@ -53,20 +55,22 @@ class Step(abc.ABC):
         raise AssertionError(f"{self.name} has no write")
 
     def read(self, node: Node) -> Node:
-        key = (self.static, self.base, self.shape, self.dtype)
-        op = interned(self.name, key, lambda: Op(self.name, self.host_read, self.device_read, 0.0))
-        numbers = tuple(Constant(numpy.int64(n)) for n in self.numbers)
+        op = self._ops.get("") or self._op("", self.host_read, self.device_read, 0.0)
+        numbers = [Constant(n) for n in self.numbers]
         return record(op, (node, *numbers), self.shape, self.dtype or node.dtype)
 
     def write(self, node: Node, value: Node) -> Node:
         """The array with other elements where the view is."""
         if self.covers():
             return self.back(value, node)
-        key = (self.static, self.base, self.shape, self.dtype)
-        make = lambda: Op("write " + self.name, self.host_write, self.device_write, 1.0, True)
-        op = interned("write " + self.name, key, make)
-        numbers = tuple(Constant(numpy.int64(n)) for n in self.numbers)
+        op = self._ops.get("write ") or self._op("write ", self.host_write, self.device_write, 1.0, True)
+        numbers = [Constant(n) for n in self.numbers]
         return record(op, (node, value, *numbers), self.base, node.dtype)
+
+    def _op(self, kind: str, *how: Any) -> Op:
+        """The op that reads or writes, which the step keeps."""
+        name, key = kind + self.name, (self.static, self.base, self.shape, self.dtype)
+        return self._ops.setdefault(kind, interned(name, key, lambda: Op(name, *how)))
 
     def covers(self) -> bool:
         """Whether the view has all elements of its base, so that `back` can turn its value into the base's."""
@@ -85,6 +89,11 @@ def put(node: Node, steps: Sequence[Step], value: Node) -> Node:
     return steps[0].write(node, inner)
 
 
+def same_steps(steps: Sequence[Step], others: Sequence[Step]) -> bool:
+    """Whether two views of one base are the same."""
+    return len(steps) == len(others) and all(a is b or a.same(b) for a, b in zip(steps, others))
+
+
 class Index(Step):
     """A basic index. `static` has for each axis of the base (length, step, kept, number of its start or None for 0),
     and the places of new axes."""
@@ -101,15 +110,12 @@ class Index(Step):
         for place in new:
             shape.insert(place, 1)
         super().__init__("index", (tuple(described), new), base, tuple(shape))
-        self.numbers = tuple(numbers)
+        self.numbers = tuple(map(numpy.int64, numbers))
+        plain = all(step == 1 and kept and start is None for _, step, kept, start in described)
+        self._covers = not new and plain and self.shape == base
 
     def covers(self) -> bool:
-        axes, new = self.static
-        return (
-            not new
-            and all(step == 1 and kept and start is None for _, step, kept, start in axes)
-            and (self.shape == self.base)
-        )
+        return self._covers
 
     def back(self, value: Node, node: Node) -> Node:
         return value
@@ -179,12 +185,33 @@ class Index(Step):
         return jnp.where(own, lax.pad(value, jnp.zeros((), value.dtype), edges), x)
 
 
+_INDICES: Recent[tuple[tuple, Shape], Index] = Recent(4096)
+_PARTS = frozenset((int, type(None)))
+
+
 def basic_index(index: tuple, base: Shape) -> Index | None:
     """The step of an index of ints, slices, `...` and `None`; None for any other index.
 
     Raises:
       IndexError: NumPy's, where it is out of bounds.
     """
+    for i in index:
+        if i.__class__ is slice:
+            if i.start.__class__ in _PARTS and i.stop.__class__ in _PARTS and i.step.__class__ in _PARTS:
+                continue
+        elif i is None or i is Ellipsis or i.__class__ is int:
+            continue
+        return _basic_index(index, base)
+    key = index, base
+    found = _INDICES.get(key)
+    if found is None:
+        found = _basic_index(index, base)
+        assert found is not None
+        _INDICES.put(key, found)
+    return found
+
+
+def _basic_index(index: tuple, base: Shape) -> Index | None:
     if not all(i is None or i is Ellipsis or isinstance(i, slice | int | numpy.integer) for i in index) or any(
         isinstance(i, bool | numpy.bool) for i in index
     ):

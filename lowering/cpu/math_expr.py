@@ -239,7 +239,7 @@ def horner(x: X, coefficients: Sequence[float]) -> X:
 
 def estrin(x: X, coefficients: Sequence[float]) -> X:
     """The polynomial with these coefficients, lowest power first, in pairs whose sums are paired again: a few products
-    more than `horner`, and a chain of log2(n) steps instead of n, so that fewer vectors have to be under way at once."""
+    more than `horner`, and a chain of log2(n) steps instead of n."""
     terms: list[X | float] = [*coefficients]
     while len(terms) > 1:
         pairs = [(terms[i], terms[i + 1] if i + 1 < len(terms) else None) for i in range(0, len(terms), 2)]

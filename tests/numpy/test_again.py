@@ -1,0 +1,100 @@
+"""Calls that come again: they take a shorter way, on which each has to remain NumPy's."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+import jtile.numpy as np
+
+SIDE = 200  # large enough that calls are recorded
+TWICE = range(2)
+
+
+def _pair(dtype: str = "float64"):
+    value = (numpy.random.default_rng(1).random((SIDE, SIDE)) * 100).astype(dtype)
+    return value, np.asarray(value)
+
+
+def _same(got, want) -> None:
+    got = numpy.asarray(got)
+    assert got.dtype == numpy.asarray(want).dtype
+    numpy.testing.assert_array_equal(got, want)
+
+
+OPERATORS = {
+    "numbers": lambda m, x: (x + 1, x * 2.5, 3 - x, x < 50, x**2, x**3.0),
+    "numbers of NumPy": lambda m, x: (x * numpy.float64(2), numpy.float32(3) + x, x - numpy.int8(4)),
+    "other dtypes": lambda m, x: (x + (x > 50), x.astype("int32") * x, x.astype("int64") / 2),
+    "shapes": lambda m, x: (x + x[0], x[:, :1] * x[0], x[:, 0] - x[0]),
+    "views": lambda m, x: (x[1:-1] + x[2:], x[::-1, 3], x[None, ..., 5:9], x[-1, 2:], x[7:3]),
+}
+FUNCTIONS = {
+    "choices": lambda m, x: (m.where(x > 50, x, 0), m.where(x > 50, 1.5, x), m.clip(x, 10, 20.5)),
+    "shifts": lambda m, x: (m.roll(x, 1, 0), m.roll(x, -1, axis=1), m.roll(x, (1, 2), (0, 1)), m.roll(x, True, 1)),
+    "sums": lambda m, x: (x.max(axis=0), x.max(axis=-1, keepdims=True), x.max(), m.any(x > 99, axis=1)),
+    "edges": lambda m, x: (m.pad(x, 1), m.pad(x, 1, mode="edge"), m.pad(x, 2, constant_values=3)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "uint8"])
+@pytest.mark.parametrize("name", [*OPERATORS, *FUNCTIONS])
+def test_the_second_call_is_numpys_too(name, dtype):
+    calls = OPERATORS.get(name) or FUNCTIONS[name]
+    value, array = _pair(dtype)
+    with numpy.errstate(all="ignore"):
+        want = calls(numpy, value)
+    for _ in TWICE:
+        for got, expected in zip(calls(np, array), want, strict=True):
+            _same(got, expected)
+
+
+def test_statements_in_place_are_numpys():
+    value, array = _pair()
+    view, mine = value[1:-1], array[1:-1]
+    for _ in TWICE:
+        for of, part in ((value, view), (array, mine)):
+            of += 1
+            of[2:4, 1:] *= of[4:6, 1:]
+            part -= 0.5
+            of[3] = part[0]
+    _same(array, value)
+    whole = np.asarray(value.astype("int32"))
+    for _ in TWICE:
+        with pytest.raises(numpy._core._exceptions.UFuncTypeError):
+            whole += 0.5
+        whole += value > 50
+    _same(whole, value.astype("int32") + 2 * (value > 50).astype("int32"))
+
+
+def test_numbers_that_do_not_fit_raise_every_time():
+    _, array = _pair("uint8")
+    _same(array + 1, numpy.asarray(array) + 1)
+    for _ in TWICE:
+        with pytest.raises(OverflowError):
+            array + 300
+        with pytest.raises(TypeError):
+            array[1.0:3]
+        with pytest.raises(IndexError):
+            array[SIDE]
+        _same(array[1:3], numpy.asarray(array)[1:3])
+
+
+def test_a_small_array_may_change_behind_a_program():
+    value, array = _pair()
+    small = np.zeros(SIDE)
+    with np.execution("compiled"):
+        first = array * small
+        total = float(first.sum())
+    small += 1
+    _same(array * small, value)
+    assert total == 0
+
+
+def test_arrays_that_were_left_pending_come_into_later_programs():
+    value, array = _pair()
+    for _ in range(4):
+        total = array * 2
+        more = total + 1  # which the next round does not read
+        assert float(total[0, 0]) == 2 * value[0, 0]
+    _same(more * 2 + total, (value * 2 + 1) * 2 + value * 2)
