@@ -1,8 +1,8 @@
 """Cross-entropy of a linear layer whose logits are never in memory as a whole (Wijmans et al. 2024, Hsu et al. 2024).
 
 A tile of logits is made, reduced to two numbers a row, and forgotten. Backwards it is made again, for as many classes
-at a time as a fixed amount of memory holds. On a CPU, where a product takes longer than reading what it has given, the
-forward pass of a gradient keeps the logits of as many classes as another fixed amount holds.
+at a time as a fixed amount of memory holds, but for the logits that the forward pass of a gradient keeps: as many as
+another amount holds, none on GPUs if the caller does not say more.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from jtile.ops.losses import cross_entropy_reference
 from jtile.ops.matmul import tiles
 from jtile.ops.parts import BLOCK, summed
 
-# Bytes of cotangents of logits that the backward pass holds at a time. On a CPU it holds a fourth of that, and what the
-# forward pass keeps for it are as many bytes of logits.
+# Bytes of cotangents of logits that the backward pass holds at a time. On a CPU, where a product takes longer than
+# reading what it has given, it holds a fourth of that, and the forward pass keeps as many bytes of logits for it.
 HELD = 64 << 20
 
 
@@ -57,11 +57,12 @@ def _parts_type(x, w, *_, bn: int, kept: int, **__):
     grid=lambda x, w, *_, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(w.shape[0], bn)),
 )
 def linear_cross_entropy_parts(
-    x, w, bias, labels, lse, aim, logits=None, *, bm: int, bn: int, bk: int, smoothing: float, kept: int
-):
+    x, w, bias, labels, lse, aim, logits=None, *,
+    bm: int, bn: int, bk: int, smoothing: float, kept: int, memory: int | None = None,
+):  # fmt: skip
     """x [rows, k], w [vocab, k], bias [vocab] or None, labels int32 [rows], -1 for none; lse, aim [blocks of `bn`
     classes, rows]: the log-sum-exp of a row's logits in a block, and their sum weighted by the target; with `kept`
-    also the logits [rows, kept] of the first classes."""
+    also the logits [rows, kept] of the first classes. `memory`: bytes of logits that a gradient keeps."""
     # z = x w^T + b     lse_ji = log sum_{v in block j} exp z_iv     aim_ji = sum_{v in block j} q_iv z_iv
     # q_iv = (1 - a) [v = label_i] + a / vocab
     i, j = jt.program_id(0), jt.program_id(1)
@@ -162,13 +163,13 @@ def _tuned(kernel: jt.Kernel, itemsize: int, m, n, k, **of):
     return tuned(kernel, **gpu_tiles.product_options(sides["bm"], sides["bn"], itemsize)), sides
 
 
-def _forward(x, w, bias, labels, *, kept: int, bn: int, **meta):
-    keep = kept or _classes_to_keep(x, w, bn)
-    found = linear_cross_entropy_parts(x, w, bias, labels, kept=keep, bn=bn, **meta)
+def _forward(x, w, bias, labels, *, kept: int, bn: int, bk: int, memory: int | None = None, **meta):
+    keep = kept or _classes_to_keep(x, w, bn, memory)
+    found = linear_cross_entropy_parts(x, w, bias, labels, kept=keep, bn=bn, bk=bk, **meta)
     return found if kept else found[:2], (x, w, bias, labels, found[0], found[2] if keep else None)
 
 
-def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kept: int):
+def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kept: int, **_):
     x, w, bias, labels, lse, logits = residuals
     (rows, k), vocab, itemsize = x.shape, w.shape[0], x.dtype.itemsize
     blocks, per = jt.cdiv(vocab, bn), _blocks_at_a_time(x, w, bn)
@@ -223,18 +224,17 @@ def _blocks_at_a_time(x, w, bn: int) -> int:
     return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
 
 
-def _classes_to_keep(x, w, bn: int) -> int:
+def _classes_to_keep(x, w, bn: int, memory: int | None) -> int:
     """Of how many classes the forward pass keeps the logits: whole steps of the backward pass, or all."""
-    if not machine().whole:
-        return 0
-    per, most = _blocks_at_a_time(x, w, bn), HELD // (bn * known(x.shape[0]) * sums_in(x).itemsize)
+    memory = memory if memory is not None else HELD if machine().whole else 0
+    per, most = _blocks_at_a_time(x, w, bn), memory // (bn * known(x.shape[0]) * sums_in(x).itemsize)
     return w.shape[0] if most * bn >= w.shape[0] else most // per * per * bn
 
 
 linear_cross_entropy_parts.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnames=("ignore", "label_smoothing", "z_loss"), inline=True)
+@functools.partial(jax.jit, static_argnames=("ignore", "label_smoothing", "z_loss", "memory"), inline=True)
 def linear_cross_entropy(
     x: jax.Array,
     weight: jax.Array,
@@ -244,13 +244,13 @@ def linear_cross_entropy(
     ignore: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    memory: int | None = None,
 ) -> jax.Array:
     """`cross_entropy(x @ weight.T + bias, labels)` of each row, with no array of logits.
 
     Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 64 MiB
-    of logits at a time, which are computed again; on CPUs 16 MiB at a time, and 64 MiB of logits that a gradient keeps
-    and does not compute again. Differentiable in x, weight and bias; a row that is ignored, or has no such label, has
-    no gradient. Products of 16-bit operands round the cotangents of logits to their dtype.
+    of logits at a time (16 MiB on CPUs), which are computed again but for those that `memory` keeps. Differentiable in
+    x, weight and bias; a row that is ignored, or has no such label, has no gradient. Products of 16-bit operands round the cotangents of logits to their dtype.
 
     Args:
       x: float array [..., features].
@@ -260,13 +260,16 @@ def linear_cross_entropy(
       ignore: the label whose rows cost 0; None for none.
       label_smoothing: the part of the target that is spread over the whole vocabulary (Szegedy et al. 2016).
       z_loss: times the squared log-sum-exp of the logits, added to the loss (Chowdhery et al. 2022).
+      memory: bytes of logits, in float32, that the forward pass of a gradient keeps, so that the backward pass does
+        not compute them again: with all of them a gradient is three products, with none four. None: 64 MiB on CPUs,
+        and nothing on others.
     Returns:
       float32 (float64 for float64) [...], the loss of each row; NaN where a label is neither `ignore` nor in
       [0, vocab).
     Raises:
       KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, no vocabulary, smoothing outside [0, 1].
     """
-    _check(x, weight, labels, bias, label_smoothing)
+    _check(x, weight, labels, bias, label_smoothing, memory)
     vocab, k = weight.shape
     if labels.size == 0:
         return jnp.zeros(labels.shape, sums_in(x))
@@ -274,7 +277,7 @@ def linear_cross_entropy(
     outside = (flat < 0) | (flat >= vocab)
     ignored = jnp.zeros(flat.shape, bool) if ignore is None else flat == ignore
     known_labels = jnp.where(outside | ignored, -1, flat).astype(jnp.int32)
-    options: dict[str, Any] = {"smoothing": float(label_smoothing), "kept": 0}
+    options: dict[str, Any] = {"smoothing": float(label_smoothing), "kept": 0, "memory": memory}
     kernel, sides = _tuned(linear_cross_entropy_parts, x.dtype.itemsize, labels.size, vocab, k, transposed=True)
     if vector_cores():  # an NPU's memory has to hold the logits of a tile, and what becomes of them
         sides |= {"bm": max(sides["bm"] // 2, 16)}
@@ -286,7 +289,7 @@ def linear_cross_entropy(
     return jnp.where(ignored, jnp.zeros((), loss.dtype), loss).reshape(labels.shape)
 
 
-def _check(x, weight, labels, bias, label_smoothing) -> None:
+def _check(x, weight, labels, bias, label_smoothing, memory) -> None:
     op = "linear_cross_entropy"
     check_float(op, x=x, weight=weight, bias=bias)
     check_int(op, labels=labels)
@@ -298,6 +301,8 @@ def _check(x, weight, labels, bias, label_smoothing) -> None:
         check_shape(op, "bias", bias, weight.shape[:1])
     if not 0 <= label_smoothing <= 1:
         raise KernelValueError(f"{op}: label_smoothing is in [0, 1], got {label_smoothing}")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 0):
+        raise KernelValueError(f"{op}: memory is a number of bytes, 0 for none, or None, got {memory!r}")
     if 0 in weight.shape:
         raise KernelValueError(f"{op}: the vocabulary, or a row of x, is empty: weight has shape {weight.shape}")
 

@@ -60,8 +60,18 @@ def test_gradients_with_logits_that_are_kept(monkeypatch, held):
     monkeypatch.setattr(linear_losses, "tiles", lambda *_, **__: {"bm": 16, "bn": 8, "bk": 0})
     x, w, b = operands()
     kept = 8 * min(held, 13)
-    assert linear_losses._classes_to_keep(x, w, 8) == min(kept, 100)
+    assert linear_losses._classes_to_keep(x, w, 8, None) == min(kept, 100)
     gradients_agree(*both(np.abs(LABELS) % 100, **OPTIONS), x, w, b)
+
+
+@pytest.mark.parametrize("memory", [11 * 4 * 64, 1 << 20])
+def test_gradients_with_memory_on_gpus(memory):
+    """For logits of 64 classes, and of all."""
+    with jt.config(arch="sm_90"):
+        x, w, b = operands("float16")
+        keep = both(np.abs(LABELS) % 100, **OPTIONS)
+        ours = biased(ops.linear_cross_entropy, np.abs(LABELS) % 100, memory=memory, **OPTIONS)
+        gradients_agree(ours, list(keep)[1], x, w, b)
 
 
 def stacked():
@@ -97,6 +107,7 @@ def test_errors():
         (KernelValueError, "x has shape", (x[1:], w, LABELS), {}),
         (KernelValueError, "bias has shape", (x, w, LABELS), {"bias": b[1:]}),
         (KernelValueError, "label_smoothing", (x, w, LABELS), {"label_smoothing": -1.0}),
+        (KernelValueError, "memory is a number of bytes", (x, w, LABELS), {"memory": -1}),
         (KernelValueError, "is empty", (x, w[:0], LABELS), {}),
     ]:
         with pytest.raises(error, match=match):
