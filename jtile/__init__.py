@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from jtile.language import next_power_of_2 as next_power_of_2
     from jtile.language import num_programs as num_programs
     from jtile.language import ones as ones
+    from jtile.language import prefetch as prefetch
     from jtile.language import print as print
     from jtile.language import program_id as program_id
     from jtile.language import range as range
@@ -135,9 +136,9 @@ _LANGUAGE = [
     "arrive", "assert_", "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max",
     "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "axis_barrier", "axis_index", "axis_size", "barrier",
     "cdiv", "clock", "cond", "counters", "dot", "dot_async", "dot_scaled", "dot_wait", "ds",
-    "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print",
-    "program_id", "range", "reduce", "role", "role_barrier", "signal", "signals", "store", "store_wait", "swizzle",
-    "symmetric", "wait", "wait_for_kernels", "when", "zeros",
+    "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones",
+    "prefetch", "print", "program_id", "range", "reduce", "role", "role_barrier", "signal", "signals", "store",
+    "store_wait", "swizzle", "symmetric", "wait", "wait_for_kernels", "when", "zeros",
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",

@@ -18,6 +18,7 @@ from jtile.ir import (
     FenceShared,
     KernelsWait,
     LoadShared,
+    Prefetch,
     RoleBarrier,
     SliceShared,
     Slot,
@@ -159,6 +160,11 @@ def _async_load(m: Machine, op: AsyncLoad):
     access = Access(barrier.line, UNDER_WAY, view.box, op, role.name)
     crew.use(op, view, access, writes=True, asynchronous=True)
     crew.agents.append(CopyIn(op, role, view, barrier, access, buffer, lanes, role.advance()))
+    return ()
+
+
+@rule(Prefetch)
+def _prefetch(m: Machine, op: Prefetch):
     return ()
 
 

@@ -13,6 +13,7 @@ from .block import (
     FenceShared,
     KernelsWait,
     LoadShared,
+    Prefetch,
     RoleBarrier,
     Roles,
     SliceShared,

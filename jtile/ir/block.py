@@ -317,6 +317,29 @@ class AsyncLoad(Op):
 
 
 @dataclasses.dataclass(eq=False)
+class Prefetch(Op):
+    """Ask a cache of the device for what a copy of a tile of a Ref into this buffer would read. Nothing is written, and
+    no result depends on it; lanes outside the array are left out. Where there is no such cache it does nothing."""
+
+    ref: Value
+    index: Index
+    buffer: Value
+    when: Value | None = None
+    checked: bool = True
+
+    mnemonic = "prefetch"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        t, b = access(self.ref, self.index, None), shared(self.buffer)
+        _predicate(self.when)
+        if (t.shape, t.dtype) != (b.shape, b.dtype):
+            raise TypeError(f"this would bring {t}, the buffer is {b}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
 class AsyncStore(Op):
     """Start to copy a buffer to a tile of a Ref, or to combine it with what is there (`fn`: add, min, max; atomic for
     each element). Lanes outside the array are not written. Copies of one role are counted for `store_wait`."""

@@ -20,6 +20,7 @@ from .block import (
     FenceShared,
     KernelsWait,
     LoadShared,
+    Prefetch,
     RoleBarrier,
     Roles,
     StoreShared,
@@ -48,6 +49,7 @@ IN_ROLES = (
     RoleBarrier,
     AsyncLoad,
     AsyncStore,
+    Prefetch,
     StoreWait,
     DotAsync,
     DotWait,
@@ -77,13 +79,13 @@ def check_memory(kernel: Kernel, op: Op) -> None:
         refuse(kernel, op, "a combiner computes on scalars: memory and barriers of the block have no place in it")
 
 
-def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore) -> None:
+def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore | Prefetch) -> None:
     """Refuse what a tensor map cannot say, whatever the target: gathers, pads other than 0 and NaN."""
     if any(isinstance(d, Take) for d in op.index):
         refuse(kernel, op, "an asynchronous copy takes rectangles, not gathered rows: use load and store_shared")
+    if isinstance(op, AsyncLoad | Prefetch) and isinstance(op.ref.op, On):
+        refuse(kernel, op, "an asynchronous copy comes from this device's own memory: let the other device send it")
     if isinstance(op, AsyncLoad):
-        if isinstance(op.ref.op, On):
-            refuse(kernel, op, "an asynchronous copy comes from this device's own memory: let the other device send it")
         nan = isinstance(op.pad, float) and math.isnan(op.pad)
         if not nan and op.pad != 0:
             refuse(kernel, op, f"an asynchronous copy pads with 0 or nan, got {op.pad!r}: mask what was loaded")
@@ -175,7 +177,7 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
                 why = "writes memory while kernels in front of this one still run: leave that to a role that waits"
                 refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)
             if isinstance(inner, (On, *MEETING)) or (
-                isinstance(inner, Load | AsyncLoad) and root(inner.ref).type.role == "symmetric"
+                isinstance(inner, Load | AsyncLoad | Prefetch) and root(inner.ref).type.role == "symmetric"
             ):
                 why = "meets other devices before it is known which call this is: call jt.wait_for_kernels() first"
                 refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .block import AsyncLoad, AsyncStore, Roles
+from .block import AsyncLoad, AsyncStore, Prefetch, Roles
 from .control import For, If, While
 from .core import NOWHERE, At, Block, Dim, Index, Kernel, Loc, Op, Span, Take, Tile, Value
 from .elementwise import Map
@@ -238,7 +238,7 @@ class Layout:
     single_list: bool  # a list of operands alone needs no brackets
 
 
-ARROWS = {AsyncLoad: " -> ", AsyncStore: " <- "}
+ARROWS = {AsyncLoad: " -> ", AsyncStore: " <- ", Prefetch: " -> "}
 
 
 @functools.cache

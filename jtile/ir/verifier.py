@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from jtile._errors import KernelValueError
 
-from .block import AsyncLoad, AsyncStore
+from .block import AsyncLoad, AsyncStore, Prefetch
 from .core import OPS, Block, Index, Kernel, Op, Span, Value
 from .devices import TALKING, AxisBarrier
 from .dynamic import sources, used_symbols
@@ -122,7 +122,7 @@ def fits(x: Any, dtype: str) -> bool:
     return isinstance(x, int) and low <= x < low + (1 << d.bits)
 
 
-ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore)
+ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore, Prefetch)
 _CHANGES = (Store, Atomic, AsyncStore)
 _NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # cards with numbers of their own, to be checked
 _AWARE = (*ACCESSES, *TALKING, UserReduce, UserScan)  # cards with rules of their own for memory
@@ -210,7 +210,7 @@ class _Scope:
             self.fail(op, f"{op.ref.name or 'what it names'} is signals: raise one by signal, and wait for it")
         if isinstance(op, _CHANGES) and op.ref in self.read_only:
             self.fail(op, f"{op.ref.name} is an input, which cannot be written: alias it to an output")
-        if isinstance(op, AsyncLoad | AsyncStore):
+        if isinstance(op, AsyncLoad | AsyncStore | Prefetch):
             check_copy(self.kernel, op)
 
     def constants(self, op: Op) -> None:

@@ -43,6 +43,7 @@ expect_p = _action("expect")  # (barriers, at, when?); bytes
 arrive_p = _action("arrive")  # (barriers, at, when?); count
 wait_p = _action("wait")  # (barriers, at, parity, when?)
 async_load_p = _action("async_load")  # (ref, *index, buffer, barriers, at, when?); dims, pad, evict
+prefetch_p = _action("prefetch")  # (ref, *index, buffer, when?); dims
 async_store_p = _action("async_store")  # (ref, *index, buffer); dims, fn
 store_wait_p = _action("store_wait")  # pending
 role_begin_p = _action("role_begin")  # (*handles); name, warps, registers, early, names (of the handles)
@@ -76,5 +77,5 @@ def _(*values, pending):
 PRIMITIVES = (
     alloc_shared_p, alloc_barriers_p, slot_p, transpose_shared_p, slice_shared_p, store_shared_p, fence_shared_p,
     role_barrier_p, expect_p, arrive_p, wait_p, async_load_p, async_store_p, store_wait_p, role_begin_p, role_end_p,
-    load_shared_p, dot_async_p, dot_wait_p, clock_p, kernels_wait_p,
+    load_shared_p, dot_async_p, dot_wait_p, clock_p, kernels_wait_p, prefetch_p,
 )  # fmt: skip

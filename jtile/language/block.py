@@ -220,6 +220,28 @@ def _async_load(src: Place, dst: Shared, barrier: Any, fn: str, when: Any, evict
     )  # fmt: skip
 
 
+def prefetch(src: Any, dst: Any, *, when: Any = None) -> None:
+    """Ask the second-level cache for what a copy of a tile to shared memory would read, so that it comes sooner later.
+
+    Args:
+      src, dst: as `jt.async_copy` takes them: a place in an array, and a buffer of its shape, which stays as it is.
+      when: a bool scalar; where it is false nothing is asked for.
+
+    No result depends on it. So early roles may ask for what kernels in front of this one still write, and for places
+    that follow from what these write: an old number makes it useless, not wrong.
+    """
+    _level.in_role("jt.prefetch")
+    if not isinstance(src, Place) or not isinstance(dst, Shared):
+        raise KernelTypeError(
+            "jt.prefetch takes a place in an array (x.tiles(64, 64).at[i, k], x.at[jt.ds(r, 64), :]) and the buffer of "
+            f"shared memory that a copy of it would go to, got {src!r} and {dst!r}",
+            user_place(),
+        )
+    handle = dst.handle
+    x, a = _place(src, dst)
+    prims.prefetch_p.bind(_tracer(x), *_operands(a), handle, *condition(when, "when"), dims=a.dims)
+
+
 def _async_store(src: Shared, dst: Place, barrier: Any, fn: str, when: Any) -> None:
     if barrier is not None or when is not None:
         raise KernelTypeError(
@@ -323,6 +345,7 @@ __all__ = [
     "dot_async",
     "dot_wait",
     "fence_shared",
+    "prefetch",
     "role",
     "role_barrier",
     "store_wait",

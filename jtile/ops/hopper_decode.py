@@ -41,6 +41,9 @@ _PIECE = 32
 # 64 rows (5353 and 5291 us on an H200), and is right only where `lengths` are those of an earlier kernel: XLA adds the
 # new token to them wherever it likes in front of this one.
 EARLY = False
+# Units of keys of a program that the second-level cache is asked for while the kernel in front runs, where kernels
+# overlap. No result depends on it, so that `lengths` may be made by any kernel in front.
+HINTS = 0
 # Queries of a tile where they are the columns of products instead of rows, of which there are 64, most of them none:
 # attention of 64 rows of 512 to 544 keys, 4 queries a head of keys, takes 40.5 us so on an H200, 42.5 with rows.
 FEW = 8
@@ -173,6 +176,24 @@ def copies_early(w: Work):
     if start < end:
         w.fetch_queries(r, b, head, jnp.int32(0))
     _copies_from(w, count)
+
+
+@jt.function
+def hinted(w: Work, most: int):
+    """The role that asks the second-level cache for the first units of keys and values of this program, while kernels
+    in front still run. These may write the lengths: what it reads of them says what is asked for, and no more."""
+    begin, end, r, start, _ = w.share()
+    end = jnp.minimum(end, begin + most)
+    while start < end:
+        b, length = row_of(r, w.units), w.length(r)
+        n, head = w.count(length), r - b * w.units.heads
+        lo, hi = w.inside(begin, end, start, n)
+        for u in jt.range(lo, hi):
+            for x, ring in ((w.k, w.K), (w.v, w.V)):
+                for i, (row, j) in enumerate(w.places(b, u - start, n, length)):
+                    part = ring.at(jnp.int32(0))[i * w.side : (i + 1) * w.side, :]
+                    jt.prefetch(x.tiles(None, w.side, None, ring.shape[1]).at[row, j, head, 0], part)
+        r, start = r + 1, start + n
 
 
 @jt.function
@@ -361,7 +382,7 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
-    whole: bool = False, ahead: int = 1, early: bool = False, turned: bool = False,
+    whole: bool = False, ahead: int = 1, early: bool = False, turned: bool = False, hints: int = 0,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
     with `whole` rows there are no parts. ahead: tiles of queries that there is room for. early: the kernel in front
@@ -380,13 +401,16 @@ def hopper_decode(
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, P, *barriers)
-    with jt.role("products", warps=4, registers=_BESIDE if early else 0):
+    with jt.role("products", warps=4, registers=_BESIDE if early or hints else 0):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
     with jt.role("copies", warps=1, registers=40, early=early):
         if early:
             copies_early(w)
         else:
             copies(w)
+    if hints:
+        with jt.role("hints", warps=1, registers=40, early=True):
+            hinted(w, hints)
 
 
 def misfit(
@@ -469,6 +493,7 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     turned = t == 1 and group <= FEW and units.piece is not None and not whole  # long rows and pages were not timed
     options |= {"turned": True} if turned else {}
     options |= {"early": True} if EARLY and t == 1 and gpu_tiles.overlaps() and not whole else {}
+    options |= {"hints": HINTS} if HINTS and t == 1 and gpu_tiles.overlaps() and not whole else {}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

@@ -55,6 +55,8 @@ from jtile.ops.streamed_operands import (
     of_piece,
 )
 
+AHEAD = 0  # rings' worth of W that the second-level cache is asked for, behind what is under way
+FOLLOWING = 8  # pieces of a tile of a following matrix that it is asked for
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
@@ -168,8 +170,9 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 
 
 @jt.function
-def _produce(mem, weights, walk: Walk, kind: str, places: Places):
-    """Fills the rings, a round of all roles at a time."""
+def _produce(mem, weights, walk: Walk, kind: str, places: Places, slots: int, ahead: int, following: tuple = ()):
+    """Fills the rings, a round of all roles at a time; asks for what comes `ahead` rings later, and at last for the
+    first tiles of matrices that the kernel behind reads."""
     buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
     for k in jt.range(walk.tiles * chunks):
         n, chunk = first + k // chunks * programs, k % chunks
@@ -182,6 +185,19 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places):
                         at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
                         tile = array.tiles(*ring.shape).at[at]
                         jt.async_copy(tile, ring.at(k), mem.full.at(k), evict="first")
+        if ahead:
+            later = k + ahead * slots
+            row, piece, there = first + later // chunks * programs, later % chunks, later < walk.tiles * chunks
+            for j in range(walk.roles):
+                for i, (w, words) in enumerate(zip(weights, mem.words[j])):
+                    for group, ring in enumerate(words):
+                        at = places.of_weight(i, row, (piece * walk.roles + j) * len(words) + group, walk.rows)
+                        jt.prefetch(w.codes.tiles(*ring.shape).at[at], ring.at(k), when=there)
+    ring = mem.words[0][0][0]
+    for array in following:
+        for piece in range(min(array.shape[1] // ring.shape[1], FOLLOWING)):
+            place = array.tiles(*ring.shape).at[first, piece]
+            jt.prefetch(place, ring.at(jnp.int32(0)), when=first * ring.shape[0] < array.shape[0])
 
 
 @jt.function
@@ -242,7 +258,7 @@ def _normed_outputs(x, weights, norm, **options):
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
-          roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
+          roles: int, slots: int, early: bool = False, beside: bool = False, ahead: int = 0):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     A weight has codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. With two
@@ -251,21 +267,24 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x), weights, epilogue, y, None, **options)
+    options |= dict(ahead=ahead)
+    program(Rows(x), weights, epilogue, y, None, following=epilogue.following, **options)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
                  eps: float, rows: int, roles: int, slots: int, early: bool = False,
-                 beside: bool = False):  # fmt: skip
+                 beside: bool = False, ahead: int = 0):  # fmt: skip
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
+    options |= dict(ahead=ahead)
+    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, following=norm.following, **options)
 
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
-            places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
+            places: Places = IN_ORDER, count: int | None = None, share=None, ahead: int = 0,
+            following: tuple = ()):  # fmt: skip
     """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
@@ -280,7 +299,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _prepare(x, mem, j, kind, roles, chunks, early)
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
-        _produce(mem, weights, walk, kind, places)
+        _produce(mem, weights, walk, kind, places, slots, ahead, following)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
@@ -290,7 +309,9 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:
     """The kernel for operands with these fields; held: that for small matrices."""
     arrays = len(jax.tree.leaves(weights))
-    return (hopper_held.kernel if held else _kernel)(arrays, epilogue.bias is not None, epilogue.residual is not None)
+    if held:
+        return hopper_held.kernel(arrays, epilogue.bias is not None, epilogue.residual is not None)
+    return _kernel(arrays, epilogue.bias is not None, epilogue.residual is not None, len(epilogue.following))
 
 
 def _grid(x, w, *_, rows: int, **__) -> int:
@@ -299,15 +320,15 @@ def _grid(x, w, *_, rows: int, **__) -> int:
 
 
 @functools.cache
-def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
-    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
+def _kernel(arrays: int, has_bias: bool, has_residual: bool, following: int = 0) -> jt.Kernel:
+    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual, *["_ _"] * following]
     return _tuned(_body, _outputs, f"{', '.join(specs)} -> m o", "hopper_gemv", _KEY)
 
 
 @functools.cache
-def normed_kernel(arrays: int) -> jt.Kernel:
+def normed_kernel(arrays: int, following: int = 0) -> jt.Kernel:
     """The kernel with a norm in front, for weights of so many arrays."""
-    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _{', _ _' * following} -> m o, m _ _"
     return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
 
 
@@ -409,10 +430,12 @@ def normed_product(
     (m, inner), n = x.shape, 128 // bits_of(kind)
     rows = hopper_held.choice(x, weights, kind)
     x, options = _arguments(x, weights, kind, rows)
-    norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n))
+    following = norm.following if rows is None else ()
+    norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n), following)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
-    kernels = normed_kernel if rows is None else hopper_held.normed_kernel
-    y, total = kernels(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
+    arrays = len(jax.tree.leaves(weights))
+    found = normed_kernel(arrays, len(following)) if rows is None else hopper_held.normed_kernel(arrays)
+    y, total = found(x, weights, norm, **options)
     return y, total.reshape(m, inner)
 
 
@@ -435,6 +458,7 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     early = {"early": True} if gpu_tiles.overlaps() else {}
     early |= {"beside": True} if beside else {}
+    early |= {"ahead": AHEAD} if AHEAD and early else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early
 
 

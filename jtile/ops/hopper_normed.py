@@ -29,6 +29,36 @@ def _into_types(x, w, r, norm, *, form: Form, **_):
     return jt.like(r), jt.like(r), jax.ShapeDtypeStruct((tiles, ROWS), jnp.float32), shared
 
 
+OWN = False  # whether the last of two programs keeps its own sums in registers, and r and the norm come before
+
+
+def _before(r, norm, tile, form: Form) -> list:
+    """What `_finish` adds to the sums of each piece of a tile, and multiplies with."""
+    found = []
+    for at, width in pieces(form.columns, PIECE):
+        first = tile * form.columns + at
+        columns = first + jt.arange(width)
+        inside = (jt.arange(ROWS)[:, None] < r.shape[0]) & (columns[None, :] < r.shape[1])
+        there = jt.load(r, (jt.ds(0, ROWS), jt.ds(first, width)), mask=inside, other=0)
+        found.append((there, jt.load(norm, (jt.ds(first, width),), mask=columns < r.shape[1], other=0)))
+    return found
+
+
+def _finish_two(sums, before, y, scaled, squares, shared, tile, part, form: Form) -> None:
+    """`_finish` of two parts, of which this program has made one: a + b is b + a."""
+    there = jt.arange(ROWS)[:, None] < y.shape[0]
+    square = jt.zeros((ROWS,), jnp.float32)
+    for (at, width), (residual, weight) in zip(pieces(form.columns, PIECE), before, strict=True):
+        first = tile * form.columns + at
+        place, inside = (jt.ds(0, ROWS), jt.ds(first, width)), there & (first + jt.arange(width)[None, :] < y.shape[1])
+        total = piece(sums, at, width) + shared[tile, 1 - part, :, at : at + width] + residual.astype(jnp.float32)
+        kept = jnp.where(inside, total, 0.0)
+        square = square + (kept * kept).sum(1)
+        jt.store(y, place, total.astype(y.dtype), mask=inside)
+        jt.store(scaled, place, (total * weight.astype(jnp.float32)[None, :]).astype(scaled.dtype), mask=inside)
+    squares[tile, :] = square
+
+
 def _finish(sums, r, norm, y, scaled, squares, shared, tile, form: Form) -> None:
     """Write a tile of y, and what the norm needs of it, from the sums of all parts."""
     there = jt.arange(ROWS)[:, None] < y.shape[0]
@@ -53,7 +83,7 @@ def _finish(sums, r, norm, y, scaled, squares, shared, tile, form: Form) -> None
 
 
 @jt.kernel(out_type=_into_types, grid=lambda x, w, *_, form, **__: form.parts * jt.cdiv(w.shape[0], form.columns))
-def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: bool = False):
+def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: bool = False, own: bool = False):
     """y [m, n] = r + x Wᵀ for x [m, k], m <= 64, and w [n, k]; scaled = y * norm, [n]; squares [tiles, 64]: the sums of
     y^2 over the columns of a tile; shared: what programs of a tile leave to the last of them."""
     # Y = R + sum_s X_s W_sᵀ
@@ -66,9 +96,15 @@ def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: b
         if form.parts == 1:
             _finish(sums, r, norm, y, scaled, squares, shared, tile, form)
         else:
+            own = form.parts == 2 and own
+            before = _before(r, norm, tile, form) if own else None
             for at, width in pieces(form.columns, 64):
                 shared[tile, part, :, at : at + width] = piece(sums, at, width)
-            if jt.arrive(done, tile, form.parts):
+            last = jt.arrive(done, tile, form.parts)
+            if own:
+                if last:
+                    _finish_two(sums, before, y, scaled, squares, shared, tile, part, form)
+            elif last:
                 _finish(None, r, norm, y, scaled, squares, shared, tile, form)
     with jt.role("producer", warps=1, registers=24, early=early):
         bring_weights(mem, (w,), tile, first, count, form)
@@ -120,7 +156,7 @@ def choice(n: int, k: int) -> Form | None:
         columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
         full = parts * jt.cdiv(n, columns) >= 0.9 * units
         if full and ROWS <= columns <= hopper_wide.WIDEST and k >= 4 * parts * hopper_wide.TERMS:
-            return Form(columns, parts, hopper_wide.slots(columns, 1))
+            return Form(columns, parts, hopper_wide.slots(columns, 1), ahead=hopper_wide.AHEAD)
     return None
 
 
@@ -138,7 +174,7 @@ def misfit(x, w, weights: tuple) -> str | None:
 
 
 def _into(x, w, r, norm, *, form: Form):
-    return into_norm(x, w, r, norm, form=form, early=gpu_tiles.overlaps())[:3]
+    return into_norm(x, w, r, norm, form=form, early=gpu_tiles.overlaps(), own=OWN)[:3]
 
 
 def _into_whole(x, w, r, norm, *, form: Form):

@@ -52,10 +52,12 @@ class Epilogue[T: Shaped](NamedTuple):
     Attributes:
       bias: one number a column, or None.
       residual: like the result, or None.
+      following: matrices that the product behind this one reads, which a cache may be asked for.
     """
 
     bias: T | None = None
     residual: T | None = None
+    following: tuple[T, ...] = ()
 
 
 NO_EPILOGUE = Epilogue()
@@ -67,7 +69,9 @@ class Norm[T: Shaped](NamedTuple):
     Attributes:
       weight: float [in].
       residual: like x.
+      following: see `Epilogue`.
     """
 
     weight: T
     residual: T
+    following: tuple[T, ...] = ()

@@ -16,6 +16,7 @@ from jtile.ir import (
     If,
     Kernel,
     Load,
+    Prefetch,
     Select,
     Store,
     Value,
@@ -133,8 +134,8 @@ def _assert(op: Assert, rw: Rewriter):
     return () if number(op.cond) else None
 
 
-@control(Arrive, AsyncLoad, Expect, Wait)
-def _predicated(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
+@control(Arrive, AsyncLoad, Expect, Prefetch, Wait)
+def _predicated(op: Arrive | AsyncLoad | Expect | Prefetch | Wait, rw: Rewriter):
     """Drop the condition of what happens always or never. The op stays where it stands, since others wait for it."""
     when = None if op.when is None else number(op.when)
     if when is None:

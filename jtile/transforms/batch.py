@@ -69,7 +69,14 @@ class _Batch:
             case ir.ProgramId() | ir.NumPrograms():
                 new.axis += 1
             case (
-                ir.Load() | ir.Store() | ir.Atomic() | ir.AsyncLoad() | ir.AsyncStore() | ir.Signal() | ir.WaitSignal()
+                ir.Load()
+                | ir.Store()
+                | ir.Atomic()
+                | ir.AsyncLoad()
+                | ir.AsyncStore()
+                | ir.Prefetch()
+                | ir.Signal()
+                | ir.WaitSignal()
             ) if new.ref in self.wide:
                 new.index = (ir.At(self.lane), *new.index)
             case ir.On():

@@ -82,7 +82,7 @@ def ranges(em: Emitter) -> dict[int, list[Interval | None]]:
         found = em.memo["ranges"] = {}
 
         def look(op: ir.Op, known: Intervals) -> None:
-            if isinstance(op, ir.Load | ir.Store | ir.Atomic | ir.AsyncLoad | ir.AsyncStore):
+            if isinstance(op, ir.Load | ir.Store | ir.Atomic | ir.AsyncLoad | ir.AsyncStore | ir.Prefetch):
                 found[id(op.index)] = [known(ir.dim_value(d)) for d in op.index]
 
         walk(em.kernel, look)

@@ -12,6 +12,7 @@ _CONSTANT = re.compile(r"^\s*mov\.[bus]32 \s*(%\w+), -?\w+;", re.M)
 _MAP = r"mov\.b(?:32|64)\s+(%rd?\d+), \w+_param_{};"
 _SAME = re.compile(r"^\s*(?:cvta\.param\.u64|cvt\.u64\.u32)\s+(%rd\d+), (%rd?\d+);", re.M)
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.[\w:.]+) (\[%r\d+\], \[(%rd\d+), [^;]*);")
+_PLACE = re.compile(r"\[%rd\d+, \{[^}]*\}\]")  # of a box: its map, and where it begins
 _START = re.compile(r"^\{\n", re.M)
 _OF_PAGES = re.compile(r"\bld\.global\.cg\b")
 _ENTRY = re.compile(r"^\s*(?:\.visible )?\.entry ", re.M)
@@ -42,7 +43,8 @@ def _paged(text: str) -> str:
 
 def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
     """PTX whose copies by some tensor maps say when the second-level cache forgets what they read; triton has no words
-    for it. `evict`: (position of the map among the parameters, "first" or "last")."""
+    for it. `evict`: (position of the map among the parameters, "first" or "last"). "ahead": these copies are none, but
+    bring what they name to that cache only."""
     policies: dict[str, str] = {}  # register with the address of a map -> when the cache forgets what copies by it read
     for position, when in evict:
         policies |= dict.fromkeys(re.findall(_MAP.format(position), text), when)
@@ -50,12 +52,17 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
         policies |= {to: policies[of]} if of in policies else {}
     if not policies:
         return text
-    text = _LOAD.sub(
-        lambda m: f"{m[1]}.L2::cache_hint {m[2]}, %evict_{policies[m[3]]};" if m[3] in policies else m[0], text
-    )
+
+    def spelt(m: re.Match[str]) -> str:
+        when = policies.get(m[3])
+        if when == "ahead":
+            return f"cp.async.bulk.prefetch.tensor.{m[1].split('.')[4]}.L2.global {_PLACE.search(m[2])[0]};"  # type: ignore
+        return f"{m[1]}.L2::cache_hint {m[2]}, %evict_{when};" if when else m[0]
+
+    text = _LOAD.sub(spelt, text)
     made = [
         f"\t.reg .b64 %evict_{when};\n\tcreatepolicy.fractional.L2::evict_{when}.b64 %evict_{when}, 1.0;\n"
-        for when in sorted(set(policies.values()))
+        for when in sorted(set(policies.values()) - {"ahead"})
     ]
     return _START.sub(lambda m: m[0] + "".join(made), text, count=1)
 

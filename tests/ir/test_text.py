@@ -181,6 +181,7 @@ kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
       %A1 = slot %A[%c0] : shared<64x64xbf16>
       async_load %a[tile(%i, 64), tile(%c0, 64)] -> %A1, %full[%c0]
       async_load %a[tile(%i, 64), tile(%c1, 64)] -> %B, %full[%c0] when=%ctrue pad=nan checked=false
+      prefetch %a[tile(%i, 64), tile(%c1, 64)] -> %B when=%ctrue
     }
   }
 }

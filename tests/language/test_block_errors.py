@@ -246,6 +246,7 @@ REFUSED = {
     "no barrier": (_in_role(copy(tile, buffer)), KernelTypeError, "names the barrier that counts its bytes"),
     "whole barrier": (_in_role(copy(tile, buffer, barrier=lambda f: f)), KernelTypeError, "names the barrier"),
     "two arrays": (_in_role(copy(tile, tile)), KernelTypeError, "to a buffer of shared memory or back"),
+    "asked for no place": (_in_role(lambda x, o, A, f: jt.prefetch(A, A)), KernelTypeError, "prefetch takes a place"),
     "barrier of a store": (
         _in_role(copy(buffer, lambda x, o, A: o.at[:, :], barrier=first)), KernelTypeError, "waited for with",
     ),

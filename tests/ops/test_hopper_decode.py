@@ -76,6 +76,7 @@ def test_in_the_interpreter(name, last, monkeypatch):
 def test_queries_as_columns(last, early, softcap, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 4)
     monkeypatch.setattr(hopper_decode, "EARLY", early)
+    monkeypatch.setattr(hopper_decode, "HINTS", 3)  # only where kernels overlap
     monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
     args = arguments(4, 1, 8, 2, 320, 64, (300, 33, 0, 16))
     kernel, asked = hopper_decode.hopper_decode, []
@@ -85,6 +86,7 @@ def test_queries_as_columns(last, early, softcap, monkeypatch):
         got = hopper_decode.of_batch(*args, scale=0.1, softcap=softcap)
     assert relative_error(got, reference(*args, softcap)) < 4e-3
     assert asked[0]["turned"] and asked[0].get("early", False) == early
+    assert asked[0].get("hints", 0) == (3 if early else 0)
 
 
 def test_whole_rows_depend_on_nothing_beside_them(monkeypatch):

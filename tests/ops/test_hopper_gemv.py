@@ -21,7 +21,7 @@ from jtile.testing.evaluate import evaluated
 CASES = {  # kind, rows of x, out, in, meta-parameters
     "q4_0": ("q4_0", 1, 20, 512, {"rows": 4}),
     "q4_1, two rows": ("q4_1", 2, 12, 768, {}),
-    "q8_0, rounds": ("q8_0", 1, 12, 1280, {"roles": 1, "rows": 4}),
+    "q8_0, rounds": ("q8_0", 1, 12, 1280, {"roles": 1, "rows": 4, "slots": 2, "ahead": 1}),
     "int8, ragged": ("int8", 1, 24, 1056, {}),
     "bfloat16": ("bfloat16", 2, 20, 520, {"rows": 4}),
     "float16, rounds": ("float16", 1, 8, 2056, {"roles": 1, "slots": 3}),

@@ -17,6 +17,7 @@ from jtile.testing import relative_error
 CASES = {  # rows; n, k of the first product; its form; n of the second, its weights and form
     "parts": (64, 200, 520, Form(24, 3, 2), 96, 1, Form(40, 2, 2)),
     "few rows, whole sums, a gated product": (20, 136, 192, Form(112, 1, 2), 72, 2, Form(40, 1, 2)),
+    "two parts, rounds asked for ahead": (20, 136, 1544, Form(72, 2, 2, ahead=2), 40, 1, Form(40, 1, 2, ahead=1)),
 }
 EPS = 1e-5
 
@@ -37,9 +38,8 @@ def reference(x, w, r, norm, weights):
 def runs(name):
     form, count, behind = CASES[name][3], *CASES[name][5:]
     options = dict(form=behind, activation="silu" if count > 1 else None, out_dtype="float32", eps=EPS)
-    return functools.partial(hopper_normed.into_norm, form=form), functools.partial(
-        hopper_normed.behind_norm, **options
-    )
+    into = functools.partial(hopper_normed.into_norm, form=form, own=form.parts == 2)
+    return into, functools.partial(hopper_normed.behind_norm, **options)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -88,6 +88,14 @@ def _(c: Lowering, ref, *rest, dims, pad, evict):
     return []
 
 
+@rule("jtile_prefetch")
+def _(c: Lowering, ref, *rest, dims):
+    n = len(dims)
+    buffer, *when = rest[n:]
+    c.b.add(ir.Prefetch(ref, to_index(dims, rest[:n]), buffer, *when))
+    return []
+
+
 @rule("jtile_async_store")
 def _(c: Lowering, ref, *rest, dims, fn):
     c.b.add(ir.AsyncStore(ref, to_index(dims, rest[: len(dims)]), rest[-1], fn))

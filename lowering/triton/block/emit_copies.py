@@ -36,6 +36,19 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
     em.code.do(f"ttng.async_tma_copy_global_to_local {names} : {handle.elem}, {b.type} -> {m.type}")
 
 
+@emits(ir.Prefetch)
+def _prefetch(em: BlockEmitter, op: ir.Prefetch) -> None:
+    """A copy by a tensor map of its own, of which `ptx.py` makes an instruction without buffer and barrier."""
+    rings = [other.result for other in em.kernel.body.ops if isinstance(other, ir.AllocBarriers)]
+    if op.ref.type.role == "symmetric" or not rings:  # type: ignore[union-attr]
+        return
+    handle, where = _box(em, op, nan=False)
+    m, b = em.env[op.buffer], slot(em, em.env[rings[0]], em.code.i32(0))
+    go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
+    names = f"{handle.name}[{where}] {m.name}, {b.name}, {go.name}"
+    em.code.do(f"ttng.async_tma_copy_global_to_local {names} : {handle.elem}, {b.type} -> {m.type}")
+
+
 @emits(ir.AsyncStore)
 def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
     if op.fn != "set" and op.ref.dtype not in REDUCED[op.fn]:
@@ -64,7 +77,7 @@ def _store_wait(em: BlockEmitter, op: ir.StoreWait) -> None:
     em.code.do(versions.store_wait(op.pending))
 
 
-def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
+def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore | ir.Prefetch, *, nan: bool):
     """The tensor map of a copy, and where its box begins.
 
     Raises:
@@ -72,7 +85,7 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
     """
     buf, m = em.refs[op.ref], em.env[op.buffer]
     axes = _axes(em, op, buf.param is not None)
-    evict = op.evict if isinstance(op, ir.AsyncLoad) else None
+    evict = op.evict if isinstance(op, ir.AsyncLoad) else "ahead" if isinstance(op, ir.Prefetch) else None
     handle = tma.descriptor(em, buf, axes, m.elem, nan=nan, layout=_layout(em, op, m, len(axes)), evict=evict)
     if handle is None:
         em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each array and shape of box that is copied")
@@ -91,7 +104,7 @@ def _boxes_of_devices(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan
     return [(em.use(handle), here) for handle, here in maps], where
 
 
-def _axes(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, mapped: bool) -> list[tma.Axis]:
+def _axes(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore | ir.Prefetch, mapped: bool) -> list[tma.Axis]:
     """The axes of the tensor map of a copy; `mapped`: whether there may be one for its array.
 
     Raises:
@@ -117,7 +130,7 @@ def _axes(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, mapped: bool) -> l
     return axes
 
 
-def _layout(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, m: Mem, rank: int) -> Swizzled:
+def _layout(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore | ir.Prefetch, m: Mem, rank: int) -> Swizzled:
     if not isinstance(m.layout, Swizzled) or m.layout.transposed:
         em.refuse(
             op, f"no copy between an array and this view of {op.buffer.type}: take the buffer as it was allocated"

@@ -46,7 +46,7 @@ def _in_lines(em: BlockEmitter, op: ir.AllocShared) -> bool:
         if isinstance(other, ir.Slot) and other.buffer in buffers:
             buffers.add(other.result)
     users = [other for other in em.kernel.body.walk() if buffers & set(other.operands())]
-    return all(isinstance(other, ir.Slot | ir.AsyncLoad | ir.LoadShared) for other in users)
+    return all(isinstance(other, ir.Slot | ir.AsyncLoad | ir.Prefetch | ir.LoadShared) for other in users)
 
 
 def _allocated(em: BlockEmitter, mem: Mem) -> Mem:

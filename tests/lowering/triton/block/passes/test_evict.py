@@ -87,3 +87,6 @@ def test_only_copies_by_the_maps_that_are_named():
     assert f"\t{other}\n" in found
     assert "bytes.L2::cache_hint [%r1], [%rd1, {%r2, %r3}], [%r4], %evict_last;" in found
     assert found.count("createpolicy.fractional.L2::evict_last.b64 %evict_last, 1.0;") == 1
+    ahead = ptx.evicting(text, [(3, "ahead")])  # no copy, but an instruction that brings the box to the cache
+    assert f"\t{other}\n" in ahead and "createpolicy" not in ahead
+    assert "\t@%p1 cp.async.bulk.prefetch.tensor.2d.L2.global [%rd1, {%r2, %r3}];\n" in ahead
