@@ -13,6 +13,7 @@ from .choices import Tunable, digest_of
 from .gathers import table_shape
 from .loops import Loop
 from .products import ProductKernel
+from .row_scatters import RowScatter, RowScatterKernel
 from .steps import MOVES, Step, Value
 from .sums import Sums, shares_of
 from .tilings import Tiling, group_tiling, loop_tiling, window_tiling
@@ -196,4 +197,6 @@ def kernel_of(unit: Unit) -> Any:
         return GroupKernel(unit)
     if isinstance(unit, Product):
         return ProductKernel(unit)
+    if isinstance(unit, RowScatter):
+        return RowScatterKernel(unit)
     return LoopKernel(unit) if isinstance(unit, Loop) else unit

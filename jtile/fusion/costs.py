@@ -43,7 +43,8 @@ MOST_ROWS, LEAST_WEIGHTS = 256, 1 << 16
 FEW_ROWS = types.MappingProxyType({"float32": 8, "float64": 4})
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 LARGEST_TABLE, LEAST_UPDATES = 1 << 13, 8  # elements of a scatter's table, and updates for each, on CPUs
-SCATTERS_ANYWHERE = False  # whether kernels scatter whatever the sizes, for tests
+LEAST_ROW, MOST_TABLE = 8, 2  # elements of rows that are scattered, and of the table for each of them, on CPUs
+SCATTERS_ANYWHERE = ROW_SCATTERS_ANYWHERE = False  # whether kernels scatter whatever the sizes, for tests
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made
 FEW = 8  # elements, along axes that a program takes whole, which a GPU's kernel does not read as well as XLA's
@@ -240,6 +241,30 @@ def scatter_worth(step: Step) -> bool:
     rows = any(step.ins[-1].shape[i] != 1 for i in window)  # XLA adds a row in vectors
     few = table <= LARGEST_TABLE and table * LEAST_UPDATES <= updates and not rows
     return few and updates >= LEAST and not small_tiles()
+
+
+def rows_worth(step: Step, computed: Sequence[Step]) -> str | None:
+    """Why a scatter of rows stays XLA's, or None. computed: the steps that compute the rows. XLA's code for CPUs takes
+    one row after another in one thread, and reads what it has written before; where nothing is computed it is as
+    quick, and where the table is large, most of the time is that of its copy."""
+    on_gpu = "warps" in jt.target().features
+    adds, unique = step.name.endswith("add"), step.name == "scatter" and step.params["unique_indices"]
+    if on_gpu and not (adds or unique):
+        return "its rows may meet, and programs of a kernel for GPUs write them in any order"
+    if ROW_SCATTERS_ANYWHERE:
+        return None
+    if not gpu_tiles.on_one_device() or vector_cores():
+        return "kernels write to tables that lie on one device"
+    if on_gpu:
+        return "XLA's code for GPUs scatters rows at the speed of memory"
+    table, row, updates = size_of(step.outs[0]), math.prod(step.outs[0].shape[1:]), size_of(step.ins[-1])
+    if not any(s.name in ELEMENTWISE - CHOICES for s in computed):
+        return "nothing computes its rows, which XLA's code moves as quickly"
+    if row < LEAST_ROW or updates < LEAST:
+        return f"it scatters {updates} elements in rows of {row}, too few to repay a kernel"
+    if updates * MOST_TABLE < table:
+        return f"it scatters {updates} elements into a table of {table}, whose copy takes most of the time"
+    return None
 
 
 def takes_large_products() -> bool:

@@ -20,6 +20,7 @@ from .costs import picks_well
 from .gathers import is_gather
 from .groups import plan_of
 from .loops import Loop
+from .row_scatters import RowScatter
 from .steps import Constant, Node, Step, Value, program_of
 from .units import Group, Plan, Product, Unit
 
@@ -36,7 +37,7 @@ class Fused:
             return jax.tree.unflatten(tree, evaluate(plan, leaves))
 
         run.__name__ = f"fuse_{getattr(fun, '__name__', 'function')}"
-        self._run = jax.jit(run, static_argnums=static_argnums, static_argnames=static_argnames)
+        self._run = jax.jit(run, static_argnums=static_argnums, static_argnames=static_argnames, inline=True)
 
     def __call__(self, *args, **kwargs):
         return self._run(*args, **kwargs)
@@ -206,11 +207,11 @@ def _why(plan: Plan, number: int) -> str:
         return "it picks whole rows or columns, which XLA's code for CPUs copies as quickly"
     if is_gather(node.eqn):
         return "no kernel alone needs what it picks"
-    if not node.steps:
-        return f"jt.fuse makes no kernels of {node.name}"
     for first, members, why in plan.left:
         if number in members:
             return f"no kernel of its own: {why}" if first == number else "no kernel of its own, as above"
+    if not node.steps:
+        return f"jt.fuse makes no kernels of {node.name}"
     return "its axes are not those of the kernels beside it, or a program has no room for what it sums"
 
 
@@ -232,8 +233,10 @@ def _attention_of(chain: Chain) -> str:
     return f"jt.ops.attention: {between}{', causal' * chain.causal}; the scores are in no memory"
 
 
-def _head_of(unit: Group | Loop | Product) -> str:
+def _head_of(unit: Group | Loop | Product | RowScatter) -> str:
     kernel = kernel_of(unit)
+    if isinstance(unit, RowScatter):
+        return f"kernel {kernel.kernel.name}: {kernel.programs} programs, {kernel.share}"
     tiling, origin = kernel.choice
     tile = " x ".join(map(str, tiling.sides)) or "one element"
     whole = f", {unit.layout.row} of them along axes that a program takes whole" if unit.layout.whole else ""

@@ -22,6 +22,7 @@ from .laying import laid_out, settled_of
 from .layout import Layout
 from .loops import loop_of
 from .multiplied import take_products
+from .row_scatters import take_rows
 from .scatters import scatter_of
 from .steps import ELEMENTWISE, MOVES, Node, Program, Step, Value, program_of, size_of
 from .units import Group, Plan, Unit
@@ -136,6 +137,7 @@ class Cutter:
                 taken[u] = sorted([*taken[u], *more])
         if not self.everything:
             take_products(self, units, taken, alone, left)
+            take_rows(self, units, taken, left)
         for k, node in enumerate(self.nodes):
             used = {v for v in node.outs if v in self.results or v in self.users}
             loop = loop_of(node, used, everything=self.everything)

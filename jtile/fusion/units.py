@@ -10,6 +10,7 @@ from .gathers import JOINS
 from .layout import Layout
 from .loops import Loop
 from .operands import Source
+from .row_scatters import RowScatter
 from .steps import Node, Program, Step, Value
 from .windows import has_windows
 
@@ -106,7 +107,7 @@ class Product:
         return self.inputs[sum(len(source.inputs) for source in self.sources) :]
 
 
-Unit = Group | Chain | Loop | Product  # the parts of a program that run as kernels
+Unit = Group | Chain | Loop | Product | RowScatter  # the parts of a program that run as kernels
 
 
 @dataclasses.dataclass
