@@ -23,7 +23,7 @@ PIECE = 64  # columns of a tile that are put together at a time
 _REGISTERS = 216
 
 
-def _into_types(x, w, r, norm, *, form: Form, **_):
+def _into_types(x, w, r, norm, after, *, form: Form, **_):
     tiles = jt.cdiv(w.shape[0], form.columns)
     shared = jax.ShapeDtypeStruct((tiles, form.parts, ROWS, form.columns), jnp.float32)
     return jt.like(r), jt.like(r), jax.ShapeDtypeStruct((tiles, ROWS), jnp.float32), shared
@@ -83,7 +83,10 @@ def _finish(sums, r, norm, y, scaled, squares, shared, tile, form: Form) -> None
 
 
 @jt.kernel(out_type=_into_types, grid=lambda x, w, *_, form, **__: form.parts * jt.cdiv(w.shape[0], form.columns))
-def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: bool = False, own: bool = False):
+def into_norm(
+    x, w, r, norm, after: tuple, y, scaled, squares, shared,
+    *, form: Form, early: bool = False, own: bool = False, then: Form | None = None,
+):  # fmt: skip
     """y [m, n] = r + x Wᵀ for x [m, k], m <= 64, and w [n, k]; scaled = y * norm, [n]; squares [tiles, 64]: the sums of
     y^2 over the columns of a tile; shared: what programs of a tile leave to the last of them."""
     # Y = R + sum_s X_s W_sᵀ
@@ -107,20 +110,23 @@ def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: b
             elif last:
                 _finish(None, r, norm, y, scaled, squares, shared, tile, form)
     with jt.role("producer", warps=1, registers=24, early=early):
-        bring_weights(mem, (w,), tile, first, count, form)
+        bring_weights(mem, (w,), tile, first, count, form, after, then)
     with jt.role("feeder", warps=1, registers=24):
         bring_rows(mem, x, first, count)
 
 
-def _behind_types(x, squares, weights, *, form: Form, out_dtype: str, **_):
+def _behind_types(x, squares, weights, after, *, form: Form, out_dtype: str, **_):
     return jax.ShapeDtypeStruct((form.parts, x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
 
 
 @jt.kernel(
     out_type=_behind_types,
-    grid=lambda x, squares, weights, *, form, **_: form.parts * jt.cdiv(weights[0].shape[0], form.columns),
+    grid=lambda x, squares, weights, *_, form, **__: form.parts * jt.cdiv(weights[0].shape[0], form.columns),
 )
-def behind_norm(x, squares, weights: tuple, y, *, form: Form, activation, out_dtype: str, eps: float, early=False):
+def behind_norm(
+    x, squares, weights: tuple, after: tuple, y,
+    *, form: Form, activation, out_dtype: str, eps: float, early=False, then: Form | None = None,
+):  # fmt: skip
     """`hopper_wide` for rows x [m, k] that are to be divided by the root of the mean of their squares: squares [tiles,
     64] are the sums over the columns of a tile."""
     # Y_s = X_s W_sᵀ / sqrt(mean(y^2) + eps)
@@ -132,7 +138,7 @@ def behind_norm(x, squares, weights: tuple, y, *, form: Form, activation, out_dt
         unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps)
         write(tuple(one * unit[:, None] for one in sums), y, part, tile, form, activation)
     with jt.role("producer", warps=1, registers=24, early=early):
-        bring_weights(mem, weights, tile, first, count, form)
+        bring_weights(mem, weights, tile, first, count, form, after, then)
     with jt.role("feeder", warps=1, registers=24):
         bring_rows(mem, x, first, count)
 
@@ -156,7 +162,9 @@ def choice(n: int, k: int) -> Form | None:
         columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
         full = parts * jt.cdiv(n, columns) >= 0.9 * units
         if full and ROWS <= columns <= hopper_wide.WIDEST and k >= 4 * parts * hopper_wide.TERMS:
-            return Form(columns, parts, hopper_wide.slots(columns, 1), ahead=hopper_wide.AHEAD)
+            return Form(
+                columns, parts, hopper_wide.slots(columns, 1), ahead=hopper_wide.AHEAD, follow=hopper_wide.FOLLOW
+            )
     return None
 
 
@@ -173,39 +181,40 @@ def misfit(x, w, weights: tuple) -> str | None:
     )
 
 
-def _into(x, w, r, norm, *, form: Form):
-    return into_norm(x, w, r, norm, form=form, early=gpu_tiles.overlaps(), own=OWN)[:3]
+def _into(x, w, r, norm, *after, form: Form, then: Form | None):
+    return into_norm(x, w, r, norm, after, form=form, early=gpu_tiles.overlaps(), own=OWN, then=then)[:3]
 
 
-def _into_whole(x, w, r, norm, *, form: Form):
+def _into_whole(x, w, r, norm, *_, form: Form, **__):
     y = r.astype(jnp.float32) + jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     squares = jnp.zeros((jt.cdiv(w.shape[0], form.columns), ROWS), jnp.float32)
     squares = squares.at[0, : x.shape[0]].set((y * y).sum(1))
     return y.astype(r.dtype), (y * norm.astype(jnp.float32)[None, :]).astype(r.dtype), squares
 
 
-def _behind(x, squares, *weights, form: Form, activation, eps: float):
+def _behind(x, squares, *weights, form: Form, activation, eps: float, count: int, then: Form | None):
     out = x.dtype.name if form.parts == 1 else "float32"
-    options = dict(activation=activation, out_dtype=out, eps=eps, early=gpu_tiles.overlaps())
-    return behind_norm(x, squares, weights, form=form, **options)
+    options = dict(activation=activation, out_dtype=out, eps=eps, early=gpu_tiles.overlaps(), then=then)
+    return behind_norm(x, squares, weights[:count], weights[count:], form=form, **options)
 
 
-def _behind_whole(x, squares, *weights, form: Form, activation, eps: float):
+def _behind_whole(x, squares, *weights, form: Form, activation, eps: float, count: int, **_):
     unit = jax.lax.rsqrt(squares.sum(0)[: x.shape[0]] * (1.0 / x.shape[1]) + eps)[:, None]
-    one, *other = (unit * jnp.matmul(x, w.T, preferred_element_type=jnp.float32) for w in weights)
+    products = (jnp.matmul(x, w.T, preferred_element_type=jnp.float32) for w in weights[:count])
+    one, *other = (unit * y for y in products)
     y = ACTIVATIONS[activation](one) * other[0] if other else one
     y = y[None].astype(x.dtype if form.parts == 1 else jnp.float32)
     return jnp.concatenate([y, *[jnp.zeros_like(y)] * (form.parts - 1)])
 
 
-def _not_into(x, w, r, norm, *, form: Form) -> str | None:
-    del r, norm, form
+def _not_into(x, w, r, norm, *_, **__) -> str | None:
+    del r, norm
     return hopper_wide.misfit(x, (w,))
 
 
-def _not_behind(x, squares, *weights, **_) -> str | None:
+def _not_behind(x, squares, *weights, count: int, **_) -> str | None:
     del squares
-    return hopper_wide.misfit(x, weights)
+    return hopper_wide.misfit(x, weights[:count])
 
 
 _into_op = Op(
@@ -220,11 +229,15 @@ _behind_op = Op(
 )
 
 
-def products(x, w, r, norm, weights: tuple, *, eps: float, activation=None) -> tuple[jax.Array, jax.Array]:
-    """(y = r + x wᵀ, what the RMS norm of y gives times the weights): the latter as `hopper_wide.product` gives it."""
-    first, then = choice(*w.shape), hopper_wide.choice(*weights[0].shape, len(weights))
+def products(x, w, r, norm, weights: tuple, *, eps: float, activation=None, after=None) -> tuple[jax.Array, jax.Array]:
+    """(y = r + x wᵀ, what the RMS norm of y gives times the weights): the latter as `hopper_wide.product` gives it.
+    after: the matrix of the product before a norm that reads the latter."""
+    first, form = choice(*w.shape), hopper_wide.choice(*weights[0].shape, len(weights))
     assert first is not None, "misfit says where these products are"
-    assert then is not None, "misfit says where these products are"
-    y, scaled, squares = _into_op(x, w, r, norm, form=first)
-    out = _behind_op(scaled, squares, *weights, form=then, activation=activation, eps=eps)
-    return y, out[0] if then.parts == 1 else out
+    assert form is not None, "misfit says where these products are"
+    behind = None if after is None or not hopper_wide.FOLLOW else choice(*after.shape)
+    own, follow = ((weights, form) if hopper_wide.FOLLOW else ((), None)), (after,) if behind else ()
+    y, scaled, squares = _into_op(x, w, r, norm, *own[0], form=first, then=own[1])
+    options = dict(form=form, activation=activation, eps=eps, count=len(weights), then=behind)
+    out = _behind_op(scaled, squares, *weights, *follow, **options)
+    return y, out[0] if form.parts == 1 else out
