@@ -22,6 +22,9 @@ RETRY = 8  # tokens after which an end is looked for again where none was found
 LOOK = 16  # tokens after which it is seen how long the end has become, where nothing is done for it yet
 
 Verdict = Literal["taken", "again", "wrong"]
+LONGEST = 1 << 18  # characters of a schema: one string of a megabyte takes seconds of Python's lock
+# Patterns that one text has to fit: with each one more llguidance takes twice as long, beyond five mostly to refuse.
+PATTERNS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +52,21 @@ class Grammar:
         Returns:
           A `Grammar`.
         Raises:
-          PromptError: `schema` is no JSON schema.
+          PromptError: `schema` is no JSON schema, or a too large one.
         """
         schema = {"type": "object"} if schema is None else schema
         try:
-            options = {"whitespace_flexible": False}
-            return cls(_matcher().grammar_from_json_schema(json.dumps(schema), overrides=options), True)
+            text, patterns = json.dumps(schema), _patterns(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PromptError(f"this is no JSON schema: {error}") from error
+        if len(text) > LONGEST:
+            raise PromptError(f"a JSON schema has at most {LONGEST} characters, this one {len(text)}")
+        if patterns > PATTERNS:
+            raise PromptError(
+                f"a JSON schema has at most {PATTERNS} patterns for one text (allOf), this one {patterns}"
+            )
+        try:
+            return cls(_matcher().grammar_from_json_schema(text, overrides={"whitespace_flexible": False}), True)
         except (TypeError, ValueError) as error:
             raise PromptError(f"this is no JSON schema: {error}") from error
 
@@ -103,9 +115,17 @@ class Guide:
         self._end: list[int] | None = None
         if self._json:
             self._end = endings.find(self._matcher, self._spelling, self._place, most=endings.FIRST)
+            if self._end is None and not self._begins():
+                raise PromptError("the grammar or schema of the answer is none: no answer of it ever ends")
         self._near = max(NEAR, 2 * len(self._end or ()))
         self._only: int | None = None  # the only token that may come now
         self._retry = 0
+
+    def _begins(self) -> bool:
+        """Whether some token may come first, and others behind it."""
+        bits = self._spelling.bits(self._matcher.compute_bitmask())
+        trial = self._matcher.deep_copy()
+        return bool(bits.any()) and trial.consume_token(int(bits.argmax())) and not trial.is_error()
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: bit i % 32 of number i // 32 of uint32 [vocab / 32, rounded up]."""
@@ -167,6 +187,18 @@ class Guide:
     def ended(self) -> bool:
         """Whether the answer is complete, so that no token may follow."""
         return self._matcher.is_stopped()
+
+
+def _patterns(schema: Any) -> int:
+    """The most patterns that one text has to fit at once, references left out."""
+    if isinstance(schema, list):
+        return max(map(_patterns, schema), default=0)
+    if not isinstance(schema, Mapping):
+        return 0
+    parts = schema.get("allOf")
+    together = sum(map(_patterns, parts)) if isinstance(parts, list) else 0
+    others = max((_patterns(x) for key, x in schema.items() if key != "allOf"), default=0)
+    return max(together + isinstance(schema.get("pattern"), str), others)
 
 
 def _matcher():

@@ -24,6 +24,7 @@ from ..engine import Engine, Stream
 from ..request import Request as Prepared
 from ..request import Token, read_request
 from .answers import Answer, usage_of
+from .compiling import Compilers
 from .errors import MISSING, SERVER, ApiError, api_error
 from .metrics import Metrics
 from .schema import CHOICES, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Generated, Message, TokenizeBody
@@ -39,7 +40,8 @@ TICK = 0.5  # seconds after which a server that waits for a body sees that it is
 class Server:
     """What the endpoints share. name: the name of the model; limit: the most bytes of a body; stopping: whether new
     requests are refused because the server ends; open: requests that are being answered; sending: those of them that
-    wait for a client to read; sent: when something was last sent; embedding: lets one request for embeddings run."""
+    wait for a client to read; sent: when something was last sent; embedding: lets one request for embeddings run;
+    compilers: prepare requests whose answers have a form."""
 
     engine: Engine
     name: str
@@ -51,6 +53,7 @@ class Server:
     sent: float = dataclasses.field(default_factory=time.monotonic)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     embedding: anyio.CapacityLimiter = dataclasses.field(default_factory=lambda: anyio.CapacityLimiter(1))
+    compilers: Compilers = dataclasses.field(default_factory=Compilers)
 
     @property
     def stuck(self) -> bool:
@@ -205,7 +208,7 @@ class Server:
                     made.append(read_request(self.engine.lm, limit, prompt, max_tokens, body.stop, *choice))
             return made
 
-        prepared = await anyio.to_thread.run_sync(prepare)
+        prepared = await (self.compilers.run if body.formed() else anyio.to_thread.run_sync)(prepare)
         streams = self._submit(prepared)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

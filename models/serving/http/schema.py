@@ -98,6 +98,10 @@ class Generated(Body):
         """The form that the answer must have; None for any text."""
         return self.response_format.grammar() if self.response_format else None
 
+    def formed(self) -> bool:
+        """Whether the answer must have a form."""
+        return self.response_format is not None and self.response_format.type != "text"
+
     def sampling(self) -> SamplingOptions:
         """The options of sampling. The temperature is 1 by default, and the seed a random one."""
         names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -249,6 +253,9 @@ class ChatBody(Generated):
         if isinstance(self.tool_choice, Choice):
             return [function for function in functions if function.name == self.tool_choice.function.name]
         return functions if self.tool_choice == "required" else []
+
+    def formed(self) -> bool:
+        return bool(self.forced()) or super().formed()
 
     def grammar(self) -> Grammar | None:
         calls = {function.name: function.parameters for function in self.forced()}

@@ -1,0 +1,59 @@
+"""Schemas that no answer fits, or that take for ever: requests are refused, and nobody else waits for them."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jtile._errors import PromptError
+from jtile.models import Grammar
+
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
+
+from jtile.models.serving.http.compiling import Compilers
+from jtile.models.serving.http.errors import ApiError
+from jtile.models.serving.http.schema import ChatBody
+
+ENDLESS = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+
+
+def test_schemas_that_no_answer_fits(engine):
+    """An endless one; one of many patterns at once, which takes exponential time; and a very long one."""
+    with pytest.raises(PromptError, match="no answer of it ever ends"):
+        engine.stream("a", grammar=Grammar.json({"$defs": {"n": ENDLESS}, "$ref": "#/$defs/n"}))
+    six = {"allOf": [{"pattern": f".*{c}.*"} for c in "abcdef"]}
+    with pytest.raises(PromptError, match=r"at most 10 patterns for one text \(allOf\), this one 12"):
+        Grammar.json({"properties": {"x": {"allOf": [six, six]}, "y": six}})
+    with pytest.raises(PromptError, match="at most 262144 characters"):
+        Grammar.json({"const": "x" * 270_000})
+
+
+def test_work_that_takes_for_ever():
+    """Its request is told so; it keeps one of few places until it ends."""
+    release, compilers = threading.Event(), Compilers(at_once=1, seconds=0.05)
+
+    def wrong():
+        raise PromptError("wrong")
+
+    async def main():
+        with pytest.raises(ApiError) as slow:
+            await compilers.run(release.wait)
+        with pytest.raises(ApiError) as full:
+            await compilers.run(wrong)
+        release.set()
+        patient = Compilers(at_once=1)
+        both = await asyncio.gather(*(patient.run(lambda i=i: i) for i in range(3)))
+        with pytest.raises(PromptError, match="wrong"):
+            await patient.run(wrong)
+        return slow.value.status, full.value.status, both
+
+    assert asyncio.run(main()) == (400, 429, [0, 1, 2])
+
+
+def test_which_requests_have_a_form():
+    tool = {"type": "function", "function": {"name": "f"}}
+    of = lambda **more: ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **more}).formed()
+    assert of(response_format={"type": "json_object"})
+    assert of(tools=[tool], tool_choice="required")
+    assert not of(tools=[tool], response_format={"type": "text"})
