@@ -41,6 +41,8 @@ LEAST_SIDE, LEAST_RESULT = 512, 1 << 22
 # rows of other products of a dtype that repay a kernel.
 MOST_ROWS, LEAST_WEIGHTS = 256, 1 << 16
 FEW_ROWS = types.MappingProxyType({"float32": 8, "float64": 4})
+# Rows of a product in bfloat16 that computes a norm of them at most, on CPUs, and the bytes of these: a first cache.
+FEW_NORMED, NORMED_BYTES = 16, 1 << 15
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 LARGEST_TABLE, LEAST_UPDATES = 1 << 13, 8  # elements of a scatter's table, and updates for each, on CPUs
 LEAST_ROW, MOST_TABLE = 8, 2  # elements of rows that are scattered, and of the table for each of them, on CPUs
@@ -220,6 +222,21 @@ def prologue_worth(m: int, n: int, k: int, dtype: np.dtype, read: int | None) ->
         return False
     quick = dtype == np.float32 or any(kind == dtype.name == "bfloat16" for *_, kind in target.matrix_shapes)
     return quick and m <= MOST_ROWS and n * k >= LEAST_WEIGHTS
+
+
+def norm_worth(m: int, n: int, k: int, dtype: np.dtype, read: int | None) -> bool:
+    """Whether each program of a product computes all of its rows at first, with what sums along them: a norm. It takes
+    little where these are few and stay in the first cache, and saves a kernel, and XLA's code for products of few rows
+    in 16-bit floats. Of more rows, and on GPUs, the norm is computed once, by a kernel of its own. read: see
+    `prologue_worth`."""
+    if small_tiles() or k > ROW_CPU or (read is not None and read > dtype.itemsize):
+        return False
+    if PRODUCTS_ANYWHERE:
+        return True
+    short = any(kind == dtype.name == "bfloat16" for *_, kind in jt.target().matrix_shapes)
+    most = FEW_NORMED if short else FEW_ROWS.get(dtype.name, 0)
+    few = m <= most and m * k * dtype.itemsize <= NORMED_BYTES
+    return gpu_tiles.on_one_device() and few and n * k >= LEAST_WEIGHTS
 
 
 def picks_well(step: Step) -> bool:

@@ -120,7 +120,7 @@ class Cutter:
         groups, taken, alone, left = [], [], [], []
         made_by = {v: node.name for node in self.nodes for v in node.outs}
         for first, members in self.members.items():
-            group = self._group(members)
+            group = self.group_at(members)
             assert group is not None
             why = self._why_not(group, made_by, first in self.cut.kernels)
             if why is None:
@@ -194,13 +194,13 @@ class Cutter:
                 continue
             settled = self.settled.get(firsts[0]) if len(firsts) == 1 else None
             layout = settled and self._with(settled, self.nodes[k])
-            group = None if layout else self._group(members)
+            group = None if layout else self.group_at(members)
             if (layout or group) and self._runs(members, firsts):
                 for first in firsts:
                     del self.members[first]
                 self._put(members, layout or settled_of(group))
                 return
-        group = self._group([k])
+        group = self.group_at([k])
         if group is not None:
             self._put([k], settled_of(group))
 
@@ -210,7 +210,7 @@ class Cutter:
         if first not in self.members:
             return
         members = self.members[first]
-        group, own = self._group(members), set(members)
+        group, own = self.group_at(members), set(members)
         assert group is not None
         makers = {v: self.maker[v] for v in group.inputs if v in self.maker and v not in self.results}
         alone = [self.nodes[k].eqn for v, k in makers.items() if own.issuperset(self.users[v])]
@@ -230,7 +230,7 @@ class Cutter:
                 continue
             together = sorted({*members, *more})
             self.picked.update(gathers)
-            if self.is_convex(together) and self._group(together) and self._runs(together, [members[0], *gone]):
+            if self.is_convex(together) and self.group_at(together) and self._runs(together, [members[0], *gone]):
                 for other in (members[0], *gone):
                     del self.members[other]
                 self._put(together, None)
@@ -259,7 +259,7 @@ class Cutter:
     def _takes(self, more: set[int], firsts: Sequence[int]) -> bool:
         """Makes one group of groups and of these nodes besides, if that goes."""
         together = sorted({*more, *(m for first in firsts for m in self.members[first])})
-        if not self.is_convex(together) or not self._group(together) or not self._runs(together, firsts):
+        if not self.is_convex(together) or not self.group_at(together) or not self._runs(together, firsts):
             return False
         for first in firsts:
             del self.members[first]
@@ -271,7 +271,7 @@ class Cutter:
         anew: no array has to lie between them; or at least single nodes of these groups."""
         tried: set[int] = set()
         while (members := self.members.get(first)) is not None:
-            group = self._group(members)
+            group = self.group_at(members)
             assert group is not None
             makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v, -1)) in self.group_of} - tried
             if not group.windowed or not makers:
@@ -291,7 +291,7 @@ class Cutter:
         together = sorted({*members, *theirs})
         if not used <= {*together} or not self.results.isdisjoint(made) or not self.is_convex(together):
             return False
-        if not self._group(together) or not self._runs(together, [first, maker]):
+        if not self.group_at(together) or not self._runs(together, [first, maker]):
             return False
         del self.members[first], self.members[maker]
         self._put(together, None)
@@ -301,12 +301,12 @@ class Cutter:
         """Moves elementwise nodes of a group into one that alone reads what they make, and can compute it from as many
         arrays: one array less lies between the two. Gives the first nodes of both."""
         for k in reversed(self.members[maker]):
-            members, theirs = self.members[first], self._group(self.members[maker])
+            members, theirs = self.members[first], self.group_at(self.members[maker])
             if k not in self.members[maker] or any({*self.users.get(v, ())} - {*members} for v in self.nodes[k].outs):
                 continue
             moved = self.needed_for([k])
             rest, together = sorted({*self.members[maker]} - {*moved}), sorted({*members, *moved})
-            group, now = self._group(members), self._group(together)
+            group, now = self.group_at(members), self.group_at(together)
             plain = all(step.name in MOVES | ELEMENTWISE for m in moved for step in self.nodes[m].steps)
             plain = plain and {*moved} <= {*self.members[maker]}
             if not rest or not plain or now is None or group is None or theirs is None or not self.is_convex(together):
@@ -314,7 +314,7 @@ class Cutter:
             more = {*now.inputs} - {*group.inputs}
             if len(more) > 1 or not more <= {*theirs.inputs, *theirs.outputs}:
                 continue
-            if self._group(rest) and self._runs(together, [first, maker]):
+            if self.group_at(rest) and self._runs(together, [first, maker]):
                 for gone in (first, maker):
                     del self.members[gone]
                 self._put(rest, None)
@@ -425,7 +425,7 @@ class Cutter:
                     ready.append(after)
         return order if len(order) == len(needs) else None
 
-    def _group(self, members: Sequence[int]) -> Group | None:
+    def group_at(self, members: Sequence[int]) -> Group | None:
         """The group of these nodes; None if no kernel takes them together. It is asked for several times, and laid out
         once."""
         key = tuple(members), tuple(k for k in members if k in self.picked or k in self.scattered)

@@ -23,13 +23,12 @@ def take_products(cutter: Cutter, units: list[Unit], taken: list[list[int]], alo
         busy = {k for those in taken for k in those if those is not members}
         if not busy.isdisjoint(members) or (unit is not None and not _is_there(members, taken, left)):
             continue
-        for computed in (True, False):
-            found = (
-                _product(cutter, unit, members, taken, computed) if unit is None or isinstance(unit, Group) else None
-            )
-            if found is None or not _take(cutter, *found, units, taken, left):
-                continue
-            break
+        if unit is not None and not isinstance(unit, Group):
+            continue
+        for normed, computed in ((True, True), (True, False), (False, True), (False, False)):
+            found = _product(cutter, unit, members, taken, normed, computed)
+            if found is not None and _take(cutter, *found, units, taken, left):
+                break
 
 
 def _is_there(members: list[int], taken: list[list[int]], left: Left) -> bool:
@@ -51,10 +50,11 @@ def _take(
 
 
 def _product(
-    cutter: Cutter, group: Group | None, members: list[int], taken: list[list[int]], computed: bool
+    cutter: Cutter, group: Group | None, members: list[int], taken: list[list[int]], normed: bool, computed: bool
 ) -> tuple[Product, list[int]] | None:
     """(the products that a group of elementwise nodes reads, or the one product of `members`; the numbers of all
-    nodes). computed: with the nodes that compute operands, which is None where there are none."""
+    nodes). computed: with the nodes that compute operands; normed: with the group that computes rows of the left one,
+    and sums along them. It is None where there are none."""
     nodes, maker = cutter.nodes, cutter.maker
     if group and (group.windowed or group.gathers or group.layout.whole or group.layout.late):
         return None
@@ -63,9 +63,15 @@ def _product(
     makers = sorted({maker[v] for v in group.inputs if free(v, "dot_general")}) if group else members
     if not makers:
         return None
-    before = _computed(cutter, makers, taken) if computed else []
+    norm = _norm(cutter, makers) if normed else []
+    if normed and not norm:
+        return None
+    before = _computed(cutter, makers, taken, norm) if computed else []
+    if computed and not before:
+        return None
+    before = sorted({*before, *norm})
     lefts = {maker.get(nodes[k].ins[0]) for k in makers} - {*before}  # type: ignore[arg-type]
-    if (computed and not before) or any(m is not None and nodes[m].name == "transpose" for m in lefts):
+    if any(m is not None and nodes[m].name == "transpose" for m in lefts):
         return None  # XLA's products read a transposed array where it lies
     rights = [nodes[k].ins[1] for k in makers]
     turned = list(dict.fromkeys(maker[v] for v in rights if free(v, "transpose") and maker[v] not in before))  # type: ignore[index]
@@ -77,19 +83,32 @@ def _product(
     used = lambda v: v in cutter.results or not own.issuperset(cutter.users.get(v, ()))
     written = [*(v for k in makers for v in nodes[k].outs if used(v)), *(group.outputs if group else ())]
     of = lambda numbers: [nodes[k] for k in numbers]
-    product = product_of(of(makers), group, written, of(turned), of(before), cutter.constants_of(before))
+    rows = cutter.group_at(norm) if norm else None
+    product = product_of(of(makers), group, written, of(turned), of(before), cutter.constants_of(before), rows)
     return product and (product, together)
 
 
-def _computed(cutter: Cutter, makers: list[int], taken: list[list[int]]) -> list[int]:
+def _norm(cutter: Cutter, makers: list[int]) -> list[int]:
+    """The nodes of the group that makes nothing but the left operand of these products, and sums along its rows."""
+    (x, *others) = {cutter.nodes[k].ins[0] for k in makers}
+    first = cutter.group_of.get(cutter.maker.get(x, -1))  # type: ignore[arg-type]
+    alone = x not in cutter.results and {*cutter.users.get(x, ())} <= {*makers}  # type: ignore[arg-type]
+    if others or first is None or not alone:
+        return []
+    members = cutter.members[first]
+    group = cutter.group_at(members)
+    return members if group is not None and group.outputs == [x] and group.layout.whole else []
+
+
+def _computed(cutter: Cutter, makers: list[int], taken: list[list[int]], norm: list[int]) -> list[int]:
     """The nodes that make nothing but operands of products: elementwise ones and moves, and a reshape in front of a
-    product. Those of a kernel all together, or none."""
+    product. Those of a kernel all together, or none; without those of `norm`."""
     nodes, results = cutter.nodes, cutter.results
     operands = [x for k in makers for x in nodes[k].ins if isinstance(x, Value)]
     tops = sorted({k for x in operands if (k := cutter.maker.get(x, -1)) >= 0 and x not in results})
     tops = [k for k in tops if nodes[k].name == "reshape" and not nodes[k].steps]
     tops = [k for k in tops if {*makers} >= {*cutter.users[nodes[k].outs[0]]}]
     start = sorted([*makers, *tops])
-    found = {*tops, *cutter.needed_for(start)[len(start) :]}
+    found = {*tops, *cutter.needed_for(start)[len(start) :]} - {*norm}
     whole = all(found.isdisjoint(those) or found.issuperset(those) for those in taken)
     return sorted(found) if whole and found > {*tops} else []

@@ -6,15 +6,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 import jtile as jt
 
-from .frames import ROUNDED, WideFrame
+from .frames import ROUNDED, Frame, WideFrame
 from .layout import Layout, layout_of
 from .steps import ELEMENTWISE, MOVES, Node, Operand, Step, Value, size_of
+
+if TYPE_CHECKING:
+    from .units import Group
 
 LEFT, RIGHT = 0, 1
 
@@ -30,6 +33,7 @@ class Source:
       outer: the axis of the layout that the product has; None where it has one element. terms: those that it sums
         along, of which programs take all but the first whole.
       transposed: whether a right operand without steps lies in memory as [columns, terms].
+      whole: whether steps sum along the terms, as a norm does: a program computes all terms of its rows at first.
     """
 
     value: Value
@@ -39,6 +43,7 @@ class Source:
     outer: int | None = None
     terms: tuple[int, ...] = ()
     transposed: bool = False
+    whole: bool = False
 
     @property
     def inner(self) -> int:
@@ -58,6 +63,20 @@ class Source:
             return [*map(self.layout.shape_of, self.inputs)]
         n = size_of(self.value) // terms
         return [self.value.shape if len(self.value.shape) == 2 else (n, terms)]
+
+
+def source_of_rows(value: Operand, group: Group, terms: int) -> Source | None:
+    """The source of a left operand that a group makes which takes its rows whole, all `terms` of each; None else."""
+    layout = group.layout
+    plain = not (group.windowed or group.gathers or group.scatters or group.last)
+    if not plain or [value] != group.outputs or len(layout.whole) != 1 or len(layout.sizes) > 2:
+        return None
+    *outer, along = layout.axes[group.outputs[0]]
+    if {along} != layout.whole or layout.sizes[along] != terms or len(outer) + 1 != len(layout.sizes):
+        return None
+    return Source(
+        group.outputs[0], group.inputs, group.steps, layout, outer[0] if outer else None, (along,), whole=True
+    )
 
 
 def source_of(step: Step, side: int, nodes: Sequence[Node], constants: Sequence[Node]) -> Source | None:
@@ -139,11 +158,16 @@ class Tiles:
     A left operand's are [outer, terms], a right one's [terms, outer].
     """
 
-    def __init__(self, source: Source, refs: Sequence[Any], side: int, place: Any, outer: int, depth: int, terms: int):
+    def __init__(
+        self, source: Source, refs: Sequence[Any], side: int, place: Any, outer: int, depth: int, terms: int, room: Any
+    ):
+        """room: memory for all terms of the rows, where the source computes them at first."""
         self.source, self._refs, self._side, self._place = source, refs, side, place
-        self._outer, self._depth, self._terms = outer, depth, terms
+        self._outer, self._depth, self._terms, self._room = outer, depth, terms, room
         self._kept: dict[Value, Any] = {}
-        if source.layout is not None:
+        if source.whole:
+            room[...] = self._all()
+        elif source.layout is not None:
             frame = self._frame(0)
             for value, ref in zip(source.inputs, refs, strict=True):
                 if source.terms[0] not in source.layout.axes[value]:
@@ -152,6 +176,8 @@ class Tiles:
 
     def at(self, p: Any) -> Any:
         source, outer, depth = self.source, self._outer, self._depth
+        if source.whole:
+            return self._room.tiles(outer, depth)[0, p]
         if source.layout is None:
             (ref,) = self._refs
             if self._side == LEFT:
@@ -169,6 +195,21 @@ class Tiles:
             number = (p * depth + jt.arange(depth)).reshape((1, depth) if self._side == LEFT else (depth, 1))
             tile = jnp.where(jnp.broadcast_to(number < self._terms, tile.shape), tile, jnp.zeros_like(tile))
         return tile
+
+    def _all(self) -> Any:
+        """All terms of the rows of this program."""
+        source, layout = self.source, self.source.layout
+        assert layout is not None
+        sides = tuple(n if a in layout.whole else self._outer for a, n in enumerate(layout.sizes))
+        frame = Frame(layout, sides, {} if source.outer is None else {source.outer: self._place}, {})
+        for value, ref in zip(source.inputs, self._refs, strict=True):
+            frame.load(value, ref)
+        for step in source.steps:
+            frame.run(step)
+        tile = frame.spread(source.value, source.value)
+        if source.outer is not None and source.outer > source.terms[0]:
+            tile = tile.T
+        return tile.reshape(self._outer, self._terms)
 
     def _whole(self, tile: Any) -> Any:
         """A tile with the axes of the layout as one of two dimensions."""

@@ -18,10 +18,10 @@ from jtile.ops._shapes import fit, machine
 from jtile.ops.matmul import tiles
 
 from .choices import Tunable, digest_of, points_of
-from .costs import product_worth, prologue_worth
+from .costs import norm_worth, product_worth, prologue_worth
 from .frames import ROUNDED, WideFrame, wide
 from .layout import Axes, Layout, relate
-from .operands import LEFT, RIGHT, Source, Tiles, source_of
+from .operands import LEFT, RIGHT, Source, Tiles, source_of, source_of_rows
 from .steps import ELEMENTWISE, MOVES, Node, Step, Value
 from .tilings import Tiling
 from .units import COLUMNS, ROWS, Group, Product
@@ -36,10 +36,12 @@ def product_of(
     turned: Sequence[Node],
     before: Sequence[Node] = (),
     constants: Sequence[Node] = (),
+    norm: Group | None = None,
 ) -> Product | None:
     """Products with a group behind them, if there is one, as one kernel, which writes `outputs`; None if it cannot be
     one, or is not worth it. turned: the nodes that transpose what the products read, if any do; before: the nodes that
-    compute what they read, with those that make constants for them."""
+    compute what they read, with those that make constants for them; norm: a group among these that computes the rows of
+    the left operand, and sums along them."""
     products, behind = [node.eqn for node in nodes], group.steps if group else []
     if not 1 <= len(products) <= MOST or not all(map(_is_plain, products)):
         return None
@@ -49,7 +51,10 @@ def product_of(
     if any(step.ins[0] is not first.ins[0] or step.outs[0].shape != made[0].shape for step in products):
         return None
     over = {node.outs[0]: node.ins[0] for node in turned}
-    left = source_of(first, LEFT, before, constants) or _as_it_is(first, LEFT, {})
+    if norm is None:
+        left = source_of(first, LEFT, before, constants) or _as_it_is(first, LEFT, {})
+    elif (left := source_of_rows(first.ins[0], norm, first.ins[0].shape[-1])) is None:
+        return None
     rights = [source_of(step, RIGHT, before, constants) or _as_it_is(step, RIGHT, over) for step in products]
     if len({source.transposed for source in rights if source.layout is None}) > 1:
         return None
@@ -64,7 +69,8 @@ def product_of(
     m, n, k = found.sizes
     if before:
         read = max((source.read for source in rights if source.layout is not None), default=None)
-        return found if prologue_worth(m, n, k, first.ins[0].dtype, read) else None
+        worth = prologue_worth if norm is None else norm_worth
+        return found if worth(m, n, k, first.ins[0].dtype, read) else None
     how = {"gates": len(products), "transposed": any(source.transposed for source in rights)}
     return found if product_worth(m, n, k, first.ins[0].dtype, found.steps, **how) else None
 
@@ -141,8 +147,10 @@ class ProductKernel:
         before = [step for source in product.sources for step in source.steps]
         how = [(source.inner, source.transposed) for source in product.sources]
         key = lambda: digest_of([*before, *product.products, *product.steps], product.outputs, how)
+        rows = [jax.ShapeDtypeStruct((bm, product.sizes[2]), s.value.dtype) for s in product.sources if s.whole]
+        options = self._options(*tiling.sides)
         self._tunable = Tunable(
-            self._body, types, tiling, name=name, key=key, points=self._points, defaults=self._options(*tiling.sides)
+            self._body, types, tiling, name=name, key=key, points=self._points, defaults=options, scratch=rows
         )
         self.kernel = self._tunable.kernel
 
@@ -170,6 +178,8 @@ class ProductKernel:
     def _points(self) -> list[dict[str, Any]]:
         """The search space: tiles, with the warps that suit them, and both orders of programs."""
         found = points_of(self._tunable.model)
+        if any(source.whole for source in self.product.sources):  # which has room for so many rows
+            found = [point for point in found if point["tile"][ROWS] == self._tunable.model.sides[ROWS]]
         return [{**self._options(*point["tile"]), **point} for point in found if "num_warps" not in point]
 
     def interpret(self, args: Sequence[Any], **choice: Any) -> list[Any]:
@@ -193,7 +203,7 @@ class ProductKernel:
         (bm, bn), bk, (i, j) = tiling.sides, self._depth, (frame.ids[ROWS], frame.ids[COLUMNS])
         (_, _, k), dtype = product.sizes, product.products[0].ins[0].dtype
         left, *rights = [
-            Tiles(source, [next(refs) for _ in source.inputs], side, place, outer, bk, k)
+            Tiles(source, [next(refs) for _ in source.inputs], side, place, outer, bk, k, given[-1])
             for source, (side, place, outer) in zip(product.sources, [(LEFT, i, bm)] + [(RIGHT, j, bn)] * MOST)
         ]
 
@@ -209,7 +219,7 @@ class ProductKernel:
             frame.load(value, next(refs))
         for step in product.steps:
             frame.run(step)
-        for value, ref in zip(product.outputs, refs, strict=True):
+        for value, ref in zip(product.outputs, refs):  # what is left then is the room of a source
             frame.store(value, ref)
 
 

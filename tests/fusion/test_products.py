@@ -93,7 +93,32 @@ def scaled(x, w):
     return jnp.exp(x * 0.5) @ w
 
 
+def norm(x, g):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * g
+
+
+def normed(x, g, w):
+    return norm(x, g) @ w
+
+
+def layer_normed(x, g, codes, scales, b):
+    """Two products of a layer norm, the rows of which are those of two axes, with computed weights."""
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    x = (x - mean) * jax.lax.rsqrt(variance + 1e-5) * g + g
+    weights = lambda c: c.astype(jnp.float32) * scales
+    return jax.nn.silu(x @ weights(codes) + b) * (x @ weights(codes + 1))
+
+
+def softmaxed(x, w, b):
+    return jnp.tanh(jax.nn.softmax(x.T, axis=0).T @ w.T + b)
+
+
 CODES = jnp.asarray(rng.integers(-8, 8, (12, 10)), "int8")
+NORMED = {
+    normed: (X, array(12), W),
+    layer_normed: (X.reshape(3, 3, 12), array(12), CODES, B, B),
+    softmaxed: (X, W.T, B),
+}
 PROLOGUES = {
     dequantised: (X, CODES, B),
     in_blocks: (X, CODES.reshape(3, 4, 10), array(3, 10), B),
@@ -101,8 +126,10 @@ PROLOGUES = {
     centred: (X.reshape(3, 3, 12), CODES, array(12, 1), B),
     scaled: (X, W),
 }
+ON_CPUS = NORMED if "warps" not in jt.target().features else {}
 PROGRAMS = {
     **PROLOGUES,
+    **ON_CPUS,
     longer: (X, W, B),
     bytes_of: (CODES.T, CODES, B),
     linear: (X, W, B),
@@ -125,13 +152,32 @@ def test_programs(f):
     args = PROGRAMS[f]
     fused = jt.fuse(f)
     plan = fused.planned(args, {})[0]
-    assert len(products(plan)) == len(plan.order) == (2 if f is twice else 1)
+    order = [u for u in plan.order if not (isinstance(u, int) and plan.program.nodes[u].free)]
+    assert len(products(plan)) == len(order) == (2 if f is twice else 1)
     want = jax.tree.leaves(evaluated(f)(*args))
     inside = evaluate(plan, args, lambda unit, arrays: kernel_of(unit).interpret(arrays))
     for got in (inside, jax.tree.leaves(fused(*args))):
         for x, y in zip(got, want, strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
             np.testing.assert_allclose(x, y, 2e-5, 2e-5)
+
+
+def test_a_norm_stays_a_kernel_where_it_is_read_twice_or_has_many_rows(monkeypatch):
+    """And on GPUs."""
+    more = lambda x, g, w: (normed(x, g, w), normed(x, g, w + 1))
+    has = lambda f, *args: any(s.whole for unit in products(jt.fuse(f).planned(args, {})[0]) for s in unit.sources)
+    of = lambda m, k, n, t: [jax.ShapeDtypeStruct(shape, t) for shape in ((m, k), (k,), (k, n))]
+    shared = lambda x, g, w: (h := norm(x, g), h @ w)
+    with jt.config(arch=None):
+        if "warps" not in jt.target().features:
+            assert has(normed, X, array(12), W) and has(more, X, array(12), W)
+            assert not has(shared, X, array(12), W)
+            monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", False)
+            assert has(normed, *of(4, 2048, 512, "float32"))
+            for m, k, t in ((32, 512, "float32"), (4, 8192, "float32"), (4, 512, "float16")):
+                assert not has(normed, *of(m, k, 512, t))
+    with jt.config(arch="sm_90"):
+        assert not has(normed, *of(4, 2048, 512, "bfloat16"))
 
 
 @pytest.mark.usefixtures("by_numpy")
