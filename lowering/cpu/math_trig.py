@@ -214,7 +214,7 @@ def _sin_beside(x: X, n: X) -> tuple[X, X]:
 def _or_far(x: X, y: X, r: X, name: str) -> X:
     """A sine or cosine y, where r and the parts of pi are good enough for it; the exact one elsewhere (rare)."""
     code, size = x.code, x.abs()
-    bad = (size > REDUCTION_LIMIT) | (r.abs() < size * NEAR)
+    bad = ((size > REDUCTION_LIMIT) & (size < float("inf"))) | (r.abs() < size * NEAR)
     slot = code.var(y.ty, y.v)
     with code.when(bad.any()):
         (far,) = _apart(x, f"far_{name}", _FAR[name], ("double",))
