@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.ops._shapes import machine
+from jtile.ops.dispatch import vector_cores
 
 from .frames import Frame
 from .gathers import JOINS
@@ -143,7 +145,7 @@ class Sums:
             outs[step.outs[0]][share] = ref[...]
         for step, total in zip(added, sums, strict=True):
             (out,) = step.outs
-            tile = step.run([total], axes=tuple(frame.gone(step)))[0]
+            tile = total if self._at_once else self._sum(frame, step, total)
             frame.tiles[out] = tile.reshape(frame.shape_of(out))
             frame.store(out, outs[out], share)
 
@@ -155,9 +157,21 @@ class Sums:
             if step not in self.last:
                 frame.run(step)
 
+    @functools.cached_property
+    def _at_once(self) -> bool:
+        """Whether each tile is summed at once: a CPU's code adds up all sums of a tile in registers, in one pass, where
+        sums of whole tiles would be read and written. On a GPU a sum of a tile waits for all of its threads."""
+        return machine().whole and not vector_cores()
+
+    def _sum(self, frame: Frame, step: Step, tile):
+        return step.run([tile], axes=tuple(frame.gone(step)))[0]
+
     def _none(self, frame: Frame, step: Step):
-        dtype = dtype_of_sums(step)
-        return jnp.full(frame.shape_of(step.ins[0]), neutral(step, dtype), dtype)
+        dtype, shape = dtype_of_sums(step), frame.shape_of(step.ins[0])
+        if self._at_once:
+            gone = frame.gone(step)
+            shape = [n for a, n in enumerate(shape) if a not in gone]
+        return jnp.full(shape, neutral(step, dtype), dtype)
 
     def _more(self, frame: Frame, step: Step, so_far):
         """The sum with the elements of one more tile; those behind the end of an axis change nothing."""
@@ -165,7 +179,7 @@ class Sums:
         tile, ends = frame.spread(x, x).astype(so_far.dtype), self._ends(frame)
         if ends is not None:
             tile = jnp.where(jnp.broadcast_to(ends, tile.shape), tile, jnp.full_like(tile, neutral(step, tile.dtype)))
-        return TOGETHER[step.name](so_far, tile)
+        return TOGETHER[step.name](so_far, self._sum(frame, step, tile) if self._at_once else tile)
 
     def _ends(self, frame: Frame) -> Any:
         """Which elements of a tile lie within the axes along which programs add up; None where all do."""
