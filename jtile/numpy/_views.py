@@ -176,13 +176,26 @@ class Index(Step):
     def _written_over(self, x, value, lows, extents, steps):
         """All elements of `x`, in one pass: those of `value` where it lies, and the others."""
         edges = [(low, n - low - extent, step - 1) for low, extent, step, n in zip(lows, extents, steps, x.shape)]
-        own = jnp.ones((), bool)
-        for k, (low, extent, step) in enumerate(zip(lows, extents, steps)):
-            if extent == x.shape[k] and step == 1:
-                continue
-            at = lax.broadcasted_iota("int32" if x.size < 2**31 else "int64", x.shape, k) - low
-            own = own & (at >= 0) & (at < extent) & (at % step == 0 if step > 1 else True)
+        own = _inside(x, lows, extents, steps)
         return jnp.where(own, lax.pad(value, jnp.zeros((), value.dtype), edges), x)
+
+    def zeros_outside(self, x, *numbers):
+        """JAX's array with zeros where the view is not: its sum is that of the view. The numbers are those of the
+        script."""
+        lows, extents = self._block([int(n) for n in numbers])
+        own = _inside(x, lows, extents, [abs(step) for _, step, _, _ in self.static[0]])
+        return jnp.where(own, x, jnp.zeros((), x.dtype))
+
+
+def _inside(x, lows, extents, steps):
+    """Which elements of an array are in a block of every few elements, each time along each axis."""
+    own = jnp.ones((), bool)
+    for k, (low, extent, step) in enumerate(zip(lows, extents, steps)):
+        if extent == x.shape[k] and step == 1:
+            continue
+        at = lax.broadcasted_iota("int32" if x.size < 2**31 else "int64", x.shape, k) - low
+        own = own & (at >= 0) & (at < extent) & (at % step == 0 if step > 1 else True)
+    return own
 
 
 _INDICES: Recent[tuple[tuple, Shape], Index] = Recent(4096)

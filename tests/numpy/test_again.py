@@ -6,6 +6,7 @@ import numpy
 import pytest
 
 import jtile.numpy as np
+from jtile.numpy import _evaluate
 
 SIDE = 200  # large enough that calls are recorded
 TWICE = range(2)
@@ -98,3 +99,21 @@ def test_arrays_that_were_left_pending_come_into_later_programs():
         more = total + 1  # which the next round does not read
         assert float(total[0, 0]) == 2 * value[0, 0]
     _same(more * 2 + total, (value * 2 + 1) * 2 + value * 2)
+
+
+def test_sums_of_parts_are_those_of_the_whole_with_zeros(monkeypatch):
+    walks = []
+    monkeypatch.setattr(_evaluate, "compiled", lambda walk, given: walks.append(walk) or walk)
+    value, _ = _pair()
+    value[0, 0], value[3, 3] = numpy.nan, numpy.inf  # in none of the parts
+    parts = (numpy.s_[1:, 1::2], numpy.s_[-1:0:-1, 4:], numpy.s_[10:-10, ::3])
+    with np.execution("compiled"):
+        y = np.asarray(value) * 2
+        sums = [y[part].sum() for part in parts] + [(y > 50)[part].sum() for part in parts]
+        got = [numpy.asarray(total) for total in sums]
+    value = value * 2
+    want = [value[part].sum() for part in parts] + [(value > 50)[part].sum() for part in parts]
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == theirs.dtype
+        numpy.testing.assert_allclose(ours, theirs, rtol=1e-13)
+    assert len(walks[0].summed) == len(sums)
