@@ -136,8 +136,8 @@ _LANGUAGE = [
     "arrive", "assert_", "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max",
     "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "axis_barrier", "axis_index", "axis_size", "barrier",
     "cdiv", "clock", "cond", "counters", "dot", "dot_async", "dot_scaled", "dot_wait", "ds",
-    "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones",
-    "prefetch", "print", "program_id", "range", "reduce", "role", "role_barrier", "signal", "signals", "store",
+    "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones", "post", "prefetch",
+    "print", "program_id", "range", "receive", "reduce", "role", "role_barrier", "signal", "signals", "store",
     "store_wait", "swizzle", "symmetric", "wait", "wait_for_kernels", "when", "zeros",
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {

@@ -141,7 +141,7 @@ INSTEAD_OF_DEVICES = "run it in the interpreter (interpret=True), or put collect
 
 def without_devices() -> list[Gap]:
     """The gaps of a target whose kernels do not talk to other devices."""
-    cards = (ir.AxisIndex, ir.On, ir.Signal, ir.WaitSignal, ir.AxisBarrier)
+    cards = (ir.AxisIndex, ir.On, ir.Signal, ir.WaitSignal, ir.Post, ir.Receive, ir.AxisBarrier)
     return [Gap(card.mnemonic, "*", INSTEAD_OF_DEVICES) for card in cards]
 
 

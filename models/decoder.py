@@ -20,7 +20,7 @@ from jtile import ops
 from jtile.ops import QuantizedTensor, gpu_tiles
 
 from . import cache as kv
-from . import layers
+from . import layers, whole_layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
 from .parallel import ALONE, Axes
@@ -234,6 +234,8 @@ class Block(nnx.Module):
     def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
         longer part of the cache). hold: see `enter`."""
+        if (found := whole_layers.step(self, x, delta, cos, sin, slots)) is not None:
+            return found
         return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots), hold=hold)
 
 

@@ -11,7 +11,7 @@ namespace {
 
 // Bytes of a block, as emit_devices.py has them.
 constexpr size_t kAlign = 256, kHost = 16, kTimeout = 16, kReport = 24, kPlace = 32;
-enum Fault : int32_t { kNone, kWait, kBarrier, kDevice, kSignal, kValue };
+enum Fault : int32_t { kNone, kWait, kBarrier, kDevice, kSignal, kValue, kPost };
 
 int32_t word(const int32_t* report, size_t k) { return __atomic_load_n(report + k, __ATOMIC_ACQUIRE); }
 
@@ -183,6 +183,8 @@ std::string Peers::reported() const {
       what = concat("waited ", seconds, " s for all devices along '", axis(a).first, "': ", c, " of ", b, " have come");
     else if (fault == kDevice)
       what = concat("there is no device ", b, " of ", axis(a).second, " along '", axis(a).first, "'");
+    else if (fault == kPost)
+      what = concat("waited ", seconds, " s for what other programs post");
     else if (fault == kSignal)
       what = "there is no such signal";
     else

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jtile.ir import Atomic, AxisBarrier, LastArrival, Load, Op, Roles, Signal, Store, WaitSignal
+from jtile.ir import Atomic, AxisBarrier, LastArrival, Load, Op, Post, Receive, Roles, Signal, Store, WaitSignal
 
 from .block import Crew, Role
 from .block_agents import CopyIn, CopyOut, Product
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .machine import Machine
     from .world import Part
 
-STOPS = frozenset({Load, Store, Atomic, LastArrival, Signal, WaitSignal, AxisBarrier})  # what other programs notice
+# What other programs notice.
+STOPS = frozenset({Load, Store, Atomic, LastArrival, Signal, WaitSignal, Post, Receive, AxisBarrier})
 
 
 class CrewOfDevice(Crew):
@@ -63,10 +64,10 @@ class CrewOfDevice(Crew):
         agent.barrier.arriving[self.world][self.loads] = self.loaded
 
     def stand(self, op: Op) -> Steps:
-        if isinstance(op, WaitSignal):
-            role = self.role
+        if isinstance(op, WaitSignal | Receive):
+            role, world = self.role, self.part.world
             assert role is not None
-            standing = self.part.world.wait(self.part, op)
+            standing = world.wait(self.part, op) if isinstance(op, WaitSignal) else world.receive(self.part, op)
             if not standing.passes():
                 role.stands = standing
                 yield

@@ -26,6 +26,8 @@ from jtile.ir import (
     LastArrival,
     On,
     Op,
+    Post,
+    Receive,
     Roles,
     Signal,
     Value,
@@ -161,6 +163,8 @@ class Part(Walker):
         self.op = op
         if isinstance(op, WaitSignal):
             self.waits = self.world.wait(self, op)
+        elif isinstance(op, Receive):
+            self.waits = self.world.receive(self, op)
         elif isinstance(op, AxisBarrier):
             self.waits = self.world.come(self, op)
         if self.waits is not None and not self.waits.passes():
@@ -307,6 +311,30 @@ class World:
             if value >= wanted:
                 break
 
+    # -- posts --------------------------------------------------------------------------------------------------
+    def post(self, part: Part, op: Post) -> None:
+        """Hand over elements, each of which knows who posted it: nothing but the element itself is handed over."""
+        m = part.machine
+        held, lanes = m.lanes(op)
+        at = lanes.elements
+        if self.check and held.defined[at].any():
+            element = held.unravel(int(at[np.argmax(held.defined[at])]))
+            why = f"it posts element {element} a second time in this call, and someone may have received it"
+            raise m.error(ProtocolError, op, why, op.ref)
+        m.touch(op, held, lanes, "write")
+        held.data[at] = m.env[op.value].reshape(-1)[lanes.active]
+        held.defined[at] = True
+
+    def receive(self, part: Part, op: Receive) -> Standing:
+        held, lanes = part.machine.lanes(op)
+        at = lanes.elements
+
+        def what() -> str:
+            missing = held.unravel(int(at[np.argmin(held.defined[at])]))
+            return f"element {missing} of {op.ref.name or 'what is posted'} to be posted"
+
+        return Standing(op, what, lambda: bool(held.defined[at].all()))
+
     # -- barriers, and counters of a device ---------------------------------------------------------------------
     def come(self, part: Part, op: AxisBarrier) -> Standing:
         meeting, size = self.meeting(part, op), dict(self.kernel.devices)[op.axis]
@@ -437,6 +465,20 @@ def _signal(m: Machine, op: Signal):
 def _wait_signal(m: Machine, op: WaitSignal):
     _part(m).world.pass_wait(_part(m), op)
     return ()
+
+
+@rule(Post)
+def _post(m: Machine, op: Post):
+    _part(m).world.post(_part(m), op)
+    return ()
+
+
+@rule(Receive)
+def _receive(m: Machine, op: Receive):
+    held, lanes = m.lanes(op)
+    out = np.zeros(lanes.active.shape, held.data.dtype)
+    out[lanes.active] = held.data[lanes.elements]
+    return out.reshape(lanes.shape)
 
 
 @rule(AxisBarrier)

@@ -51,6 +51,8 @@ from .devices import (
     AxisBarrier,
     AxisIndex,
     On,
+    Post,
+    Receive,
     Signal,
     WaitSignal,
     alone,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from .core import At, Index, Kernel, Op, Value, tile
-from .memory import ref
-from .types import INDEX, RefType
+from .core import At, Index, Kernel, Op, Take, Value, tile
+from .memory import access, ref
+from .types import INDEX, RefType, TileType
 
 SIGNALS = ("add", "set")
 ALONE = "one device"  # the axis of a kernel whose programs wait for each other, and for no other device
@@ -112,6 +112,62 @@ class WaitSignal(Op):
         return ()
 
 
+POSTED = ("float32", "bfloat16", "float16")  # the dtypes of what is posted
+
+
+def _posted(r: Value, index: Index, mask: Value | None) -> TileType:
+    t = ref(r)
+    if t.role != "symmetric":
+        raise TypeError(f"what is posted goes to symmetric memory, got {t}")
+    if t.dtype not in POSTED:
+        raise TypeError(f"what is posted is one of {', '.join(POSTED)}, got {t}")
+    if any(isinstance(d, Take) for d in index):
+        raise TypeError("what is posted is a tile or a part of an array: it has no gathered index")
+    return access(r, index, mask)
+
+
+@dataclasses.dataclass(eq=False)
+class Post(Op):
+    """Write a tile to symmetric memory of this device, for the programs that receive it: each element at most once a
+    call. Lanes outside of the array, and masked lanes, are not written. It orders nothing else. A NaN stays one, its
+    other bits do not.
+    """
+
+    ref: Value
+    index: Index
+    value: Value
+    mask: Value | None = None
+
+    mnemonic = "post"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        t = _posted(self.ref, self.index, self.mask)
+        if tile(self.value) != t:
+            raise TypeError(f"this posts {t}, got {self.value.type}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class Receive(Op):
+    """Wait until every element of a tile has been posted in this call, and read it. Lanes outside of the array, and
+    masked lanes, are not waited for and give 0. It orders nothing else: what their posts had done before may not be
+    seen yet.
+    """
+
+    ref: Value
+    index: Index
+    mask: Value | None = None
+
+    mnemonic = "receive"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        return (_posted(self.ref, self.index, self.mask),)
+
+
 @dataclasses.dataclass(eq=False)
 class AxisBarrier(Op):
     """Wait until this program has come here on every device of an axis (those that differ along it only): once for
@@ -127,8 +183,9 @@ class AxisBarrier(Op):
 
 
 TALKING = (AxisIndex, On, AxisBarrier)  # the cards that name an axis
-WAITING = (WaitSignal, AxisBarrier)
-MEETING = (Signal, *WAITING)  # the cards that order the accesses of programs
+POSTS = (Post, Receive)  # the cards that hand over elements, each for itself
+WAITING = (WaitSignal, AxisBarrier, Receive)
+MEETING = (Signal, Post, *WAITING)  # the cards by which programs meet
 
 
 def alone(kernel: Kernel) -> bool:

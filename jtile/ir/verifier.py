@@ -11,7 +11,7 @@ from jtile._errors import KernelValueError
 
 from .block import AsyncLoad, AsyncStore, Prefetch
 from .core import OPS, Block, Index, Kernel, Op, Span, Value
-from .devices import TALKING, AxisBarrier
+from .devices import POSTS, TALKING, AxisBarrier, Post, Receive, root
 from .dynamic import sources, used_symbols
 from .extents import Extent
 from .memory import Atomic, Load, Store, counters_of
@@ -125,7 +125,7 @@ def fits(x: Any, dtype: str) -> bool:
 ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore, Prefetch)
 _CHANGES = (Store, Atomic, AsyncStore)
 _NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # cards with numbers of their own, to be checked
-_AWARE = (*ACCESSES, *TALKING, UserReduce, UserScan)  # cards with rules of their own for memory
+_AWARE = (*ACCESSES, *POSTS, *TALKING, UserReduce, UserScan)  # cards with rules of their own for memory
 
 
 @functools.cache
@@ -208,10 +208,20 @@ class _Scope:
             self.fail(op, f"the devices of this kernel have no axis {op.axis!r}, but {axes}")
         if isinstance(op, ACCESSES) and op.ref.type.role == "signal":  # type: ignore[union-attr]
             self.fail(op, f"{op.ref.name or 'what it names'} is signals: raise one by signal, and wait for it")
+        if isinstance(op, POSTS):
+            self.posts(op)
         if isinstance(op, _CHANGES) and op.ref in self.read_only:
             self.fail(op, f"{op.ref.name} is an input, which cannot be written: alias it to an output")
         if isinstance(op, AsyncLoad | AsyncStore | Prefetch):
             check_copy(self.kernel, op)
+
+    def posts(self, op: Post | Receive) -> None:
+        """Check that memory through which programs hand over elements serves for nothing else."""
+        name = op.ref.name or "what it names"
+        if op.ref not in self.kernel.refs("symmetric"):
+            self.fail(op, f"{name} is of another device: what is posted is for the programs of this one")
+        if any(isinstance(o, ACCESSES) and root(o.ref) is op.ref for o in self.kernel.body.walk()):
+            self.fail(op, f"{name} is posted to and received from, and is loaded or stored, too: use other memory")
 
     def constants(self, op: Op) -> None:
         if isinstance(op, Full) and not fits(op.value, op.dtype):

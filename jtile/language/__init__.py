@@ -39,7 +39,18 @@ from jtile.language.block import (
 )
 from jtile.language.compute import associative_scan, dot, dot_scaled, reduce
 from jtile.language.control import Range, cond, fori, range_, when
-from jtile.language.devices import Signals, axis_barrier, axis_index, axis_size, signal, signals, symmetric, wait
+from jtile.language.devices import (
+    Signals,
+    axis_barrier,
+    axis_index,
+    axis_size,
+    post,
+    receive,
+    signal,
+    signals,
+    symmetric,
+    wait,
+)
 from jtile.language.refs import Ref, TileView, load, store
 from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared, alloc, barrier
 from jtile.language.swizzle import swizzle
@@ -92,10 +103,12 @@ __all__ = [
     "next_power_of_2",
     "num_programs",
     "ones",
+    "post",
     "prefetch",
     "print",
     "program_id",
     "range",
+    "receive",
     "reduce",
     "role",
     "role_barrier",

@@ -282,7 +282,7 @@ def _device_batch(p):
     return refuse
 
 
-_DEVICES = (prims.on_p, prims.signal_p, prims.wait_signal_p)
+_DEVICES = (prims.on_p, prims.signal_p, prims.wait_signal_p, prims.post_p, prims.receive_p)
 
 
 def _check_lost(what: str, tangents) -> None:

@@ -80,6 +80,8 @@ axis_index_p = _primitive("axis_index")
 on_p = _primitive("on", says="Ref.on")
 signal_p = _primitive("signal", multiple=True)
 wait_signal_p = _primitive("wait_signal", multiple=True, says="wait")
+post_p = _primitive("post", multiple=True)
+receive_p = _primitive("receive")
 axis_barrier_p = _primitive("axis_barrier", multiple=True)
 program_id_p = _primitive("program_id")
 num_programs_p = _primitive("num_programs")
@@ -149,6 +151,20 @@ def _(ref, *rest):
     """`(signals, *index, at least) -> ()`."""
     del ref, rest
     return [], {READ, WRITE}
+
+
+@post_p.def_effectful_abstract_eval
+def _(ref, *rest, dims, masked):
+    """`(ref, *index, value, mask?) -> ()`."""
+    del ref, rest, dims, masked
+    return [], {READ, WRITE}
+
+
+@receive_p.def_effectful_abstract_eval
+def _(ref, *rest, dims, masked):
+    """`(ref, *index, mask?) -> tile`."""
+    del masked
+    return _aval(dims_shape(dims, [v.shape for v in rest[: len(dims)]]), ref.dtype), {READ, WRITE}
 
 
 @axis_barrier_p.def_effectful_abstract_eval

@@ -11,9 +11,20 @@ from jax import core
 
 from jtile._errors import KernelTypeError, KernelValueError, TransformError
 from jtile._mesh import OnEveryDevice, asked, left_axes, mesh_axes
-from jtile.ir.devices import SIGNALS
+from jtile.ir.devices import POSTED, SIGNALS
+from jtile.language import refs
+from jtile.language._index import Take
 from jtile.language._place import user_place
-from jtile.language._primitives import axis_barrier_p, axis_index_p, on_p, signal_p, wait_signal_p
+from jtile.language._primitives import (
+    axis_barrier_p,
+    axis_index_p,
+    on_p,
+    post_p,
+    receive_p,
+    signal_p,
+    wait_signal_p,
+)
+from jtile.language.refs import Ref, TileView
 
 
 def symmetric(shape: int | tuple[int, ...], dtype: Any) -> OnEveryDevice:
@@ -147,6 +158,70 @@ def wait(on: Signals, at_least: Any = 1) -> None:
     wait_signal_p.bind(on.tracer, *where, _count(at_least, "what a signal is waited for to reach"))
 
 
+def post(x: Ref | TileView, index: Any, value: Any, mask: Any = None) -> None:
+    """Write elements of symmetric memory for the programs of this device that receive them (`jt.receive`).
+
+    Each element is posted at most once a call, and handed over by itself: whoever receives it knows nothing else of
+    what this program did. So it takes neither a fence nor a counter: on an H200 an element is there within half a
+    microsecond. Memory that is posted to is for this alone. A NaN comes as a NaN, with other bits.
+
+    Only kernels with roles post ([the block level](block_level.md)).
+
+    Args:
+      x: symmetric memory (`jt.symmetric`) of float32, bfloat16 or float16, or a tile view of it.
+      index: as in `x[index] = value`, without gathers.
+      value: of the dtype of `x`; it is broadcast.
+      mask: bool, broadcast to the shape of the access; lanes where it is false are not written.
+    """
+    x = _box(x, "jt.post")
+    a = _lines(x, index, "jt.post")
+    masked = refs._mask(a, mask)
+    value = refs._value(x, a, value, "post")
+    post_p.bind(refs._tracer(x), *refs._operands(a), value, *masked, dims=a.dims, masked=bool(masked))
+
+
+def receive(x: Ref | TileView, index: Any, mask: Any = None) -> Any:
+    """Wait until elements of symmetric memory have been posted in this call (`jt.post`), and read them.
+
+    Args:
+      x: symmetric memory of this device, or a tile view of it.
+      index: as in `x[index]`, without gathers.
+      mask: bool, broadcast to the shape of the result. Lanes where it is false, and lanes outside the array, are not
+        waited for.
+
+    Returns:
+      A tile of `x.dtype`, 0 in lanes that were not waited for.
+    """
+    x = _box(x, "jt.receive")
+    a = _lines(x, index, "jt.receive")
+    masked = refs._mask(a, mask)
+    return a.after(receive_p.bind(refs._tracer(x), *refs._operands(a), *masked, dims=a.dims, masked=bool(masked)))
+
+
+def _box(x: Any, what: str) -> Any:
+    """A Ref or a view of this device's symmetric memory."""
+    x = refs.as_ref(x)
+    ref = x.ref if isinstance(x, refs.TileView) else x
+    if ref.role != "symmetric":
+        raise KernelTypeError(
+            f"{what} takes symmetric memory, scratch=[jt.symmetric(shape, dtype)]: {ref.name} is {ref.role!r}",
+            user_place(),
+        )
+    if np.dtype(ref.dtype).name not in POSTED:
+        raise KernelTypeError(
+            f"{what} takes memory of {', '.join(POSTED)}, got {ref.name} of {np.dtype(ref.dtype).name}", user_place()
+        )
+    return x
+
+
+def _lines(x: Any, index: Any, what: str) -> Any:
+    """The access of an index without gathers."""
+    a = x.access(index)
+    if any(isinstance(d, Take) for d in a.dims):
+        raise KernelTypeError(f"{what} takes a tile or a part of {x.name}, and no gathered index", user_place())
+    return a
+
+
 def axis_index(axis: str) -> Any:
     """The number of this device along an axis of the mesh.
 
@@ -255,4 +330,6 @@ def _scalar(v: Any, what: str) -> Any:
     return v.astype(np.int32) if isinstance(v, core.Tracer) else jnp.asarray(int(v), np.int32)
 
 
-__all__ = ["Signals", "axis_barrier", "axis_index", "axis_size", "signal", "signals", "symmetric", "wait"]
+__all__ = [
+    "Signals", "axis_barrier", "axis_index", "axis_size", "post", "receive", "signal", "signals", "symmetric", "wait",
+]  # fmt: skip

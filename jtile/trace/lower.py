@@ -296,7 +296,7 @@ def to_tile_ir(
         c.roles.finish()
     inits = tuple(inits) or (None,) * n_out
     params.sort(key=lambda v: ROLES.index(v.type.role))
-    if not c.devices and c.roles.roles and any(v.type.role == "signal" for v in params):
+    if not c.devices and c.roles.roles and any(v.type.role in ("signal", "symmetric") for v in params):
         c.devices[ir.ALONE] = 1
     kernel = ir.Kernel(
         name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc,

@@ -77,6 +77,8 @@ class _Batch:
                 | ir.Prefetch()
                 | ir.Signal()
                 | ir.WaitSignal()
+                | ir.Post()
+                | ir.Receive()
             ) if new.ref in self.wide:
                 new.index = (ir.At(self.lane), *new.index)
             case ir.On():

@@ -45,7 +45,8 @@ from .ttir import Val
 
 ALIGN = 256  # bytes: alignment of the block and of each Ref, and the unit of the table
 FAULT, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 16, 24, 32
-FAULTS = ("", "wait", "barrier", "device", "signal", "value")  # a report begins with the index of its fault here
+# A report begins with the index of its fault here.
+FAULTS = ("", "wait", "barrier", "device", "signal", "value", "post")
 CLEARED = 1024  # signals that a program clears with one store
 SETS = 4  # sets of signals
 KEPT = 4  # devices up to which a program has the whole table in registers from its beginning
@@ -363,9 +364,11 @@ class Devices:
         """The entry `devices` of the launch record, which the launcher reads: see `record.py`."""
         at, kernel = self.layout, self.kernel
         names = [[v.name, list(v.shape)] for v in kernel.refs("signal")]
+        posts = any(isinstance(op, ir.Post) for op in kernel.body.walk())  # behind a fault their memory is cleared
         return {
             "axes": [list(pair) for pair in kernel.devices], "signals": names, "table": at.table,
-            "counters": at.epochs, "memory": at.memory, "bytes": at.end, "waits": ir.waits(kernel),
+            "counters": at.epochs, "memory": at.end if posts else at.memory, "bytes": at.end,
+            "waits": ir.waits(kernel),
             "grid": list(kernel.grid), "list": self.sites,
         }  # fmt: skip
 

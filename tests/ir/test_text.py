@@ -142,7 +142,10 @@ alias(%same = %kept) init(%total = 0, %low = -inf) @"a \\"b\\".py":3 {
 
 
 BLOCK = """\
-kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
+kernel @block(
+    %a: ref<256x128xbf16>,
+    %o: ref<256x64xf32, out>,
+    %box: ref<256x64xf32, symmetric>) grid(2) devices("one device"=1) {
   %i = program_id 0 : i32
   %c0 = full 0 : i32
   %c1 = full 1 : i32
@@ -174,6 +177,11 @@ kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
       store_wait 0
       %part = slice_shared %C starts=(0, 32) sizes=(8, 16) : shared<8x16xf32>
       %3 = load_shared %part : tile<8x16xf32>
+      post %box[tile(%i, 8), %c0:+16], %3
+      %4 = lt %3, %3 : tile<8x16xbool>
+      post %box[tile(%i, 8), %c0:+16], %3 mask=%4
+      %5 = receive %box[tile(%i, 8), %c0:+16] : tile<8x16xf32>
+      %6 = receive %box[tile(%i, 8), %c0:+16] mask=%4 : tile<8x16xf32>
     }
     role "the producer" warps=1 {
       wait %free[%c0], %c1 when=%ctrue

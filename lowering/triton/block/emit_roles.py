@@ -6,6 +6,7 @@ from __future__ import annotations
 from jtile import ir
 
 from ..ttir import Val
+from . import emit_posts
 from .analysis import COLUMNS, product_layout
 from .code import LaidCode
 from .emitter import BLOCK, BlockEmitter
@@ -61,6 +62,8 @@ def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
             devices.renew()
         em.block(roles.bodies[k])
         if devices:
+            if emit_posts.posts(em.kernel) and k == emit_posts.clearing_role(roles):
+                emit_posts.clear(em, devices)
             devices.leave()
         return code, em.captures or {}
 
