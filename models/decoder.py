@@ -85,12 +85,12 @@ class Attention(nnx.Module):
         c = self.config
         return (qkv, cos) if c.rope.tempered is None else layers.tempered(qkv, cos, c.heads * c.head_dim)
 
-    def _leave(self, mixed, gates):
+    def _leave(self, mixed, gates, following: tuple = ()):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
         if self.output_bias is None:
-            return _last(self)(mixed, self.output.get_value())
+            return _last(self)(mixed, self.output.get_value(), following=following)
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin, slots: int | None = None):
@@ -107,15 +107,16 @@ class Attention(nnx.Module):
             mixed = layers.chunked_attention(q, k, v, c.chunk, **options)
         return self._leave(mixed.reshape(*qkv.shape[:2], -1), gates), (k, v)
 
-    def step(self, qkv, cos, sin, slots: kv.Slots):
+    def step(self, qkv, cos, sin, slots: kv.Slots, following: tuple = ()):
         """Attention of the next t tokens of each row, from their projection [batch * t, ...], to this layer's part of
-        the cache; returns (output [batch * t, hidden], the part of the cache with these tokens)."""
+        the cache; returns (output [batch * t, hidden], the part of the cache with these tokens). following: see
+        `layers.linear`."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
-        return self._leave(mixed.reshape(qkv.shape[0], -1), gates), slots
+        return self._leave(mixed.reshape(qkv.shape[0], -1), gates, following), slots
 
 
 def _with_gates(weight, heads: int) -> list:
@@ -160,9 +161,10 @@ class GatedMLP(nnx.Module):
         """x [..., hidden] -> [..., hidden]; on several devices the term of this one."""
         return layers.gated_mlp(x, *self._weights(), self.activation)
 
-    def behind_norm(self, x, delta, norm, eps: float):
-        """(x + delta, the output of this MLP for the norm of that sum)."""
-        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, _last(self))
+    def behind_norm(self, x, delta, norm, eps: float, following: tuple = ()):
+        """(x + delta, the output of this MLP for the norm of that sum). following: see `layers.linear`."""
+        options = {"last": _last(self), "following": following}
+        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, **options)
 
     def _weights(self):
         return self.gate.get_value(), self.up.get_value(), self.down.get_value()
@@ -176,12 +178,20 @@ def enter(attention, x, delta, norm, eps: float, hold: bool = False):
         return getattr(attention, "enter", layers.add_norm)(x, delta, norm.get_value(), eps)
 
 
-def mlp_behind_norm(mlp, x, delta, norm, eps: float):
-    """(x + delta, the output of `mlp` for the norm of that sum)."""
+def mlp_behind_norm(mlp, x, delta, norm, eps: float, following: tuple = ()):
+    """(x + delta, the output of `mlp` for the norm of that sum). following: see `layers.linear`."""
     if hasattr(mlp, "behind_norm"):
-        return mlp.behind_norm(x, delta, norm.get_value(), eps)
+        more = {"following": following} if isinstance(mlp, GatedMLP) else {}
+        return mlp.behind_norm(x, delta, norm.get_value(), eps, **more)
     x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
     return x, mlp(normed)
+
+
+def first_matrices(module) -> tuple:
+    """The matrices of the product that a module begins with, behind its norm; () where it begins otherwise."""
+    if type(module) is GatedMLP:
+        return layers.asked_for(module.gate.get_value(), module.up.get_value())
+    return layers.asked_for(module.qkv.get_value()) if type(module) is Attention else ()
 
 
 def tokens_at(arrays, at):
@@ -214,13 +224,13 @@ class Block(nnx.Module):
             if isinstance(attention, Attention):
                 attention.parts = True
 
-    def _run(self, x, delta, attend, at=None, hold: bool = False):
+    def _run(self, x, delta, attend, at=None, hold: bool = False, following: tuple = ()):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
         the attention; at: see `prefill`; hold: see `enter`."""
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps, hold)
         attended, entry = attend(entered)
         x, attended = tokens_at((x, attended), at)
-        return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
+        return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps, following), entry
 
     def prefill(self, x, delta, cos, sin, lengths=None, at=None, slots=None):
         """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens).
@@ -231,12 +241,14 @@ class Block(nnx.Module):
         more |= {"slots": slots} if isinstance(self.attention, Attention) else {}
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more), at)
 
-    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False):
+    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, following: tuple = ()):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
-        longer part of the cache). hold: see `enter`."""
+        longer part of the cache). hold: see `enter`; following: see `layers.linear`."""
         if (found := whole_layers.step(self, x, delta, cos, sin, slots)) is not None:
             return found
-        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots), hold=hold)
+        more = {"following": first_matrices(self.mlp)} if type(self.attention) is Attention else {}
+        attend = lambda entered: self.attention.step(entered, cos, sin, slots, **more)
+        return self._run(x, delta, attend, hold=hold, following=following)
 
 
 class Decoder(nnx.Module):
@@ -408,8 +420,10 @@ class Decoder(nnx.Module):
         if entered is None:
             x, angles = self.enter(tokens.reshape(-1), positions)
         entries, hold = [], entered is not None
-        for block, entry in zip(self.blocks, cache.entries, strict=True):
-            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), hold=hold)
+        behind = [*(first_matrices(block.attention) for block in self.blocks), ()][1:]
+        for block, entry, following in zip(self.blocks, cache.entries, behind, strict=True):
+            more = {"hold": hold} | ({"following": following} if type(block) is Block else {})
+            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), **more)
             hold = False  # what is behind the first kernel starts when those in front of it have ended
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps

@@ -19,7 +19,7 @@ import numpy as np
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, gpu_tiles, hopper_gemv
 from jtile.ops.quantized_tensor import BLOCKS
 
 from . import kernels
@@ -94,20 +94,22 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, part
     return x, y
 
 
-def linear_or_unmade(x, weight: Weight) -> jax.Array | Unmade:
+def linear_or_unmade(x, weight: Weight, following: tuple = ()) -> jax.Array | Unmade:
     """`linear`, or what is left for the kernel behind it to make."""
     if parts_of(x, weight) == 1:
-        return linear(x, weight)
+        return linear(x, weight, following=following)
     return unmade(x, weight)
 
 
-def summed(x, weight: Weight, over: Axes) -> jax.Array | Term:
+def summed(x, weight: Weight, over: Axes, following: tuple = ()) -> jax.Array | Term:
     """`linear` of what this device has of x and of the weight, as its `Term` of the sum over devices."""
+    del following
     return over.term(linear(x, weight))
 
 
-def linear(x, weight: Weight, dtype=None):
-    """x [..., in] times the transposed weight: [..., out] in `dtype`, by default x's."""
+def linear(x, weight: Weight, dtype=None, following: tuple = ()):
+    """x [..., in] times the transposed weight: [..., out] in `dtype`, by default x's. following: matrices that the
+    kernel behind this one reads, which a cache may be asked for."""
     dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Adapted):
         return linear(x, weight.base, dtype) + weight.scale * linear(linear(x, weight.a), weight.b, dtype)
@@ -118,9 +120,15 @@ def linear(x, weight: Weight, dtype=None):
     if isinstance(weight, tuple):
         return jnp.concatenate([linear(x, part, dtype) for part in weight], axis=-1)
     if isinstance(weight, QuantizedTensor):
-        return ops.quantized_matmul(x, weight, out_dtype=dtype)
+        return ops.quantized_matmul(x, weight, out_dtype=dtype, following=following)
     with _made_before(x, weight):
         return ops.matmul(x, _beside(x, weight), transpose_b=True, out_dtype=dtype)
+
+
+def asked_for(*matrices: Weight) -> tuple:
+    """The matrices that a kernel in front of the one that reads them asks a cache for: none where kernels do not
+    overlap."""
+    return matrices if hopper_gemv.FOLLOW and gpu_tiles.overlaps() else ()
 
 
 def _made_before(x, *weights: Weight):
@@ -216,19 +224,20 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 
 def add_norm_gated_mlp(
     x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu",
-    last: Callable = linear,
+    last: Callable = linear, following: tuple = (),
 ):  # fmt: skip
-    """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
+    """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`). following: see `linear`."""
     if isinstance(delta, Product) and delta.reaches(gate, up):
         x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation, after=down)
-        return x, last(hidden, down)
+        return x, last(hidden, down, following=following)
     if delta is None or isinstance(delta, Term | Unmade) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation, last)
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)
-        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
-    return x, last(hidden, down)
+        options = {"residual": x, "eps": eps, "activation": activation, "following": asked_for(down)}
+        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, **options)
+    return x, last(hidden, down, following=following)
 
 
 def _apart(gate: Weight, up: Weight) -> bool:

@@ -28,7 +28,7 @@ from jtile.ops import gpu_tiles, hopper_held
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
-from jtile.ops.quantized_tensor import BLOCK
+from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 from jtile.ops.streamed_numbers import (
     LANES,
     bits_of,
@@ -56,6 +56,7 @@ from jtile.ops.streamed_operands import (
 )
 
 AHEAD = 0  # rings' worth of W that the second-level cache is asked for, behind what is under way
+FOLLOW = False  # whether the second-level cache is asked for the matrices of the kernel behind
 FOLLOWING = 8  # pieces of a tile of a following matrix that it is asked for
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
@@ -437,6 +438,20 @@ def normed_product(
     found = normed_kernel(arrays, len(following)) if rows is None else hopper_held.normed_kernel(arrays)
     y, total = found(x, weights, norm, **options)
     return y, total.reshape(m, inner)
+
+
+def following(weights: tuple[Weight, ...], matrices: tuple) -> tuple:
+    """Those arrays of the matrices that the kernel behind reads which this one can ask a cache for."""
+    if not (FOLLOW and gpu_tiles.overlaps()):
+        return ()
+    arrays = [m.codes if isinstance(m, QuantizedTensor) and not m.is_super else m for m in matrices]
+    alike = [a for a in arrays if isinstance(a, jax.Array) and a.dtype == weights[0].codes.dtype and a.ndim == 2]
+    return tuple(jax.lax.stop_gradient(alike))
+
+
+def product_followed(x, weights, epilogue, matrices, **options):
+    """`product` that asks a cache for matrices which the kernel behind it reads."""
+    return product(x, weights, epilogue._replace(following=following(weights, matrices)), **options)
 
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> tuple[jax.Array, dict]:

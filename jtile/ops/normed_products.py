@@ -24,7 +24,9 @@ from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 
 
-def rms_norm_matmul(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None) -> tuple[jax.Array, jax.Array]:
+def rms_norm_matmul(
+    x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None, following: tuple = ()
+) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual) @ b.T, x + residual)`, with statistics and sums in float32.
 
     Where both are one kernel, the norm is not rounded before the product. Differentiable in x, weight, residual, and in
@@ -37,6 +39,7 @@ def rms_norm_matmul(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None
       residual: float [..., k].
       eps: added to the mean square.
       out_dtype: dtype of the product; by default that of x.
+      following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
       The product [..., n], and the sum [..., k] in the residual's dtype.
@@ -45,11 +48,11 @@ def rms_norm_matmul(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None
       KernelTypeError: x, weight or residual is no float array.
       KernelValueError: shapes that do not fit.
     """
-    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype)
+    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype, following)
 
 
 def rms_norm_gated_mlp(
-    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
+    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None, following: tuple = ()
 ) -> tuple[jax.Array, jax.Array]:
     """`(gated_mlp(rms_norm(x + residual), gate, up, transpose=True), x + residual)`; see `rms_norm_matmul`.
 
@@ -61,6 +64,7 @@ def rms_norm_gated_mlp(
       eps: added to the mean square.
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
       out_dtype: dtype of the product; by default that of x.
+      following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
       The product [..., n], and the sum [..., k] in the residual's dtype.
@@ -72,7 +76,7 @@ def rms_norm_gated_mlp(
     check_activation("rms_norm_gated_mlp", activation)
     if len({w.kind if isinstance(w, QuantizedTensor) else "float" for w in (gate, up)}) == 2:
         raise jt.errors.KernelTypeError("rms_norm_gated_mlp takes two float weights, or two quantised ones of one kind")
-    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype)
+    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype, following)
 
 
 def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None):
@@ -93,7 +97,9 @@ def rms_norm_gated_mlp_reference(
     return y.astype(out_dtype or x.dtype), total
 
 
-def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype):
+def _call(
+    name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype, following: tuple
+) -> tuple[jax.Array, jax.Array]:
     x, weight, residual = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(residual)
     weights = tuple(w if isinstance(w, QuantizedTensor) else jnp.asarray(w) for w in weights)
     check_float(name, x=x, weight=weight, residual=residual)
@@ -107,11 +113,12 @@ def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation
             )
     rows = (math.prod(x.shape[:-1]), *k)
     options = dict(eps=float(eps), activation=activation, out_dtype=float_dtype(name, out_dtype, x.dtype).name)
-    y, total = _product(x.reshape(rows), residual.reshape(rows), weight, weights, **options)
+    y, total = _product(x.reshape(rows), residual.reshape(rows), weight, weights, following, **options)
     return y.reshape(*x.shape[:-1], n), total.reshape(x.shape)
 
 
-def _one_by_one(x, residual, weight, weights, *, eps: float, activation: str | None, out_dtype: str):
+def _one_by_one(x, residual, weight, weights, following=(), *, eps: float, activation: str | None, out_dtype: str):
+    del following
     normed, total = rms_norm(x, weight, eps=eps, residual=residual)
     if activation is not None:
         options = dict(activation=activation, transpose=True, out_dtype=out_dtype)
@@ -121,12 +128,13 @@ def _one_by_one(x, residual, weight, weights, *, eps: float, activation: str | N
     return matmul(normed, weights[0], transpose_b=True, out_dtype=out_dtype), total
 
 
-def _streamed(x, residual, weight, weights, **options):
+def _streamed(x, residual, weight, weights, following=(), **options):
     kind, stored = _stored(x, weights)
-    return hopper_gemv.normed_product(x, stored, Norm(weight, residual), kind=kind, **options)
+    after = hopper_gemv.following(stored, following)
+    return hopper_gemv.normed_product(x, stored, Norm(weight, residual, after), kind=kind, **options)
 
 
-def _not_streamed(x, residual, weight, weights, **_) -> str | None:
+def _not_streamed(x, residual, weight, weights, following=(), **_) -> str | None:
     if isinstance(weights[0], QuantizedTensor) and weights[0].is_super:
         return f"the codes of {weights[0].kind} are in several arrays"
     kind, stored = _stored(x, weights)
@@ -140,11 +148,11 @@ def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
     return weights[0].kind, tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
 
 
-def _rounded(x, residual, weight, weights, **options):
+def _rounded(x, residual, weight, weights, following=(), **options):
     return float8_rows.normed_product(x, Norm(weight, residual), _stored(x, weights)[1], **options)
 
 
-def _not_rounded(x, residual, weight, weights, **_) -> str | None:
+def _not_rounded(x, residual, weight, weights, following=(), **_) -> str | None:
     kinds = {(w.activations, w.is_packed) for w in weights if isinstance(w, QuantizedTensor)}
     if len(kinds) != 1 or next(iter(kinds))[0] != "rows":
         return "the rows of the norm are not to be rounded by one scale each"
