@@ -11,8 +11,13 @@ so that no number moves along a row on its way to the product: with x in the sam
     y_ij = sum_(h, c) sum_p x_(h, c)[i, p] W_(h, c)[j, p]       W_(h, c) = sum_e values_(h, e) where place_(h, e) = c
 
 which is eight products of matrices that comparisons make, in registers. Programs read the small form and multiply as if
-it were dense: no instructions of sparse tensor cores are used, since Triton has none. Products of many rows on GPUs are
-those with a dense weight, which a kernel makes.
+it were dense. Products of many rows on GPUs are those with a dense weight, which a kernel makes.
+
+This order of the numbers is called "halves". The other one, "pairs", is that of the dense weight, and what instructions
+for sparse matrices take (`jtile.ops.hopper_pairs`, on Hopper); elsewhere it is brought into halves first:
+
+    values[j, 2 g + e]      number e of group g
+    codes[j, p]             places of the numbers 4 p, 4 p + 1, ... of row j, two bits each, the first in the lowest
 """
 
 from __future__ import annotations
@@ -27,13 +32,14 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import hopper_sparse24
+from jtile.ops import hopper_pairs, hopper_sparse24
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.matmul import matmul
 
 HALVES, PLACES, KEPT = 2, 4, 2
 UNIT = HALVES * PLACES  # numbers of a row that share a byte of codes
+ORDERS = ("halves", "pairs")
 DENSE = 512  # rows of x from which on a GPU makes a dense weight, and multiplies with that
 
 
@@ -44,12 +50,14 @@ class Sparse24Tensor:
     `jax.grad` (by its values) and checkpoints.
 
     Attributes:
-      values: float [n, 4, k / 8], the numbers that are kept. codes: uint8 [n, k / 8], their places; the docstring of
-        the module `jtile.ops.two_of_four` says which.
+      values: float [n, 4, k / 8] in halves, [n, k / 2] in pairs, the numbers that are kept.
+      codes: uint8 [n, k / 8], their places.
+      order: "halves" or "pairs"; the docstring of the module `jtile.ops.two_of_four` says which number stands where.
     """
 
     values: jax.Array
     codes: jax.Array
+    order: str = dataclasses.field(default="halves", metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,8 +79,32 @@ class Sparse24Tensor:
         Returns:
           An array [n, k].
         """
-        parts = [_dense(self.values[:, 2 * h : 2 * h + 2], self.codes, h) for h in range(HALVES)]
+        kept = self.ordered("halves")
+        parts = [_dense(kept.values[:, 2 * h : 2 * h + 2], kept.codes, h) for h in range(HALVES)]
         return jnp.stack(parts, 1).reshape(self.shape)
+
+    def ordered(self, order: str) -> Sparse24Tensor:
+        """The same weight in another order.
+
+        Args:
+          order: "halves" or "pairs".
+        Returns:
+          A `Sparse24Tensor`; this one where it has the order.
+        Raises:
+          KernelValueError: another order.
+        """
+        if order not in ORDERS:
+            raise KernelValueError(f"the numbers of a 2:4 weight stand in {' or '.join(ORDERS)}, got {order!r}")
+        if order == self.order:
+            return self
+        (n, width), nibble = self.codes.shape, np.uint8(4)
+        if order == "halves":
+            values = self.values.reshape(n, HALVES, width, KEPT).swapaxes(2, 3).reshape(n, HALVES * KEPT, width)
+            groups = jnp.stack([self.codes & np.uint8(15), self.codes >> nibble], 2).reshape(n, HALVES, width)
+            return Sparse24Tensor(values, groups[:, 0] | groups[:, 1] << nibble)
+        values = self.values.reshape(n, HALVES, KEPT, width).swapaxes(2, 3).reshape(n, HALVES * width * KEPT)
+        groups = jnp.stack([self.codes & np.uint8(15), self.codes >> nibble], 1).reshape(n, width, 2)
+        return Sparse24Tensor(values, groups[:, :, 0] | groups[:, :, 1] << nibble, order)
 
 
 def _dense(values, codes, h: int):
@@ -87,7 +119,7 @@ def _place(codes, h: int, e: int):
     return (codes >> np.uint8(4 * h + 2 * e)) & np.uint8(3)
 
 
-def sparse24(weight: jax.Array, mask: jax.Array | None = None) -> Sparse24Tensor:
+def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str = "halves") -> Sparse24Tensor:
     """The weight [n, k] with the two numbers of every four along a row that are largest in magnitude, the first
     ones where several are equal.
 
@@ -95,10 +127,13 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None) -> Sparse24Tensor
       weight: float array [n, k], k a multiple of 8.
       mask: None, or bool [n, k]: numbers where it is False count as zero. With a mask, too,
         the largest two of a group are kept.
+      order: how the numbers stand: "halves", or "pairs", which Hopper's sparse tensor cores read (16-bit floats, n a
+        multiple of 64 and k of 128); see `Sparse24Tensor`. Products take both everywhere, but pairs that are not read
+        as they are have to be turned round in each of them.
     Returns:
       A `Sparse24Tensor` of weight's dtype. Derivatives go to the numbers that are kept.
     Raises:
-      KernelTypeError: weight is no float array, mask not bool. KernelValueError: shapes that do not fit.
+      KernelTypeError: weight is no float array, mask not bool. KernelValueError: shapes that do not fit, another order.
     """
     op = "sparse24"
     check_float(op, weight=weight)
@@ -117,7 +152,13 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None) -> Sparse24Tensor
     values = jnp.take_along_axis(groups, places, -1).swapaxes(2, 3).reshape(n, HALVES * KEPT, k // UNIT)
     weights = np.int32(4) ** np.arange(HALVES * KEPT, dtype=np.int32)
     codes = (places.swapaxes(2, 3).reshape(values.shape).astype(jnp.int32) * weights[None, :, None]).sum(1)
-    return Sparse24Tensor(values, codes.astype(jnp.uint8))
+    kept = Sparse24Tensor(values, codes.astype(jnp.uint8))
+    return kept.ordered(order)
+
+
+def _values(n: int, k: int, order: str) -> tuple[int, ...]:
+    """The shape of the values of a weight [n, k]."""
+    return (n, HALVES * KEPT, k // UNIT) if order == "halves" else (n, k // PLACES * KEPT)
 
 
 # -- kernels: x [m, 8, p], g and y [m, n]; row 4 h + c of x holds the numbers in place c of half h -------------------
@@ -296,10 +337,11 @@ for _kernel, _rule in (
 def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> jax.Array:
     """`x @ weight.dense().T`, summed in float32 (float64 for float64), from the weight as it is in memory.
 
-    A product that is bound by reading the weight takes 9/16 of the time of a dense one in 16 bits. Products of many
-    rows take the time of those with a dense weight at best: on GPUs they go through tensor cores, but not through the
-    instructions for sparse matrices, and from 512 rows on, the dense weight is in memory meanwhile. Differentiable in x
-    and in the weight's values, whose cotangent is a `Sparse24Tensor`; codes have no cotangent.
+    A product that is bound by reading the weight takes 9/16 of the time of a dense one in 16 bits. On Hopper GPUs a
+    weight in pairs is multiplied by the instructions for sparse matrices, whatever the number of rows; there, the two
+    places of a group must ascend, as those do that `sparse24` gives. Elsewhere, and with a weight in halves, products
+    of many rows take the time of those with a dense weight at best, which on GPUs is in memory meanwhile from 512 rows
+    on. Differentiable in x and in the weight's values, whose cotangent is a `Sparse24Tensor`; codes have no cotangent.
 
     Args:
       x: float [..., k].
@@ -316,6 +358,7 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
         raise KernelTypeError(f"{op}: weight is a Sparse24Tensor, got {type(weight).__name__}; see ops.sparse24")
     out_dtype = float_dtype(op, out_dtype, x.dtype)
     n, k = weight.shape
+    check_shape(op, f"the values of a weight [{n}, {k}] in {weight.order}", weight.values, _values(n, k, weight.order))
     if x.ndim < 1 or x.shape[-1] != k:
         raise KernelValueError(f"{op}: x is [..., {k}] for a weight [{n}, {k}], got shape {tuple(x.shape)}")
     if x.dtype != weight.dtype and weight.dtype.itemsize > 1:
@@ -323,25 +366,26 @@ def sparse24_matmul(x: jax.Array, weight: Sparse24Tensor, *, out_dtype=None) -> 
     lead = x.shape[:-1]
     if 0 in (*lead, n, k):
         return jnp.zeros((*lead, n), out_dtype)
-    y = _product(x.reshape(math.prod(lead), k), weight.values, weight.codes, out_dtype=out_dtype.name)
+    y = _product(x.reshape(math.prod(lead), k), weight, out_dtype=out_dtype.name)
     return y.reshape(*lead, n)
 
 
-def _dense_product(x, values, codes, *, out_dtype: str):
-    weight = _whole(Sparse24Tensor(values, codes)).astype(x.dtype)
-    return matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
+def _dense_product(x, weight: Sparse24Tensor, *, out_dtype: str):
+    return matmul(x, _whole(weight).astype(x.dtype), transpose_b=True, out_dtype=out_dtype)
 
 
 def _not_dense(x, *_, **__) -> str | None:
     return None if known(x.shape[0]) >= DENSE else f"{x.shape[0]} rows are fewer than {DENSE}"
 
 
-def _from_memory(x, values, codes, *, out_dtype: str):
-    return _few_rows(x, values, codes).astype(out_dtype)
+def _from_memory(x, weight: Sparse24Tensor, *, out_dtype: str):
+    weight = weight.ordered("halves")
+    return _few_rows(x, weight.values, weight.codes).astype(out_dtype)
 
 
 _product = Op(
     "product with a 2:4 weight of any rows",
+    Implementation("sparse tensor cores", hopper_pairs.product, hopper_pairs.misfit, BLOCK_LEVEL, portable=False),
     Implementation("the dense weight in memory", _dense_product, _not_dense, WARPS),
     Implementation("the weight as it is", _from_memory),
 )
@@ -363,7 +407,7 @@ _few_rows = Op(
 def _whole(weight: Sparse24Tensor) -> jax.Array:
     """The weight with its zeros, made by a kernel where its rows divide into blocks (H200: XLA took three times as
     long)."""
-    bp = math.gcd(weight.codes.shape[1], 64)
+    bp, weight = math.gcd(weight.codes.shape[1], 64), weight.ordered("halves")
     return weight.dense() if bp < 16 else tuned(sparse24_dense, num_warps=4)(weight.values, weight.codes, bn=16, bp=bp)
 
 

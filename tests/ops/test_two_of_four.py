@@ -1,5 +1,7 @@
 """Products with weights of which two of four numbers are zero, against those of dense ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,7 @@ def test_errors():
         (KernelTypeError, "see ops.sparse24", lambda: ops.sparse24_matmul(x, x)),
         (KernelTypeError, "the weight float32", lambda: ops.sparse24_matmul(x.astype(np.float16), w)),
         (KernelValueError, r"\[\.\.\., 16\]", lambda: ops.sparse24_matmul(x[:, :8], w)),
+        (KernelValueError, "in halves has shape", lambda: ops.sparse24_matmul(x, dataclasses.replace(w, values=x))),
     ]:
         with pytest.raises(error, match=match):
             call()

@@ -1,0 +1,83 @@
+"""Products with a 2:4 weight in pairs: by the sparse tensor cores of Hopper, in the interpreter, and elsewhere."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import agree, gradients_agree, normal
+from sass import spills_of_products
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelValueError
+from jtile.ops import hopper_pairs as module
+from jtile.ops.hopper_pairs import Form, hopper_pairs
+from jtile.ops.two_of_four import sparse24_matmul_reference
+from jtile.testing import relative_error
+
+FORMS = {  # rows of x, the form, dtypes: rows that fill no tile, and more tiles than programs
+    "a tile": (3, Form(1, 8, 128, 2, 2), "bfloat16", "float32"),
+    "programs with several tiles": (70, Form(2, 40, 64, 3, 2, band=2, programs=3), "float16", "float16"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_in_the_interpreter(name):
+    m, form, dtype, out_dtype = FORMS[name]
+    x, w = normal(0, m, 384, dtype=dtype), ops.sparse24(normal(1, 256, 384, dtype=dtype), order="pairs")
+    y = hopper_pairs.interpret(x, w.values, w.codes, seed=m, form=form, out_dtype=out_dtype)
+    assert relative_error(y, sparse24_matmul_reference(x, w, out_dtype=out_dtype)) < (1e-6 if m == 3 else 1e-3)
+
+
+def test_orders():
+    weight = normal(0, 6, 48)
+    halves, pairs = (ops.sparse24(weight, order=order) for order in ("halves", "pairs"))
+    assert (halves.order, halves.values.shape, pairs.values.shape) == ("halves", (6, 4, 6), (6, 24))
+    np.testing.assert_array_equal(pairs.dense(), halves.dense())
+    jax.tree.map(np.testing.assert_array_equal, pairs.ordered("halves"), halves)
+    jax.tree.map(np.testing.assert_array_equal, halves.ordered("pairs"), pairs)
+    assert pairs.ordered("pairs") is pairs and ops.sparse24(weight).order == "halves"
+    kept = np.asarray(pairs.dense()).reshape(6, 12, 4)
+    np.testing.assert_array_equal(pairs.values.reshape(6, 12, 2), [[g[g != 0] for g in row] for row in kept])
+    with pytest.raises(KernelValueError, match="halves or pairs, got 'rows'"):
+        ops.sparse24(weight, order="rows")
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+def test_products_and_gradients(arch):
+    """Where no instruction takes pairs, or a derivative is wanted, they are brought into halves."""
+    pair = (ops.sparse24_matmul, sparse24_matmul_reference)
+    with jt.config(arch=arch):
+        x, w = normal(0, 5, 48), ops.sparse24(normal(1, 6, 48), order="pairs")
+        agree(*pair, x, w)
+        gradients_agree(*[lambda x, v, f=f: f(x, ops.Sparse24Tensor(v, w.codes, "pairs")) for f in pair], x, w.values)
+
+
+def test_choice():
+    S, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
+    with jt.config(arch="sm_90"):
+        chosen = lambda x, w: ops.choices(ops.sparse24_matmul, x, w)[0]
+        pairs, halves = (functools.partial(ops.sparse24, order=order) for order in ("pairs", "halves"))
+        made = lambda n, k, dtype=bf16, by=pairs: jax.eval_shape(by, S((n, k), dtype))
+        found = chosen(S((700, 256), bf16), made(64, 256))
+        assert (found.implementation, found.elsewhere) == ("sparse tensor cores", "the dense weight in memory")
+        for n, k in ((96, 256), (64, 192)):
+            assert "no whole tiles" in str(chosen(S((3, k), bf16), made(n, k)))
+        assert "stand in halves" in str(chosen(S((3, 256), bf16), made(64, 256, by=halves)))
+        assert "rows are float32" in module.misfit(S((3, 256), "float32"), made(64, 256), out_dtype="float32")
+    for m, n, itemsize in ((1, 64, 4), (33, 192, 2), (300, 192, 4), (4096, 8192, 2)):
+        form = module.choice(m, n, itemsize)
+        assert n % form.rows == 0 and form.tiles(m, n)[1] % form.band == 0 and form.slots >= 3
+
+
+def test_machine_code():
+    """All products of a round run together, none waits for the one before; nothing spills."""
+    S, form = jax.ShapeDtypeStruct, Form(2, 256, 64, 5, 3, programs=2)
+    operands = S((512, 256), jnp.bfloat16), S((256, 128), jnp.bfloat16), S((256, 32), jnp.uint8)
+    texts = hopper_pairs.lower(*operands, form=form, out_dtype="bfloat16", target="cuda:sm_90").texts
+    assert len(re.findall(r"HGMMA\.SP\.64x256x32\.F32\.BF16", texts["sass"])) == texts["sass"].count("HGMMA") == 8
+    assert texts["sass"].count("WARPGROUP.ARRIVE") == 4
+    assert not spills_of_products(texts["sass"])
