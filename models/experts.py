@@ -23,10 +23,6 @@ from .parallel import ALONE, Axes, Term
 from .sums import Unmade
 
 Matrix = jax.Array | QuantizedTensor
-# Whether few rows of all devices are normed and gathered in one kernel, and their sums made and sent in one. On two
-# H200s that gained nothing (5,100 us a step with it and without). Since then a program of sums reads the rows of all
-# its experts at once, which is not timed.
-NORMED, SENT = False, False
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -216,7 +212,7 @@ class Mixture(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, the output of this mixture for the norm of that sum)."""
-        if NORMED and delta is not None and not isinstance(delta, Term | Unmade) and self.shared is None:
+        if delta is not None and not isinstance(delta, Term | Unmade) and self.shared is None:
             rows = x.reshape(-1, x.shape[-1])
             if self.over.gathers(rows):
                 total, normed = self.over.of_all_normed(rows, delta.reshape(rows.shape), norm, eps)
@@ -269,7 +265,7 @@ class Mixture(nnx.Module):
         """This device's rows of the output, from the rows of all devices that share experts."""
         count = self.over.share(self._count())
         first = self.over.first(self._count())
-        if self.weighted_rows or not SENT:
+        if self.weighted_rows:
             run = lambda rows, chosen, weights: _of_own(rows, chosen - first, weights, count, self.experts.of_sorted)
             return self.over.own_sums(self._unweighted(rows, run)).astype(rows.dtype)
         chosen, weights = self.router(rows)

@@ -93,10 +93,14 @@ def overlapping(rows: int, most: int = hopper_rows.FEW):
 
 def _most_that_overlap(rows: int, weights, alone: bool = True) -> int:
     """Up to how many rows steps of a model with these weights overlap, where there are `rows`: up to more than a few
-    where all of its products are those of 16-bit matrices with rows of `LONG` numbers or more; others were not
-    measured. alone: the model is on one device."""
-    sixteen = lambda w: w.ndim == 2 and w.dtype in (jnp.bfloat16, jnp.float16) and w.shape[1] >= LONG
-    if not all(w.ndim < 2 or sixteen(w) for w in weights):
+    where all of its products are those of 16-bit matrices with rows of `LONG` numbers or more, and in mixtures of
+    16-bit experts; others were not measured. alone: the model is on one device."""
+    sixteen = lambda w: w.dtype in (jnp.bfloat16, jnp.float16)
+    matrices = [w for w in weights if w.ndim > 1]
+    small = lambda w: w.ndim == 2 and w.dtype == jnp.float32  # the router of a mixture, biases of its experts
+    if any(w.ndim == 3 for w in matrices) and all(sixteen(w) or small(w) for w in matrices):
+        return hopper_rows.MOST
+    if not all(w.ndim == 2 and sixteen(w) and w.shape[1] >= LONG for w in matrices):
         return hopper_rows.FEW
     return rows if alone and rows in hopper_wide.TAKEN else hopper_rows.MOST
 

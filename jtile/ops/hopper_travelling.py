@@ -66,45 +66,43 @@ def send(C, p: int, piece, place):
     ],
 )
 def scattered(
-    x, w, o, box, came, *, axis: str, blocks: int, bm: int = 128, bn: int = 256, bk: int = 64, slots: int = 4,
-    held: int = 2, late: bool = False,
-):  # fmt: skip
+    x, w, o, box, came, *, axis: str, blocks: int, bm: int = 128, bn: int = 256, bk: int = 64, slots: int = 4
+):
     """x [devices, m, k], a share of rows for each device, w [k, columns]: o [m, columns], the sum of the products of
     all devices for this one. m is a multiple of bm, columns of bn, bn of bk.
 
-    All blocks end a tile at about the same time, and then want to send more than the link takes at once. held: for how
-    many pieces of a tile there are buffers, so that a consumer need not wait until the link has read earlier ones.
-    late: half of the pieces stay in registers until a quarter of the next tile is made."""
+    All blocks end a tile at about the same time, and then want to send more than the link takes at once. So half of a
+    tile leaves when it is made, and the other half waits in registers until a quarter of the next tile is made."""
     # o = sum over d of x_me of device d, times its w
-    # A, B: rings of tiles of x and w; C: pieces of a tile that leave; t: number of a tile among those of all n
+    # A, B: rings of tiles of x and w; C: two pieces of a tile that leave; late: the half of the tile
+    # before that is still to be sent; t: number of a tile among those of all n
     # devices, (i, j) its place in the share of device d; c: consumer; p: piece; it: round of the rings
     n, me = jt.axis_size(axis), jt.axis_index(axis)
     half, rounds = bm // 2, jt.cdiv(x.shape[2], bk)
     rows, columns, wide = x.shape[1] // bm, w.shape[1] // bn, bn // bk
     A = [jt.alloc((half, bk), x.dtype, slots=slots) for _ in range(2)]
     B = jt.alloc((bk, bn), w.dtype, slots=slots)
-    C = [jt.alloc((half, bk), o.dtype, slots=held) for _ in range(2)]
+    C = [jt.alloc((half, bk), o.dtype, slots=2) for _ in range(2)]
     full, empty = jt.barrier(slots), jt.barrier(slots, arrivals=2)
     each = rows * columns
     mine = (jt.program_id(0), n * each, blocks)
     early = rounds * 3 // 4  # rounds of a tile in front of the signal for the one before, which has been copied by then
-    sooner = rounds // 4 if late else 0  # rounds of a tile in front of the late pieces of the one before
+    sooner = rounds // 4  # rounds of a tile in front of the late pieces of the one before
     for c in range(2):
         with jt.role(f"consumer{c}", warps=4, registers=232):
             it, before = 0, -1
-            kept = jt.zeros((half, bn // 2), o.dtype) if late else None
+            late = jt.zeros((half, bn // 2), o.dtype)
             for t in jt.range(*mine):
                 i, j = banded(t % each, rows, columns, BAND)
                 acc = jt.zeros((half, bn), accumulator(x.dtype))
                 if sooner:
                     it, acc = consume(A[c], B, full, empty, sooner, it, acc)
-                if late:
-                    if before >= 0:
-                        to = (me + 1 + before // each) % n
-                        at, column = banded(before % each, rows, columns, BAND)
-                        there = box.on(axis, to).tiles(None, half, bk)
-                        for p, piece in enumerate(pieces(kept, bk)):
-                            send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+                if before >= 0:
+                    to = (me + 1 + before // each) % n
+                    at, column = banded(before % each, rows, columns, BAND)
+                    there = box.on(axis, to).tiles(None, half, bk)
+                    for p, piece in enumerate(pieces(late, bk)):
+                        send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
                 if early > sooner:
                     it, acc = consume(A[c], B, full, empty, early - sooner, it, acc, first=not sooner)
                 if before >= 0:
@@ -114,10 +112,9 @@ def scattered(
                 it, acc = consume(A[c], B, full, empty, rounds - early, it, acc, first=not early)
                 if t < (n - 1) * each:
                     there = box.on(axis, (me + 1 + t // each) % n).tiles(None, half, bk)
-                    for p, piece in enumerate(pieces(acc[:, : bn // 2] if late else acc, bk)):
+                    for p, piece in enumerate(pieces(acc[:, : bn // 2], bk)):
                         send(C[c], p, piece, there.at[me, 2 * i + c, j * wide + p])
-                    if late:
-                        kept = acc[:, bn // 2 :].astype(o.dtype)
+                    late = acc[:, bn // 2 :].astype(o.dtype)
                     before = t
                 else:
                     before = -1
@@ -132,10 +129,9 @@ def scattered(
             if before >= 0:
                 to = (me + 1 + before // each) % n
                 at, column = banded(before % each, rows, columns, BAND)
-                if late:
-                    there = box.on(axis, to).tiles(None, half, bk)
-                    for p, piece in enumerate(pieces(kept, bk)):
-                        send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+                there = box.on(axis, to).tiles(None, half, bk)
+                for p, piece in enumerate(pieces(late, bk)):
+                    send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
                 jt.store_wait(0)
                 jt.signal(came.on(axis, to)[2 * at + c, column, me])
             else:
@@ -169,9 +165,9 @@ def scattered(
 # -- which calls gain -------------------------------------------------------------------------------------------------
 
 # Tiles of the result that a device has at least for each multiprocessor, and its operations at most. On two H200s
-# products of 30, 60 and 120 billion take 64, 107 and 218 us, and 78, 134 and 235 as shards beside copies, of 480 the
-# latter is 10 % quicker; on four those of 15, 30 and 60 billion 53, 89 and 146 us, and 118, 188 and 190, of 240 it is
-# 6 % quicker.
+# products of 30, 60 and 120 billion take 64, 104 and 197 us, and 78, 134 and 235 as shards beside copies, of 240 and 480
+# the latter is 1 and 10 % quicker; on four those of 15, 30 and 60 billion 53, 89 and 146 us, and 118, 188 and 190, of
+# 240 it is 6 % quicker.
 TILES, MUCH = 0.75, 150e9
 MOST = 128 << 20  # bytes of symmetric memory of a call site, of which there are two sets
 DEVICES = 8  # the kernel is for any number, up to a tensor map for each; two and four have been measured

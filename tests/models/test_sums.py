@@ -24,12 +24,15 @@ def test_the_norm_behind_them():
 
 
 def test_which_steps_overlap():
-    """Those of a few rows, and with long 16-bit matrices on one device those of many that wide tiles take."""
+    """Those of a few rows; with long 16-bit matrices, and mixtures, those of some more; with long matrices on one
+    device those of many that wide tiles take."""
     of = lambda *shape: jnp.zeros(shape, "bfloat16")
     long, short = [of(8, 4096), of(8)], [of(8, 4096), of(8, 2048)]
     most = programs._most_that_overlap
     assert most(64, long) == 64 and most(20, long) == 16 and most(64, long, alone=False) == 16
-    assert most(64, short) == most(64, [of(2, 8, 4096)]) == 8
+    experts, router, codes = of(2, 8, 2048), jnp.zeros((2, 2048), "float32"), jnp.zeros((2, 8, 1024), "int8")
+    assert most(64, [experts, router, *short]) == most(16, [experts, router], alone=False) == 16
+    assert most(64, short) == most(64, [codes, router]) == 8
 
 
 @pytest.mark.parametrize(("name", "options"), [("llama", {}), ("qwen3", {"page_size": 16})])
