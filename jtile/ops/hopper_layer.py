@@ -251,8 +251,9 @@ def _gated(mem: _Memory, x: Rows, before, stored, norm, total, tiles, first, kin
             for place, part in zip(x.eights(at), of):
                 total.tiles(None, LANES, EIGHT)[0, *place] = part.astype(total.dtype)
     unit = x.scale([_squares(parts)])
+    parts = [[part * w.astype(jnp.float32) for part, w in zip(*of)] for of in zip(parts, norm)]
     for k, of_tile in enumerate(stored):
-        gate, up = (_sums(one, parts, kind) * unit for one in _numbers(of_tile, norm, kind))
+        gate, up = (_sums(one, parts, kind) * unit for one in _numbers(of_tile, [NO_NORM for _ in parts], kind))
         out = ACTIVATIONS[activation](gate) * up
         if first + k < tiles:
             jt.post(mem.hidden, _line(mem.hidden, (first + k) * FEW, FEW), out.astype(mem.hidden.dtype))

@@ -133,7 +133,7 @@ def _copies(w: _Work):
 def _zero_behind(buffer, key, length):
     """Store zeros behind the length: memory there may hold NaN, and 0 times NaN is NaN."""
     if key + UNIT > length:
-        inside = key + jt.arange(UNIT)[:, None] < length
+        inside = key + jnp.broadcast_to(jt.arange(UNIT)[:, None], (UNIT, 64)) < length
         for i in range(0, buffer.shape[1], 64):
             piece = buffer[:, i : i + 64]
             piece.store(jnp.where(inside, piece.load(), jnp.zeros((), buffer.dtype)))
@@ -174,7 +174,9 @@ def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float
             w.k_full.at(c).wait()
             s = jt.dot_wait(jt.dot_async(w.K.at(c), w.Q.T), pending=0)
             w.k_empty.at(c).arrive()
-            s = jnp.where(key + jt.arange(UNIT)[:, None] < length, s, -math.inf)
+            # compared in the shape of the scores: a mask of one column would go to all threads through shared memory
+            row = jnp.broadcast_to(jt.arange(UNIT)[:, None], (UNIT, QUERIES))
+            s = jnp.where(key + row < length, s, -math.inf)
             top = jnp.maximum(m, s.max(0) * (scale * LOG2_E))
             p, fade = jnp.exp2(s * (scale * LOG2_E) - top[None]), jnp.exp2(m - top)
             w.P.store(p.astype(dtype).T)
