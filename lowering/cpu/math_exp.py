@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import math_tables as tables
 from .math_expr import (
     X,
+    estrin,
+    exponent,
     fast_two_sum,
     floor,
     horner,
     magic_int,
     magic_round,
+    mantissa,
     pow2,
     scale,
+    splits,
     two_product,
     two_sum,
 )
@@ -109,10 +113,10 @@ def logistic(x: X) -> X:
 
 
 # -- logarithms -------------------------------------------------------------------------------------------------------
-def _split_exponent(x: X) -> tuple[X, X]:
-    """A positive normal x = 2^e (1 + f) with sqrt(1/2) <= 1 + f < sqrt(2); gives (f, e as a float)."""
+def _split_exponent(x: X, least: float = SQRT_HALF) -> tuple[X, X]:
+    """A positive normal x = 2^e (1 + f) with least <= 1 + f < 2 least; gives (f, e as a float)."""
     fmt = x.fmt
-    base = x.const(SQRT_HALF).bits()
+    base = x.const(least).bits()
     t = x.bits() - base
     e = t >> fmt.mantissa
     m = ((t & ((1 << fmt.mantissa) - 1)) + base).as_float()
@@ -126,23 +130,23 @@ def _int_to_float(e: X) -> X:
     return e.cast("trunc", "i32").cast("sitofp", "double")
 
 
-def _normalised(x: X) -> tuple[X, X]:
+def _normalised(x: X, least: float = SQRT_HALF) -> tuple[X, X]:
     """The parts (f, e) that `_split_exponent` gives, also for subnormal x."""
     shift = SUBNORMAL_SHIFT[x.fmt.bits]
     tiny = x < 2.0 ** (1 - x.fmt.bias)
-    f, e = _split_exponent(tiny.where(x * 2.0**shift, x))
+    f, e = _split_exponent(tiny.where(x * 2.0**shift, x), least)
     return f, e - tiny.where(x.const(shift), 0.0)
 
 
-def _log1p_tail(f: X) -> X:
-    """log(1 + f) - f for 1 + f in [sqrt(1/2), sqrt(2)]."""
+def _log1p_tail(f: X, table: Sequence[float] = tables.LOGS[64]) -> X:
+    """log(1 + f) - f for 1 + f in [sqrt(1/2), sqrt(2)], or where the table is for."""
     if f.fmt.bits == 32:
         z = f * f
         return z.fma(-0.5, (f * z) * horner(f, tables.LOG[32]))
     half_square = f * f * 0.5
     s = f / (f + 2.0)
     z = s * s
-    return s * (half_square + z * horner(z, tables.LOGS[64])) - half_square
+    return s * (half_square + z * estrin(z, table)) - half_square
 
 
 def _log_specials(x: X, y: X) -> X:
@@ -153,6 +157,13 @@ def _log_specials(x: X, y: X) -> X:
 
 def log(x: X) -> X:
     hi, lo = LN2_PARTS[x.fmt.bits]
+    if splits(x):  # instructions know subnormal numbers, and zeros and infinity have infinite exponents
+        m, e = mantissa(x), exponent(x)
+        e, f = (m < 1.0).where(e + 1.0, e), m - 1.0
+        return e.fma(hi, f + e.fma(lo, _log1p_tail(f, tables.LOGM)))
+    if x.scalar == "double":
+        f, e = _normalised(x, 0.75)
+        return _log_specials(x, e.fma(hi, f + e.fma(lo, _log1p_tail(f, tables.LOGM))))
     f, e = _normalised(x)
     return _log_specials(x, e.fma(hi, f + e.fma(lo, _log1p_tail(f))))
 

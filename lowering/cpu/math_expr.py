@@ -307,6 +307,27 @@ def scale(x: X, n: X, t: X) -> X:
     return x * pow2(half) * pow2(i - half)
 
 
+def splits(x: X) -> bool:
+    """Whether there are instructions that split a double into its exponent and its mantissa."""
+    return x.isa.has("avx512f") and x.scalar == "double" and x.lanes % 8 == 0
+
+
+def exponent(x: X) -> X:
+    """The exponent of doubles as a float: floor(log2(abs(x))); -inf of 0, inf of infinity."""
+    how = lambda v, _: v.new(v.code.intrinsic("x86.avx512.mask.getexp", v.ty, v.v, v.v, *_ALL, suffix="pd.512"))
+    return _by_chunks(how, 8, x, x)
+
+
+def mantissa(x: X) -> X:
+    """The mantissa of positive doubles in [3/4, 3/2); 1 of zeros and infinity, NaN of negative numbers."""
+    kind = Val("i32", "15")  # that interval, and NaN for a sign
+    how = lambda v, _: v.new(v.code.intrinsic("x86.avx512.mask.getmant", v.ty, v.v, kind, v.v, *_ALL, suffix="pd.512"))
+    return _by_chunks(how, 8, x, x)
+
+
+_ALL = Val("i8", "-1"), Val("i32", "4")  # all lanes; 4: the rounding mode of MXCSR
+
+
 def _scalef(x: X, n: X) -> X:
     suffix, mask = ("ps.512", "i16") if x.scalar == "float" else ("pd.512", "i8")
     args = (x.v, n.v, x.v, Val(mask, "-1"), Val("i32", "4"))  # 4: rounding mode of MXCSR
