@@ -23,8 +23,8 @@ CHAOTIC = {"logistic_map": 1e-6}  # larger errors that count as right: of a map 
 ROUNDS = 8  # rounds before the clock runs: a program is compiled when that pays, so that the first rounds run in NumPy
 # The scripts that jax.numpy runs unchanged, under `jax.jit`: nothing is assigned to elements, and no result is looked
 # at.
-FUNCTIONAL = """bessel black_scholes collatz day_of_week gray_scott haversine julia_set kepler logistic_map lorenz
-n_body pendulums simpson"""
+FUNCTIONAL = """bessel black_scholes collatz day_of_week eigenvalues epidemic gray_scott haversine julia_set kepler
+logistic_map lorenz n_body newton_fractal pendulums simpson sun"""
 
 
 def names() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,3 +65,76 @@ def _first(a: jax.Array, extreme: Callable, axis: int | None, keepdims: bool) ->
     if not keepdims:
         return place
     return place.reshape((1,) * a.ndim) if axis is None else jnp.expand_dims(place, along)
+
+
+# Universal functions
+
+
+def _whole_division(x, y):
+    """Floor division as NumPy does it: an integer divided by zero gives 0."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.floor_divide(x, y)
+    return jnp.where(y == 0, 0, jnp.floor_divide(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
+
+
+def _remainder(of: Callable) -> Callable:
+    def remainder(x, y):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            return of(x, y)
+        return jnp.where(y == 0, 0, of(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
+
+    return remainder
+
+
+def _reciprocal(x):
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.reciprocal(x)
+    return _whole_division(jnp.ones_like(x), x)
+
+
+def _divide(x: Any, y: Any) -> Any:
+    """A quotient; that of complex numbers as NumPy computes it, by Smith's formula: XLA's code for its own takes ten
+    times as long on CPUs."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    if not jnp.iscomplexobj(y):
+        return jnp.divide(x, y)
+    real, imaginary = y.real, y.imag
+    first = jnp.abs(real) >= jnp.abs(imaginary)
+    large, small = jnp.where(first, real, imaginary), jnp.where(first, imaginary, real)
+    zero = large == 0
+    ratio = jnp.where(zero, 0, small / jnp.where(zero, 1, large))
+    scale = 1 / (large + small * ratio)
+    up = jnp.where(first, x.real + x.imag * ratio, x.real * ratio + x.imag)
+    side = jnp.where(first, x.imag - x.real * ratio, x.imag * ratio - x.real)
+    size = jnp.abs(real)
+    return lax.complex(jnp.where(zero, x.real / size, up * scale), jnp.where(zero, x.imag / size, side * scale))
+
+
+def _power(x: Any, y: Any) -> Any:
+    """A power: products and roots for exponents that are small numbers of the script, as in NumPy for 2 and 0.5."""
+    if not hasattr(y, "setflags") or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.power(x, y)  # the exponent is an operand
+    if jnp.iscomplexobj(x):
+        return lax.integer_pow(x, int(y.real)) if y in (1, 2, 3, 4) else jnp.power(x, y)
+    if abs(y) <= 4 and y == int(y):
+        return lax.integer_pow(x, int(y))
+    if y == 0.5:
+        return jnp.sqrt(x)
+    if abs(y) < 4 and 2 * y == int(2 * y):
+        power = lax.integer_pow(x, int(abs(y) - 0.5)) * jnp.sqrt(x)
+        power = jnp.where(x == -jnp.inf, jnp.inf, power)
+        return power if y > 0 else 1 / power
+    return jnp.power(x, y)
+
+
+UFUNCS: dict[str, Callable | None] = {
+    "divide": _divide,
+    "floor_divide": _whole_division,
+    "remainder": _remainder(jnp.remainder),
+    "fmod": _remainder(jnp.fmod),
+    "divmod": lambda x, y: (_whole_division(x, y), _remainder(jnp.remainder)(x, y)),
+    "reciprocal": _reciprocal,
+    "power": _power,
+    "float_power": _power,
+    "bitwise_count": lambda x: lax.population_count(jnp.abs(x)),
+}

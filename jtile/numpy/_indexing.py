@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy
 
-from jtile.numpy._array import asnode, functions, hosted, ndarray, wrap
+from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
 from jtile.numpy._calls import given_back
-from jtile.numpy._casts import cast
+from jtile.numpy._casts import cast, text
 from jtile.numpy._graph import Node, Op, Shape, interned
-from jtile.numpy._now import Later, now
+from jtile.numpy._now import SMALL, Later, now
 from jtile.numpy._record import record, value_of
 from jtile.numpy._views import basic_index
 
@@ -145,34 +145,69 @@ def _plan(shape: Shape, index: tuple) -> _Plan | None:
         elif isinstance(i, ndarray | numpy.ndarray | int | numpy.integer):
             if isinstance(i, ndarray | numpy.ndarray) and i.dtype.kind not in "iu":
                 raise IndexError("arrays used as indices must be of integer (or boolean) type")
-            arrays.append(_in_bounds(numpy.asarray(i), axis, shape[axis]))
+            arrays.append(_in_bounds(i, axis, shape[axis]))
             static.append(None)
             axis += 1
         else:
             return None
-    sample = numpy.lib.stride_tricks.as_strided(numpy.zeros(1, "int8"), shape, (0,) * len(shape))
-    small = [numpy.lib.stride_tricks.as_strided(numpy.zeros(1, "int64"), a.shape, (0,) * len(a.shape)) for a in arrays]
-    out = sample[_filled(tuple(static), small)].shape if all(shape) else _empty_shape(shape, static, small)
-    return _Plan(tuple(static), arrays, out)
+    return _Plan(tuple(static), arrays, _picked_shape(shape, static, arrays))
 
 
-def _empty_shape(shape: Shape, static: list, arrays: list) -> Shape:
-    return numpy.empty(shape, "int8")[_filled(tuple(static), arrays)].shape
+def _picked_shape(shape: Shape, static: list, arrays: list[Node]) -> Shape:
+    """The shape of what an index picks: that of its arrays together stands where they are side by side, else first."""
+    try:
+        together = numpy.broadcast_shapes(*[a.shape for a in arrays])
+    except ValueError:
+        shapes = " ".join(text(a.shape) for a in arrays)
+        raise IndexError(
+            f"shape mismatch: indexing arrays could not be broadcast together with shapes {shapes} "
+        ) from None
+    named = sum(part != "new" and part != "..." for part in static)
+    out: list[int] = []
+    axis, place, last = 0, 0, None
+    for k, part in enumerate(static):
+        if part == "new":
+            out.append(1)
+        elif part == "...":
+            rest = len(shape) - named
+            out += shape[axis : axis + rest]
+            axis += rest
+        elif part is not None:
+            out.append(len(range(*slice(*part[1:]).indices(shape[axis]))))
+            axis += 1
+        else:
+            place = len(out) if last is None else place if last == k - 1 else 0
+            last, axis = k, axis + 1
+    return (*out[:place], *together, *out[place:])
 
 
-def _in_bounds(index: numpy.ndarray, axis: int, size: int) -> Node:
+def _in_bounds(index: Any, axis: int, size: int) -> Node:
     """An index array, counted from the front.
 
     Raises:
       IndexError: NumPy's, where one of it is out of bounds.
     """
-    if not index.size:
-        return asnode(index.astype(numpy.int64))
-    low, high = index.min(), index.max()
+    array = asarray(index)
+    if not array.size:
+        return cast(array._node(), numpy.dtype(numpy.int64))
+    low, high = _ends(array)
     if low < -size or high >= size:
         bad = low if low < -size else high
         raise IndexError(f"index {bad} is out of bounds for axis {axis} with size {size}")
-    return asnode(numpy.where(index < 0, index + size, index) if low < 0 else index)
+    if low >= 0:
+        return array._node()
+    array = array.astype(numpy.int64)
+    return functions["where"](array < 0, array + size, array)._node()
+
+
+def _ends(array: ndarray) -> tuple[int, int]:
+    """The least and the largest of some integers; those of pending ones are computed with these, by one program."""
+    node = array._node()
+    if node.op is not None and node.size > SMALL:
+        ends = functions["min"](array), functions["max"](array)
+        return int(ends[0]), int(ends[1])
+    value = value_of(node)
+    return int(value.min()), int(value.max())
 
 
 def _distinct(index: Node, shape: Shape) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy
 
 from jtile._memo import memo
-from jtile.numpy import _array
+from jtile.numpy import _array, _device
 from jtile.numpy._array import asarray, asnode, functions, hosted, made_of, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back, picked, written
 from jtile.numpy._casts import cast, text
@@ -37,55 +37,6 @@ _REDUCTIONS = {
 }
 
 
-def _whole_division(x, y):
-    """Floor division as NumPy does it: an integer divided by zero gives 0."""
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.floor_divide(x, y)
-    return jnp.where(y == 0, 0, jnp.floor_divide(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
-
-
-def _remainder(of: Callable) -> Callable:
-    def remainder(x, y):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            return of(x, y)
-        return jnp.where(y == 0, 0, of(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
-
-    return remainder
-
-
-def _reciprocal(x):
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.reciprocal(x)
-    return _whole_division(jnp.ones_like(x), x)
-
-
-def _power(x: Any, y: Any) -> Any:
-    """A power: products and roots for exponents that are small numbers of the script, as in NumPy for 2 and 0.5."""
-    if not hasattr(y, "setflags") or jnp.iscomplexobj(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.power(x, y)  # the exponent is an operand
-    if abs(y) <= 4 and y == int(y):
-        return jax.lax.integer_pow(x, int(y))
-    if y == 0.5:
-        return jnp.sqrt(x)
-    if abs(y) < 4 and 2 * y == int(2 * y):
-        power = jax.lax.integer_pow(x, int(abs(y) - 0.5)) * jnp.sqrt(x)
-        power = jnp.where(x == -jnp.inf, jnp.inf, power)
-        return power if y > 0 else 1 / power
-    return jnp.power(x, y)
-
-
-_DEVICE: dict[str, Callable | None] = {
-    "floor_divide": _whole_division,
-    "remainder": _remainder(jnp.remainder),
-    "fmod": _remainder(jnp.fmod),
-    "divmod": lambda x, y: (_whole_division(x, y), _remainder(jnp.remainder)(x, y)),
-    "reciprocal": _reciprocal,
-    "power": _power,
-    "float_power": _power,
-    "bitwise_count": lambda x: jax.lax.population_count(jnp.abs(x)),
-}
-
-
 class ufunc:  # noqa: N801
     """A universal function: NumPy's of the same name, over arrays that are computed when they are looked at.
 
@@ -95,7 +46,7 @@ class ufunc:  # noqa: N801
 
     def __init__(self, of: numpy.ufunc):
         self.numpy = of
-        self.device = _DEVICE.get(of.__name__, getattr(jnp, of.__name__, None))
+        self.device = _device.UFUNCS.get(of.__name__, getattr(jnp, of.__name__, None))
         self.cost = 10.0 if of.__name__ in _SLOW.split() else 1.0
         self._known: dict[tuple, tuple[Op, tuple, tuple, Any]] = {}
         self.nin, self.nout, self.nargs, self.ntypes = of.nin, of.nout, of.nargs, of.ntypes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import numpy
 import pytest
 
 import jtile.numpy as np
-from jtile.numpy import _evaluate
+from jtile.numpy import _device, _evaluate
+from jtile.numpy._evaluate import as_numpy_counts
 
 SIDE = 200  # large enough that calls are recorded
 TWICE = range(2)
@@ -117,3 +119,36 @@ def test_sums_of_parts_are_those_of_the_whole_with_zeros(monkeypatch):
         assert ours.dtype == theirs.dtype
         numpy.testing.assert_allclose(ours, theirs, rtol=1e-13)
     assert len(walks[0].summed) == len(sums)
+
+
+def test_what_index_arrays_pick_is_numpys():
+    value, array = _pair("int64")
+    rows, columns = numpy.array([[3, -1, 7]]), numpy.array([[0], [SIDE - 1]])
+    picks = (
+        numpy.s_[rows], numpy.s_[rows, columns], numpy.s_[:, rows], numpy.s_[None, rows, 2], numpy.s_[rows, None, 2],
+        numpy.s_[rows, :3], numpy.s_[..., columns], numpy.s_[2, ..., rows], numpy.s_[rows[:, :0]], numpy.s_[5:2, rows],
+    )  # fmt: skip
+    for pick in picks:
+        ours = (
+            tuple(np.asarray(i) if isinstance(i, numpy.ndarray) else i for i in pick) if type(pick) is tuple else pick
+        )
+        _same(array[ours], value[pick])
+    large = numpy.random.default_rng(2).integers(-SIDE, SIDE, (SIDE, SIDE))
+    mine = np.asarray(large) * 1
+    for _ in TWICE:
+        _same(array[mine - 0, mine], value[large, large])
+        with pytest.raises(IndexError, match="is out of bounds for axis 1 with size"):
+            array[:, mine * 2]
+        with pytest.raises(IndexError, match="shape mismatch: indexing arrays could not be broadcast together"):
+            array[mine, mine[:3]]
+
+
+def test_quotients_of_complex_numbers_are_numpys():
+    parts = (0.0, -0.0, 1.0, -2.5, numpy.inf, -numpy.inf, numpy.nan, 1e150, 1e-150)
+    numbers = numpy.array([complex(a, b) for a in parts for b in parts])
+    x, y = numbers.reshape(-1, 1), numbers.reshape(1, -1)
+    with numpy.errstate(all="ignore"), as_numpy_counts():
+        want = x / y
+        got = numpy.asarray(_device.UFUNCS["divide"](jax.numpy.asarray(x), jax.numpy.asarray(y)))
+    for ours, theirs in ((got.real, want.real), (got.imag, want.imag)):
+        numpy.testing.assert_allclose(ours, theirs, rtol=1e-14)
