@@ -12,13 +12,14 @@ import jtile as jt
 from jtile.ops._shapes import fit, machine, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flash_attention import NOTHING, normalised
+from jtile.ops.flash_attention import NOTHING, normalised, online
 
 CACHE, OPERANDS = jnp.dtype(jnp.float8_e4m3fn), "float16"
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100
 _EXPONENT = 0x7F800000
 _FEW = 16  # queries of a program that fill no tile of a warpgroup's product
 USED = False  # an experiment: measured on no GPU yet
+HALF_OF_FEW, HALF_OF_MANY = "both", "keys"
 
 
 def _beyond(x):
@@ -28,8 +29,9 @@ def _beyond(x):
 
 
 @jt.function
-def _attended(q, k, v, lengths, table, scales, o, first, *, bk: int, scale: float, softcap, window, stages: int):
-    """The body of both kernels: the attention of tile `first + program` of q [tiles, t, heads, d]."""
+def _attended(q, k, v, lengths, table, scales, o, first, *, half: str, bk: int, scale: float, softcap, window, stages):
+    """The body of both kernels: the attention of tile `first + program` of q [tiles, t, heads, d]. half: what becomes
+    float16: "both", "keys" or "none"; the others become numbers of q's dtype."""
     # The formulas of flash_attention. Queries and weights are multiplied with powers of two, so that they are numbers
     # of float16 whatever their range is:     x = 2^e y     sum_j p_j u_j v_j = U sum_j (p_j u_j / U) v_j
     # u: scales of a block's values; U: a power of two beyond those of all blocks so far
@@ -39,8 +41,13 @@ def _attended(q, k, v, lengths, table, scales, o, first, *, bk: int, scale: floa
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
     of_keys, of_values = (x.tiles(None, None, bk) for x in scales)
     Q = q.tiles(None, t, group, d)[at_tile, 0, g, 0].reshape(t * group, d).astype(jnp.float32)
-    size = _beyond(abs(Q).max(1))
-    Q, unit = (Q * (1.0 / size)[:, None]).astype(OPERANDS), (size * (scale * (LOG2_E if softcap is None else 1.0)))
+    keys, values = (OPERANDS if half in kinds else q.dtype for kinds in (("both", "keys"), ("both",)))
+    factor = scale * (LOG2_E if softcap is None else 1.0)
+    unit = None
+    if half != "none":
+        size = _beyond(abs(Q).max(1))
+        Q, unit = Q * (1.0 / size)[:, None], size * factor
+    Q = Q.astype(keys)
     length = jnp.clip(lengths[b], 0, slots)
     position = length - t + jt.arange(t * group)[:, None] // group
     begin = 0 if window is None else floordiv(jnp.maximum(length - t + 1 - window, 0), bk)
@@ -51,9 +58,9 @@ def _attended(q, k, v, lengths, table, scales, o, first, *, bk: int, scale: floa
     def step(j, m, l, acc, U, edge: bool):
         of_page = jnp.int32(k.shape[1] // bk)
         row, at = (b, j) if table is None else (table[b, jax.lax.div(j, of_page)], jax.lax.rem(j, of_page))
-        s = jt.dot(Q, K[row, at, g, 0].astype(OPERANDS).T) * of_keys[row, g, at][None, :]
-        s = scores(s * unit[:, None], 1.0, softcap)
-        V_j, u = V[row, at, g, 0].astype(OPERANDS), of_values[row, g, at]
+        s = jt.dot(Q, K[row, at, g, 0].astype(keys).T) * of_keys[row, g, at][None, :]
+        s = scores(s * (factor if unit is None else unit[:, None]), 1.0, softcap)
+        V_j, u = V[row, at, g, 0].astype(values), of_values[row, g, at]
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             seen = columns <= position
@@ -61,14 +68,16 @@ def _attended(q, k, v, lengths, table, scales, o, first, *, bk: int, scale: floa
             s = jnp.where(seen, s, -math.inf)
             V_j = jnp.where(length > columns.T, V_j, jnp.zeros((), V_j.dtype))
             u = jnp.where(length > columns[0], u, 0.0)
+        if half != "both":
+            return *online(s, V_j, m, l, acc, u), U
         top, now = jnp.maximum(m, s.max(1)), jnp.maximum(U, _beyond(u.max()))
         p, fade, over = jnp.exp2(s - top[:, None]), jnp.exp2(m - top), 1.0 / now
-        weights = (p * (u * over)[None, :]).astype(OPERANDS)
+        weights = (p * (u * over)[None, :]).astype(values)
         return top, l * fade + p.sum(1), jt.dot(weights, V_j, acc * (fade * (U * over))[:, None]), now
 
     rows = t * group
     m, l, acc = jt.full((rows,), NOTHING, jnp.float32), jt.zeros((rows,), jnp.float32), jt.zeros((rows, d), jnp.float32)
-    U = jnp.float32(_SMALLEST)
+    U = jnp.float32(_SMALLEST if half == "both" else 1.0)
     for j in jt.range(begin, plain, stages=stages):
         m, l, acc, U = step(j, m, l, acc, U, edge=False)
     for j in jt.range(plain, end):
@@ -83,26 +92,23 @@ def _grid(q, k, v, lengths, *_, **__):
 
 @jt.kernel(out_type=lambda q, *_, **__: jt.like(q), grid=_grid)
 def narrow_rows(
-    q, k, v, lengths, table, scales, o, *, bk: int, scale: float, softcap: float | None, window: int | None, stages: int
+    q, k, v, lengths, table, scales, o,
+    *, half: str, bk: int, scale: float, softcap: float | None, window: int | None, stages: int,
 ):  # fmt: skip
     """Attention of the first n tiles of q [tiles, t, heads, d], those of lengths int32 [n]; the others of the output
     are not written. k, v, table, scales: see `decode_splits`."""
-    _attended(
-        q, k, v, lengths, table, scales, o, jnp.int32(0), bk=bk, scale=scale, softcap=softcap, window=window,
-        stages=stages,
-    )  # fmt: skip
+    options = {"half": half, "bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages}
+    _attended(q, k, v, lengths, table, scales, o, jnp.int32(0), **options)
 
 
 @jt.kernel(out_type=lambda q, *_, **__: jt.like(q), grid=_grid, alias={"into": "o"})
 def narrow_tiles(
     q, k, v, lengths, table, scales, into, o,
-    *, bk: int, scale: float, softcap: float | None, window: int | None, stages: int,
+    *, half: str, bk: int, scale: float, softcap: float | None, window: int | None, stages: int,
 ):  # fmt: skip
     """Attention of the last n tiles of q, those of lengths int32 [n]; those in front keep what `into` has."""
-    first = jnp.int32(q.shape[0] - lengths.shape[0])
-    _attended(
-        q, k, v, lengths, table, scales, o, first, bk=bk, scale=scale, softcap=softcap, window=window, stages=stages
-    )
+    options = {"half": half, "bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages}
+    _attended(q, k, v, lengths, table, scales, o, jnp.int32(q.shape[0] - lengths.shape[0]), **options)
 
 
 def misfit(q, k, scales) -> str | None:
@@ -126,7 +132,8 @@ def attention(q, k, v, lengths, table, scales, into=None, *, scale: float, softc
     bk = fit(k.shape[1], 32 if few else 64)
     if table is not None:
         bk = max(x for x in range(1, min(bk, k.shape[1]) + 1) if k.shape[1] % x == 0)
-    options = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": 5 if few else 2}
+    options = {"half": HALF_OF_FEW if few else HALF_OF_MANY, "bk": bk, "stages": 5 if few else 2}
+    options |= {"scale": scale, "softcap": softcap, "window": window}
     how = {"num_warps": 1} if few else {"num_warps": 4, "specialize": False}
     if into is None:
         return tuned(narrow_rows, **how)(q, k, v, lengths, table, scales, **options)

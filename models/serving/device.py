@@ -78,7 +78,8 @@ class Device:
         slots = settings.rows + 1  # the last slot is for padding
         self._last = self._zeros((slots,), jnp.int32)
         self._table = np.full((slots, settings.width), -1, np.int32)
-        self._written = [0] * slots  # how many pages of the sequence that runs there a row of the table holds
+        # What a row of the table holds of the sequence that runs there: how many pages, behind so many exchanges.
+        self._written = [(0, 0)] * slots
         # The options of sampling of every slot, and those that the device has, which are sent anew once a step if some
         # have changed: one transfer for each sequence that begins kept the host from launching the step.
         self._chosen = {name: np.zeros((slots, *x.shape[1:]), x.dtype) for name, x in settings.options.items()}
@@ -115,7 +116,7 @@ class Device:
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
         """Writes the state of a sequence with these tokens into its slot."""
-        self._written[slot] = 0
+        self._written[slot] = 0, 0
         for name, x in row.options.items():
             self._chosen[name][slot] = x[0]
         self._changed = True
@@ -176,7 +177,7 @@ class Device:
                 batch[1, at:end] = np.arange(start, start + count)
                 batch[2, at:end], batch[4, at:end] = slot, sequence.adapter
                 batch[3, end - 1] = segment.pending
-            self._write_pages(slot, sequence.pages)
+            self._write_pages(slot, sequence.pages, sequence.exchanged)
             if segment.samples:
                 samples.append((end - 1, slot, segment.made))
         if alone:
@@ -185,12 +186,12 @@ class Device:
             of[: len(samples)], *which[:, : len(samples)] = np.array(samples, np.int32).T
         return batch, of, which
 
-    def _write_pages(self, slot: int, pages: list[int]) -> None:
-        """Brings a row of the table up to date. While a sequence runs, pages are added to its list, and none change."""
-        if self._written[slot] != len(pages):
+    def _write_pages(self, slot: int, pages: list[int], exchanged: int) -> None:
+        """Brings a row of the table up to date. While a sequence runs, pages are added to its list, or exchanged."""
+        if self._written[slot] != (now := (len(pages), exchanged)):
             self._table[slot, : len(pages)] = pages
             self._table[slot, len(pages) :] = -1
-            self._written[slot] = len(pages)
+            self._written[slot] = now
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copies pages, (from, to), in groups. No group reads what another one has written, since the scheduler makes

@@ -52,6 +52,7 @@ class Sequence:
     cached: int | None = None
     finished: bool = False
     inserted: int = 0  # how many of its pages the prefix tree knows
+    exchanged: int = 0  # how often pages became those of the prefix tree that hold the same tokens
 
     def __post_init__(self):
         self.tokens = self.prompt.tolist()
@@ -99,6 +100,11 @@ class Plan:
     def tokens(self) -> int:
         """How many tokens it computes."""
         return sum(segment.count for segment in self.segments)
+
+    @functools.cached_property
+    def short(self) -> bool:
+        """Whether no sequence has more than one token in it."""
+        return all(segment.count == 1 for segment in self.segments)
 
     @functools.cached_property
     def samples(self) -> list[Segment]:
@@ -322,8 +328,9 @@ class Scheduler:
         """Adds the pages to the tree that are full and whose tokens the host knows."""
         full = min(sequence.computed, len(sequence.tokens)) // self.page
         if full > sequence.inserted:
+            before = sequence.pages[:full]
             self.tree.insert(sequence.tokens[: full * self.page], sequence.pages, sequence.inserted, sequence.adapter)
-            sequence.inserted = full
+            sequence.inserted, sequence.exchanged = full, sequence.exchanged + (sequence.pages[:full] != before)
 
     # -- sequences that wait -------------------------------------------------------------------------------------------
 

@@ -101,10 +101,13 @@ def narrow(x):
     return (x / unit[..., None]).astype(jnp.float8_e4m3fn), unit.swapaxes(1, 2).astype(np.float32)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 5.0}])
-def test_caches_of_eight_bits_in_one_array(options, monkeypatch):
+@pytest.mark.parametrize(
+    ("half", "options"), [("both", {}), ("keys", {"window": 40}), ("none", {}), ("both", {"softcap": 5.0})]
+)
+def test_caches_of_eight_bits_in_one_array(half, options, monkeypatch):
     """Two kernels for one array; numbers beyond the range of float16 are no exception."""
     monkeypatch.setattr(narrow_caches, "USED", True)
+    monkeypatch.setattr(narrow_caches, "HALF_OF_MANY", half)
     q, k, v, lengths, table = arguments(32, 8, 2, 64, (70, 3), (66, 40))
     size = 2.0**20
     (k, of_k), (v, of_v) = narrow(k), narrow(v)
