@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 
@@ -153,8 +154,24 @@ class Frame:
 
     def numbers(self, axis: int):
         """The numbers along an axis of this program's elements."""
-        numbers = jt.arange(self.sides[axis]) + self.ids.get(axis, 0) * self.sides[axis]
-        return numbers.reshape([self.sides[axis] if a == axis else 1 for a in range(len(self.sides))])
+        side, shape = self.sides[axis], [self.sides[axis] if a == axis else 1 for a in range(len(self.sides))]
+        return plus(jt.arange(side).reshape(shape), times(self.ids.get(axis, 0), side))
+
+
+def times(x: Any, factor: int) -> Any:
+    """x * factor, for int32; JAX traces operators of arrays as functions, which takes ten times as long."""
+    if factor == 1:
+        return x
+    return x * factor if isinstance(x, int) else jax.lax.mul(x, np.int32(factor))
+
+
+def plus(x: Any, y: Any) -> Any:
+    """x + y, for int32, where y is a number or has no axes."""
+    if isinstance(y, int) and y == 0:
+        return x
+    if isinstance(x, int):
+        return x + y if isinstance(y, int) else plus(y, x)
+    return jax.lax.add(x, np.int32(y) if isinstance(y, int) else y)
 
 
 class WideFrame(Frame):

@@ -8,6 +8,7 @@ a shift, or one index. A value of the group that is needed at several places is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -158,6 +159,10 @@ def _known(x: Operand, made: Mapping[Value, Node]) -> np.ndarray | None:
     return np.broadcast_to(part, x.shape) if part.ndim == 0 else part.reshape(x.shape)  # type: ignore[union-attr]
 
 
+class Loose(Step):
+    """A pad of which nobody reads the padding."""
+
+
 def _update_steps(step: Step, starts: Sequence[int]) -> tuple[Step, ...]:
     """The steps of an update: a choice between the array and the block, which is padded to its size."""
     numbers = step.params["dimension_numbers"]
@@ -168,14 +173,16 @@ def _update_steps(step: Step, starts: Sequence[int]) -> tuple[Step, ...]:
         for i, (at, n, size) in enumerate(zip(starts, block.shape, x.shape, strict=True)):
             if n != size:
                 number = lax.broadcasted_iota(np.int32, x.shape, i)
-                here = (number >= at) & (number < at + n)
-                own = here if own is None else own & here
+                tests = [lax.ge(number, np.int32(at))] if at else []
+                tests += [lax.lt(number, np.int32(at + n))] if at + n < size else []
+                own = functools.reduce(lax.bitwise_and, tests if own is None else [own, *tests])
         edges = [(at, size - at - n, 0) for at, n, size in zip(starts, block.shape, x.shape, strict=True)]
         block = lax.pad(block, np.zeros((), block.dtype), edges)
-        block = block if step.name == "scatter" else x + block
+        block = block if step.name == "scatter" else lax.add(x, block)
         return block if own is None else lax.select(own, block, x)
 
-    return steps_of(jax.make_jaxpr(updated)(*(v.aval for v in step.ins)), step, _is_window)
+    steps = steps_of(jax.make_jaxpr(updated)(*(v.aval for v in step.ins)), step, _is_window)
+    return tuple(Loose(s.eqn, s.ins, s.outs) if s.name == "pad" else s for s in steps)
 
 
 def reads(step: Step, place: Place) -> list[Read]:
