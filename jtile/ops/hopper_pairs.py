@@ -36,6 +36,7 @@ class Form:
       programs: programs, which take the tiles in turns; 0: one for each tile.
       registers: registers of a consumer's thread.
       blocks: how many 64 rows of W a consumer has.
+      span: terms of a round of places, a multiple of `terms`.
     """
 
     consumers: int
@@ -47,16 +48,12 @@ class Form:
     programs: int = 0
     registers: int = 232
     blocks: int = 1
+    span: int = SPAN
 
     @property
     def rows(self) -> int:
         """Rows of W of a program."""
         return self.consumers * self.blocks * ROWS
-
-    @property
-    def span(self) -> int:
-        """Terms of a round of places."""
-        return max(self.terms, SPAN)
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles of W and of x."""
@@ -124,10 +121,11 @@ def _sums(mem: _Memory, h: int, first, spans: int, form: Form):
                 jt.dot_async(mem.rows.at(at)[own], right, total, keep=later, places=places[:, of_round])
                 for own, total, places in zip(blocks, totals, codes)
             ]
-            totals = _waited(totals, form.blocks)
-            mem.empty.at(at + form.slots - 1).arrive(when=later)
-    totals = _waited(totals, 0)
-    mem.empty.at((first + spans) * each - 1).arrive()
+            # places stay in their registers until products have ended: only within a span two rounds run at once
+            totals = _waited(totals, form.blocks if e + 1 < each else 0)
+            if e:
+                mem.empty.at(at - 1).arrive()
+        mem.empty.at((first + k + 1) * each - 1).arrive()
     return totals
 
 

@@ -3,8 +3,14 @@
 The emitter makes a dense product of one instruction over 16 terms for each 32 terms of the sparse one: its addresses,
 its accumulator and its predicate are those of the sparse instruction, and what is not is said by a comment in front,
 `// jtile.sparse %r7 0 2 4`: the register with the places, the selector of the threads that have them, the number of the
-instruction in its product, and how many that has. A text of which anything is not understood is refused: it would give
-wrong numbers.
+instruction in its product, and how many that has.
+
+The tensor cores read the register with the places when they come to the instruction, which may be hundreds of cycles
+after it was issued, and ptxas does not know it: where a round of a loop wrote them while the last product of the round
+before ran, an H200 with two consumers gave wrong sums. So something that needs these registers, and does nothing,
+stands behind the wait for all products (`held`), and nothing else is in them until then.
+
+A text of which anything is not understood is refused: it would give wrong numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +25,19 @@ _PRODUCT = re.compile(
 )
 _WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,;]+)")
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:bra|brx|call|ret|exit)\b|^\s*\$?\w+:")
+_WAIT = "wgmma.wait_group.sync.aligned 0;"
+_HELD = re.compile(r"@none nanosleep\.u32 (%r\d+);")
 _GROUP = ("wgmma.commit_group.sync.aligned;", "wgmma.fence.sync.aligned;")
 
 
 def mark(register: str, selector: int, step: int, steps: int) -> str:
     """The comment in front of instruction number `step` of `steps` of a product."""
     return f"// jtile.sparse {register} {selector} {step} {steps}"
+
+
+def held(register: str) -> str:
+    """Assembly that needs a register with places, of which none are 0, and does nothing."""
+    return f"{{ .reg .pred none; setp.eq.u32 none, {register}, 0; @none nanosleep.u32 {register}; }}"
 
 
 @dataclasses.dataclass
@@ -55,9 +68,17 @@ def products(text: str) -> str:
         return text
     out: list[str] = []
     here: _Open | None = None
+    used: dict[str, bool] = {}  # registers of products that may run; whether all products have been waited for since
     for line in text.split("\n"):
         if "jtile.sparse" in line:
             here = _marked(line, here)
+            used[here.register] = False
+        elif _WAIT in line:
+            used = dict.fromkeys(used, True)
+        elif "@none nanosleep" in line:
+            used = {
+                register: ended for register, ended in used.items() if not (ended and register in _HELD.findall(line))
+            }
         elif here is None:
             pass
         elif "wgmma.mma_async" in line:
@@ -73,6 +94,8 @@ def products(text: str) -> str:
         out.append(line)
     if here is not None:
         raise ValueError(f"instruction {here.step} of {here.steps} of a sparse product is the last one of the text")
+    if used:
+        raise ValueError(f"nothing holds the places of sparse products, {', '.join(used)}, until these have ended")
     return "\n".join(out)
 
 

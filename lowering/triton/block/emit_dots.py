@@ -6,10 +6,10 @@ import dataclasses
 
 from jtile import ir
 
-from .. import sparse
 from ..emit_dot import PROMOTE
 from ..emitter import elem_of
 from ..ttir import Val
+from . import sparse
 from .analysis import is_free, operand_layout, product_layout
 from .code import Mem
 from .emit_shared import shared_elem
@@ -17,7 +17,6 @@ from .emitter import BlockEmitter, emits
 from .layouts import Mma, Swizzled, places
 
 OPERANDS = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
-SPARSE = 32  # terms of an instruction whose left operand has two of every four
 EXACT = 1 << 30  # terms that are summed in the tensor cores before they go to float32
 
 
@@ -75,16 +74,12 @@ def _sparse(em: BlockEmitter, op: ir.DotAsync, a: Mem, b: Mem, acc: Val, keep: V
     over the first 16 of these, of which `sparse.py` makes one for sparse operands. A comment in front of it names the
     register with the places."""
     k = op.b.shape[0]
-    codes, words, steps = em.tile(op.places, places(k)), k // 64, k // SPARSE
-    yes = em.code.const(True, "i1")
+    codes, steps, yes = em.tile(op.places, places(k)), k // sparse.TERMS, em.code.const(True, "i1")
+    em.held.append(codes)
     for step in range(steps):
-        asm = sparse.mark(f"${words + step // 2}", step % 2, step, steps)
-        constraints = ",".join(["=r"] * words + ["r"] * words)
-        attributes = f'{{constraints = "{constraints}", packed_element = {4 * words} : i32, pure = false}}'
-        line = f'tt.elementwise_inline_asm "{asm}" {attributes} {codes.name} : {codes.type} -> {codes.type}'
-        em.code.do(f"{em.code.name()} = {line}")
-        left = _columns(em, a, SPARSE // 2 * step, SPARSE // 2, 1)
-        right = _columns(em, b, SPARSE * step, SPARSE // 2, 0)
+        sparse.marked(em.code, codes, step, steps)
+        left = _columns(em, a, sparse.TERMS // 2 * step, sparse.TERMS // 2, 1)
+        right = _columns(em, b, sparse.TERMS * step, sparse.TERMS // 2, 0)
         acc = product(em, op, left, right, acc, yes if step else keep)
     return acc
 
@@ -176,9 +171,17 @@ def _check_sparse(em: BlockEmitter, op: ir.DotAsync, out: Mma) -> None:
         (em.warps == 4 and m == 64, f"sparse products of 64 rows in a role of 4 warps, got {m} in {em.warps} warps"),
         (out.n == n, f"sparse products of one instruction, of at most {out.n} columns here, got {n}"),
         (k % 64 == 0, f"sparse products over multiples of 64 terms, got {k}"),
+        (_waited_for(em, op), "sparse products that are waited for, all of them, in the block that they start in"),
     ):
         if not holds:
             em.refuse(op, what)
+
+
+def _waited_for(em: BlockEmitter, op: ir.DotAsync) -> bool:
+    """Whether a wait for all products stands behind a product in its block: what holds its places stands there."""
+    assert em.within is not None
+    behind = em.within.ops[em.within.ops.index(op) :]
+    return any(isinstance(x, ir.DotWait) and not x.pending for x in behind)
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------
@@ -200,6 +203,10 @@ def _dot_wait(em: BlockEmitter, op: ir.DotWait) -> list[Val]:
         if em.places[v][0] is em.within and not is_free(v):  # products that still run go on under this name
             em.env[v] = d
     em.flying = [v for v in em.flying if v not in values]
+    if not op.pending:
+        for codes in em.held:
+            sparse.hold(em.code, codes)
+        em.held = []
     return done[: len(values)]
 
 

@@ -10,6 +10,7 @@ from ..emitter import memory_elem, padded
 from ..features import Features
 from ..tma import FP8
 from ..ttir import Val
+from . import sparse
 from .code import Mem
 from .emitter import BlockEmitter, emits
 from .layouts import Plain, Swizzled, swizzled
@@ -132,7 +133,7 @@ def _load_shared(em: BlockEmitter, op: ir.LoadShared) -> Val:
         v = code.let(f"ttg.local_load {m.name} : {m.type} -> {code.spell(m.shape, m.elem)}", m.shape, m.elem)
         v = code.bitcast(v, memory_elem(op.result.dtype))
         if _are_places(em, op.result):
-            return _whole_words(em, v)
+            return sparse.whole_words(code, v)
         return code.cmp("ne", v, code.const(0, "i8", v.shape)) if op.result.dtype == "bool" else v
 
 
@@ -143,15 +144,6 @@ def _are_places(em: BlockEmitter, v: ir.Value) -> bool:
     ops = list(em.kernel.body.walk())
     parts = {v, *(op.result for op in ops if isinstance(op, ir.Slice) and op.x is v)}
     return any(isinstance(op, ir.DotAsync) and op.places in parts for op in ops)
-
-
-def _whole_words(em: BlockEmitter, v: Val) -> Val:
-    """A tile of bytes, four of a thread in one register here: registers that were put together between products would
-    make ptxas wait for each product before the next."""
-    out = dataclasses.replace(v, name=em.code.name())
-    asm = '"mov.b32 $0, $1;" {constraints = "=r,r", packed_element = 4 : i32, pure = false}'
-    em.code.do(f"{out.name} = tt.elementwise_inline_asm {asm} {v.name} : {v.type} -> {v.type}")
-    return out
 
 
 @emits(ir.StoreShared)

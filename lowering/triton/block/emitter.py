@@ -53,6 +53,7 @@ class BlockEmitter(Emitter):
         self.within: ir.Block | None = None  # the block whose ops are being emitted
         self.layouts: dict[ir.Value, str] = {}  # layouts of all values that were defined, for texts that people read
         self.flying: list[ir.Value] = []  # products of the current block that nobody has waited for
+        self.held: list[Val] = []  # places of sparse products of the current block that may run
 
     # -- values from outside ------------------------------------------------------------------------------------------
 

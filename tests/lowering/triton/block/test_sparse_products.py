@@ -14,7 +14,8 @@ from jtile.lowering.triton import sparse
 BF16 = jnp.bfloat16
 
 
-def product(a, places, b, o, *, rows=64, warps=4, in_registers=False):
+@jt.function
+def product(a, places, b, o, *, rows=64, warps=4, in_registers=False, rounds=1):
     """o [rows, n] of a [rows, k / 2], places [rows, k / 8] and b [n, k]."""
     A, P, B = (jt.alloc(x.shape, x.dtype) for x in (a, places, b))
     come = jt.barrier()
@@ -24,7 +25,13 @@ def product(a, places, b, o, *, rows=64, warps=4, in_registers=False):
             jt.async_copy(x.at[:, :], buffer, come[0])
         come[0].wait(0)
         left = A.load() if in_registers else A
-        o[:, :] = jt.dot_wait(jt.dot_async(left, B.T, places=P.load()))
+        if rounds == 1:
+            o[:, :] = jt.dot_wait(jt.dot_async(left, B.T, places=P.load()))
+            return
+        total = jt.zeros(o.shape, o.dtype)
+        for _ in jt.range(rounds):
+            total = jt.dot_wait(jt.dot_async(left, B.T, total, places=P.load()), pending=1)
+        o[:, :] = jt.dot_wait(total)
 
 
 def kernel(**options):
@@ -67,7 +74,7 @@ def test_instructions():
         r"wgmma\.mma_async\.sp\.sync\.aligned\.m64n64k32\.f32\.bf16\.bf16 .*, (%r\d+), ([01]), ", texts["ptx"]
     )
     assert [selector for _, selector in found] == ["0", "1", "0", "1"]
-    assert len({register for register, _ in found}) == 2
+    assert len({register for register, _ in found}) == texts["ptx"].count("nanosleep") == 2
     assert texts["ptx"].count("wgmma.mma_async") == 4
     assert texts["ptx"].count("wgmma.commit_group") == texts["ptx"].count("wgmma.fence.sync") == 1
     assert len(re.findall(r"HGMMA\.SP\.64x64x32\.F32\.BF16", texts["sass"])) == 4
@@ -81,6 +88,7 @@ def test_instructions():
         ({}, {"rows": 128}, "64 rows"),
         ({"warps": 8}, {"rows": 128}, "4 warps"),
         ({}, {"n": 512}, "of one instruction"),
+        ({"rounds": 3}, {}, "waited for, all of them"),
     ],
 )
 def test_refusals(options, sizes, match):
@@ -97,9 +105,10 @@ def test_types():
 
 def _text(*between: str) -> str:
     product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1,%r2,%r3,%r4}, %rd1, %rd2, %p1, 1, 1, 0, 0;"
-    return "\n".join([sparse.mark("%r7", 0, 0, 2), *between, product, "wgmma.commit_group.sync.aligned;",
-                      sparse.mark("%r7", 1, 1, 2), "wgmma.fence.sync.aligned;", product,
-                      "wgmma.commit_group.sync.aligned;", "ret;"])  # fmt: skip
+    commit, fence = "wgmma.commit_group.sync.aligned;", "wgmma.fence.sync.aligned;"
+    first, second = sparse.mark("%r7", 0, 0, 2), sparse.mark("%r7", 1, 1, 2)
+    end = [commit, "wgmma.wait_group.sync.aligned 0;", sparse.held("%r7"), "ret;"]
+    return "\n".join([first, *between, product, commit, second, fence, product, *end])
 
 
 def test_texts():
@@ -129,4 +138,7 @@ def test_texts():
         with pytest.raises(ValueError, match=match):
             sparse.products(whole.replace(old, new))
     with pytest.raises(ValueError, match="last one of the text"):
-        sparse.products(whole[: whole.index("ret;")].rsplit("\n", 3)[0])
+        sparse.products(whole[: whole.index("wgmma.wait_group")].rsplit("\n", 2)[0])
+    for old, new in ((sparse.held("%r7"), sparse.held("%r8")), ("aligned 0;", "aligned 1;")):
+        with pytest.raises(ValueError, match="nothing holds the places"):
+            sparse.products(whole.replace(old, new))
