@@ -132,6 +132,15 @@ def gated_mlp(x, gate, up):
     return jax.nn.gelu(x @ gate) * (x @ up)
 
 
+def embedding_gradient(tokens, slope, table):
+    """The gradient of picking rows of a table, for that of the rows."""
+    return jnp.zeros_like(table).at[tokens].add(slope)
+
+
+def norm_and_product(x, weight, matrix):
+    return rms_norm(x, weight) @ matrix
+
+
 def linear_gelu(x, weight, bias):
     return jax.nn.gelu(x @ weight + bias)
 

@@ -39,6 +39,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
         )  # fmt: skip
     yield from _attentions(tiny)
     yield from _products(tiny)
+    yield from _rows(tiny)
 
 
 def _attentions(tiny: bool) -> Iterator[Case]:
@@ -90,6 +91,28 @@ def _products(tiny: bool) -> Iterator[Case]:
                 reference=_exact(fun), bytes=2 * sum(map(math.prod, shapes)) + 2 * m * n,
                 flops=2 * m * n * k * weights, tolerance=3e-2, calls=CALLS, budget_s=BUDGET_S,
             )  # fmt: skip
+
+
+def _rows(tiny: bool) -> Iterator[Case]:
+    """Rows that are added to those of a table, and a norm in front of a product."""
+    table, row, tokens = (64, 128, 32) if tiny else (32000, 1024, 8192)
+    draw = lambda seed, *shape: normal(seed, *shape, dtype="bfloat16")
+    picked = lambda seed: jax.random.randint(jax.random.key(seed), (tokens,), 0, table)
+    yield Case(
+        "fuse", f"embedding gradient, {tokens} of {table}x{row}", "bfloat16",
+        make=lambda seed: (picked(seed), draw(seed, tokens, row), draw(seed + 1, table, row)),
+        ours=jt.fuse(fuse.embedding_gradient), peers={"xla": fuse.embedding_gradient},
+        reference=_exact(fuse.embedding_gradient), bytes=2 * (table + 2 * tokens) * row, tolerance=3e-2,
+        calls=CALLS, budget_s=BUDGET_S,
+    )  # fmt: skip
+    for m, k, n in ((16, 16, 32),) if tiny else ((4096, 4096, 4096), (16, 4096, 14336)):
+        yield Case(
+            "fuse", f"rms norm and product, {m}x{k}x{n}", "bfloat16",
+            make=lambda seed, m=m, k=k, n=n: (draw(seed, m, k), draw(seed + 1, k), draw(seed + 2, k, n)),
+            ours=jt.fuse(fuse.norm_and_product), peers={"xla": fuse.norm_and_product},
+            reference=_exact(fuse.norm_and_product), bytes=2 * (m * k + k * n + m * n), flops=2 * m * n * k,
+            tolerance=3e-2, calls=CALLS, budget_s=BUDGET_S,
+        )  # fmt: skip
 
 
 _cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")

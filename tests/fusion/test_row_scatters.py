@@ -132,6 +132,11 @@ def test_what_stays_with_xla(monkeypatch):
             said = str(jt.fuse(f).explain(*of(100, 1000, 64)))
             assert "programs, each scatters 16 elements of every row" in said
     said = lambda f, *args: str(jt.fuse(f).explain(*args))
+    with jt.config(arch="sm_90"):
+        sums = lambda i, x: jnp.zeros((3200, 1024), x.dtype).at[i].add(x)
+        of_type = lambda d: like(((4096,), "int32"), ((4096, 1024), d))
+        assert scattered(sums, *of_type("bfloat16")) and not scattered(sums, *of_type("float32"))
+        assert "XLA's code for GPUs scatters rows as quickly" in said(sums, *of_type("float32"))
     assert "nothing computes its rows" in said(lambda t, i, x: t.at[i].add(x), *of(100, 1000, 64))
     assert "whose copy takes most of the time" in said(f, *of(10000, 1000, 64))
     assert "too few to repay a kernel" in said(f, *of(100, 10000, 4))
