@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import gpu_tiles
+from jtile.ops import QuantizedTensor, gpu_tiles
 from jtile.ops.mixed_attention import mixed_attention, run_apart
-from jtile.ops.step_attention import step_attention
+from jtile.ops.step_attention import attention_product, step_attention
 
 from . import kernels
 from .parallel import collective, held, held_part
@@ -164,6 +164,21 @@ class Slots:
         options = {"heads": heads, "pages": self.table, "norms": weights, "eps": eps, "scale": scale}
         y, *held = step_attention(qkv, cos, sin, self.lengths, *entry.arrays, **options)
         return y, self._with(held)
+
+    def attend_and_multiply(
+        self, qkv, cos, sin, heads: int, kv_heads: int, weight, norms: HeadNorms | None = None, *,
+        window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None,
+    ):  # fmt: skip
+        """(what `append_and_attend` gives each new token times the transposed weight, [batch, out]; the slots), where
+        kernels do both; else None."""
+        entry, plain = self.entry, isinstance(weight, jax.Array | QuantizedTensor)
+        extras = norms, window, softcap, sinks, self.splits, self.tiles, self.context, self.table
+        if isinstance(qkv, Parts) or not plain or entry.scales or entry.ring or any(x is not None for x in extras):
+            return None
+        qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
+        keys, values = entry.arrays
+        found = attention_product(qkv, cos, sin, self.lengths, keys, values, weight, heads=heads, scale=scale)
+        return None if found is None else (found[0], self._with(found[1:]))
 
     def attend(
         self, q, window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None

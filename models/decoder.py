@@ -20,7 +20,7 @@ from jtile import ops
 from jtile.ops import QuantizedTensor, gpu_tiles
 
 from . import cache as kv
-from . import layers, whole_layers
+from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
 from .parallel import ALONE, Axes
@@ -115,6 +115,12 @@ class Attention(nnx.Module):
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
+        if gates is None and self.output_bias is None and self.over.tensor is None:
+            together = slots.attend_and_multiply(
+                qkv, cos, sin, c.heads, c.kv_heads, self.output.get_value(), self._norms(), **options
+            )
+            if together is not None:
+                return together
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
         return self._leave(mixed.reshape(qkv.shape[0], -1), gates, following), slots
 
@@ -244,8 +250,6 @@ class Block(nnx.Module):
     def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, following: tuple = ()):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
         longer part of the cache). hold: see `enter`; following: see `layers.linear`."""
-        if (found := whole_layers.step(self, x, delta, cos, sin, slots)) is not None:
-            return found
         more = {"following": first_matrices(self.mlp)} if type(self.attention) is Attention else {}
         attend = lambda entered: self.attention.step(entered, cos, sin, slots, **more)
         return self._run(x, delta, attend, hold=hold, following=following)

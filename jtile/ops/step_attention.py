@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import hopper_step
+from jtile.ops import hopper_parts, hopper_step
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
 from jtile.ops.cache_appends import heads_of, rope_append, rotated
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
+from jtile.ops.matmul import matmul
+from jtile.ops.operands import Weight
+from jtile.ops.quantized import quantized_matmul
+from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.split_attention import decode_attention, decode_attention_reference
+
+PRODUCTS = False  # whether `attention_product` has kernels
+PACKED = ("q4_0", "q4_1", "q8_0", "int8", "fp8")  # quantised weights that its product takes
 
 
 def step_attention(
@@ -56,6 +63,56 @@ def step_attention(
     scale = qkv.shape[2] ** -0.5 if scale is None else float(scale)
     options = {"heads": heads, "eps": float(eps), "scale": scale}
     return _step(qkv, cos, sin, lengths.astype(jnp.int32), keys, values, tuple(norms or ()), table, **options)
+
+
+def attention_product(
+    qkv, cos, sin, lengths, keys, values, weight, *, heads: int, scale: float | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:  # fmt: skip
+    """`step_attention`, and its output times the transposed `weight`, where kernels for few keys and small matrices do
+    both. `jt.config(overlap=True)` promises the same as there, and that no kernel in front makes the weight.
+
+    Args:
+      qkv, cos, sin, lengths, keys, values, heads, scale: see `step_attention`.
+      weight: float [out, heads * d] of qkv's dtype, or a `QuantizedTensor`.
+    Returns:
+      The product [batch, out] of qkv's dtype, keys and values; None where there are no such kernels for the call.
+    """
+    kind, stored = _stored(weight)
+    scale = qkv.shape[2] ** -0.5 if scale is None else float(scale)
+    alike = stored.codes.dtype == jnp.uint32 if kind in PACKED else kind == qkv.dtype.name
+    found = hopper_parts.choice(qkv, lengths, keys, stored, kind, heads, scale) if PRODUCTS and alike else None
+    if found is None:
+        return None
+    options = {"heads": heads, "scale": scale, "kind": kind} | found
+    return _product(**options)(qkv, cos, sin, lengths.astype(jnp.int32), keys, values, stored)
+
+
+def _stored(weight) -> tuple[str, Weight]:
+    if isinstance(weight, QuantizedTensor):
+        return weight.kind, Weight(weight.codes, weight.scale, weight.minimum)
+    return weight.dtype.name, Weight(weight)
+
+
+@functools.lru_cache(maxsize=128)
+def _product(**options):
+    """`hopper_parts.step`, in whose place other kernels stand under vmap, as in `_mapped`."""
+    run = jax.custom_batching.custom_vmap(functools.partial(hopper_parts.step, **options))
+
+    def apart(qkv, cos, sin, lengths, keys, values, weight):
+        given = {"heads": options["heads"], "eps": 0.0, "scale": options["scale"]}
+        y, keys, values = _apart(qkv, cos, sin, lengths, keys, values, (), None, **given)
+        y = y.reshape(y.shape[0], -1)
+        if options["kind"] == y.dtype.name:
+            return matmul(y, weight.codes, transpose_b=True), keys, values
+        matrix = QuantizedTensor(weight.codes, weight.scale, weight.minimum, options["kind"])
+        return quantized_matmul(y, matrix, out_dtype=y.dtype), keys, values
+
+    @run.def_vmap
+    def _(size: int, batched, *operands):
+        axes = [jax.tree.map(lambda b: 0 if b else None, there) for there in batched]
+        return jax.vmap(apart, axes, axis_size=size)(*operands), (True,) * 3
+
+    return run
 
 
 def step_attention_reference(
