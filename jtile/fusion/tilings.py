@@ -97,14 +97,15 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
         budget = min(budget, max(FIRST_CACHE // kept, LEAST_TILE))
     left = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
     left = max(jt.cdiv(left, m.programs), 1) if passes else left  # elements of a program, so that all have some
-    tiles = set(layout.axes.values())
+    tiles, lanes = set(layout.axes.values()), lanes_of(layout)
     for a in reversed(range(len(sides))):
         if a in layout.whole:
             continue
         room = budget // max((math.prod(sides[b] for b in own) for own in tiles if a in own), default=1)
         if layout.whole and a == last:  # along this axis elements lie side by side in memory
             room = max(room, COLUMNS)
-        sides[a] = (side_by_side if a == last else fit)(layout.sizes[a], max(min(room, left, layout.sizes[a]), 1))
+        n, most = layout.sizes[a], max(min(room, left, layout.sizes[a]), 1)
+        sides[a] = side_by_side(n, most, lanes) if a == last else fit(n, most)
         left = max(left // sides[a], 1)
     tiling = Tiling(layout, tuple(sides))
     if not layout.late:
@@ -113,13 +114,19 @@ def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
     return Tiling(layout, tuple(sides), max(1, min(m.sums // others, tiling.late_blocks)))
 
 
-def side_by_side(n: int, most: int) -> int:
+def lanes_of(layout: Layout) -> int:
+    """How many elements of the widest values of a layout a CPU's vector has at most."""
+    return LANES // 2 if any(v.dtype.itemsize > 4 for v in layout.axes) else LANES
+
+
+def side_by_side(n: int, most: int, lanes: int = LANES) -> int:
     """A side of tiles, at most `most`, along an axis of n elements that lie side by side in memory. On CPUs it is a
     number of whole vectors, and if one of at least half as many divides the axis, that: no tile has a rest then, whose
-    code would double a kernel."""
+    code would double a kernel, and none hangs over the end (Mandelbrot's set of 1000 by 1000 takes 9.8 ms in tiles of
+    200, and 15.4 in tiles of 256)."""
     if not machine().whole or vector_cores() or most >= n or most < LANES:
         return fit(n, most)
-    whole = range(most // LANES * LANES, most // 2, -LANES)
+    whole = range(most // lanes * lanes, most // 2, -lanes)
     even = jt.cdiv(jt.cdiv(n, jt.cdiv(n, most)), LANES) * LANES
     return next((side for side in whole if n % side == 0), min(even, most // LANES * LANES))
 

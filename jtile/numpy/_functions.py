@@ -14,7 +14,7 @@ from jtile.numpy import _device, _ufuncs
 from jtile.numpy import _indexing as _indexing
 from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back
-from jtile.numpy._casts import sizes
+from jtile.numpy._casts import broadcast, sizes
 from jtile.numpy._graph import Constant, Op, interned
 from jtile.numpy._mode import MODE
 from jtile.numpy._now import SMALL
@@ -232,6 +232,14 @@ def array_split(ary, indices_or_sections, axis=0):
 
 
 def meshgrid(*xi, copy=True, sparse=False, indexing: Any = "xy"):
+    lines = [asarray(x).reshape(-1) for x in xi]
+    sides = [x.size for x in lines]
+    if indexing in ("xy", "ij") and not sparse and math.prod(sides) > SMALL:
+        if indexing == "xy" and len(sides) > 1:
+            sides[:2] = sides[1::-1]
+        places = [1, 0, *range(2, len(sides))] if indexing == "xy" and len(sides) > 1 else range(len(sides))
+        bent = [x.reshape([-1 if k == at else 1 for k in range(len(sides))]) for x, at in zip(lines, places)]
+        return tuple(wrap(broadcast(x._node(), tuple(sides))) for x in bent)
     grids: Any = numpy.meshgrid(*hosted(xi), copy=True, sparse=bool(sparse), indexing=indexing)
     return tuple(wrap(leaf(g)) for g in grids)
 
@@ -300,7 +308,7 @@ _WRITERS = ("fill_diagonal", "place", "put", "put_along_axis", "putmask")
 
 def kind_of(name: str) -> str:
     """How a function is done (see `coverage`), for the functions of `install`."""
-    if name in _WRITERS or name == "meshgrid" or name in _MADE.split():
+    if name in _WRITERS or name in _MADE.split():
         return "at once"
     return "view" if name in _VIEWS.split() else "recorded"
 

@@ -152,3 +152,15 @@ def test_quotients_of_complex_numbers_are_numpys():
         got = numpy.asarray(_device.UFUNCS["divide"](jax.numpy.asarray(x), jax.numpy.asarray(y)))
     for ours, theirs in ((got.real, want.real), (got.imag, want.imag)):
         numpy.testing.assert_allclose(ours, theirs, rtol=1e-14)
+
+
+@pytest.mark.parametrize("indexing", ["xy", "ij"])
+def test_grids_are_numpys(indexing):
+    lines = numpy.linspace(0, 1, 30), numpy.arange(40), numpy.float32(3) + numpy.arange(50, dtype="float32")
+    for some in (lines, lines[:2], lines[:1], [numpy.ones((2, 300)), numpy.arange(400)]):
+        want = numpy.meshgrid(*some, indexing=indexing)
+        got = np.meshgrid(*map(np.asarray, some), indexing=indexing)
+        got[0][...] += 1  # each has memory of its own
+        want[0][...] += 1
+        for ours, theirs in zip(got, want, strict=True):
+            _same(ours, theirs)
