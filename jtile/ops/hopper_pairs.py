@@ -13,58 +13,11 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles
+from jtile.ops import gpu_tiles, hopper_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.hopper_columns import piece, pieces
-from jtile.tune.columns import LEAVING, RESERVE, ROOM
-
-ROWS = 64  # rows of W of a consumer
-MOST = 8  # slots of the ring of numbers
-SPAN = 128  # terms of a round of places, at least: 16 bytes of a row, as tensor maps ask
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How a program computes a tile.
-
-    Attributes:
-      consumers: consumers, of `blocks` times 64 rows of W each.
-      columns: rows of x, a multiple of 8 up to 256.
-      terms: terms of a round, a multiple of 64.
-      slots, code_slots: slots of the rings of numbers, and of places.
-      band: tiles of x that are computed beside each other; a divisor of their number.
-      programs: programs, which take the tiles in turns; 0: one for each tile.
-      registers: registers of a consumer's thread.
-      blocks: how many 64 rows of W a consumer has.
-      span: terms of a round of places, a multiple of `terms`.
-    """
-
-    consumers: int
-    columns: int
-    terms: int
-    slots: int
-    code_slots: int = 3
-    band: int = 1
-    programs: int = 0
-    registers: int = 232
-    blocks: int = 1
-    span: int = SPAN
-
-    @property
-    def rows(self) -> int:
-        """Rows of W of a program."""
-        return self.consumers * self.blocks * ROWS
-
-    def tiles(self, m: int, n: int) -> tuple[int, int]:
-        """Tiles of W and of x."""
-        return jt.cdiv(n, self.rows), jt.cdiv(m, self.columns)
-
-    def room(self, itemsize: int) -> int:
-        """Slots of numbers that shared memory has room for, with results of `itemsize` bytes."""
-        leaving = 2 * ROWS * sum({width for _, width in pieces(self.columns, LEAVING)}) * itemsize * self.consumers
-        codes = self.code_slots * self.rows * self.span // 8
-        numbers = self.rows * self.terms // 2 + jt.next_power_of_2(self.columns) * self.terms
-        return (ROOM - RESERVE - leaving - codes) // (2 * numbers)
+from jtile.tune.columns import LEAVING, ROWS
+from jtile.tune.pairs import SPAN, Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,18 +157,6 @@ def hopper_pairs(x, values, codes, y, *, form: Form, out_dtype: str):
             _fill(x, values, codes, mem, i, j, t // programs * spans, spans, form)
 
 
-def choice(m: int, n: int, itemsize: int) -> Form:
-    """The form for m rows of x and a weight of n rows, with results of `itemsize` bytes."""
-    consumers = 1 if m <= 64 or n % (2 * ROWS) else 2
-    columns = max(8, jt.next_power_of_2(m)) if m <= 64 else 128 if m <= 256 else 256
-    form = Form(consumers, columns, SPAN, 1, MOST) if m <= 64 else Form(consumers, columns, SPAN // 2, 1)
-    high, wide = form.tiles(m, n)
-    band = next(b for b in range(min(8, wide), 0, -1) if wide % b == 0)
-    processors = gpu_tiles.processors()
-    programs = processors if high * wide > processors else 0
-    return dataclasses.replace(form, slots=min(MOST, form.room(itemsize)), band=band, programs=programs)
-
-
 def misfit_of_weight(n: int, k: int, dtype) -> str | None:
     """Why the kernel takes no weight [n, k] of a dtype, None where it does."""
     return first_unmet(
@@ -238,5 +179,5 @@ def misfit(x, weight, *, out_dtype: str) -> str | None:
 
 def product(x, weight, *, out_dtype: str) -> jax.Array:
     """The product [m, n] of x [m, k] and a weight in pairs."""
-    form = choice(x.shape[0], weight.shape[0], jnp.dtype(out_dtype).itemsize)
+    form = hopper_tiles.pairs(x.shape[0], *weight.shape, jnp.dtype(out_dtype).itemsize)
     return hopper_pairs(x, weight.values, weight.codes, form=form, out_dtype=out_dtype)

@@ -5,6 +5,7 @@ it knows of a GPU, are in `jtile.tune.warpgroups`. None: what other GPUs take is
 from __future__ import annotations
 
 from jtile.tune import columns as any_columns
+from jtile.tune import pairs as of_pairs
 from jtile.tune import warpgroups
 from jtile.tune.warpgroups import (
     ALWAYS,
@@ -23,8 +24,8 @@ from jtile.tune.warpgroups import (
 
 __all__ = [
     "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "READ", "TILES", "Form", "Product", "attention",
-    "candidates", "columns", "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "processors",
-    "tiles",
+    "candidates", "columns", "extended", "forms", "head", "near", "pairs", "parts_of_product", "predicted_us",
+    "processors", "tiles",
 ]  # fmt: skip
 
 
@@ -51,6 +52,11 @@ def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:
 def columns(p: Product) -> any_columns.Form | None:
     """`jtile.tune.columns.choice` for the GPU at hand."""
     return any_columns.choice(p, warpgroups.at_hand())
+
+
+def pairs(m: int, n: int, k: int, itemsize: int) -> of_pairs.Form:
+    """`jtile.tune.pairs.choice` for the GPU at hand."""
+    return of_pairs.choice(m, n, k, itemsize, warpgroups.at_hand())
 
 
 def forms(p: Product) -> dict[Form, float]:

@@ -14,9 +14,11 @@ import jtile as jt
 from jtile import ops
 from jtile.errors import KernelValueError
 from jtile.ops import hopper_pairs as module
-from jtile.ops.hopper_pairs import Form, hopper_pairs
+from jtile.ops import hopper_tiles
+from jtile.ops.hopper_pairs import hopper_pairs
 from jtile.ops.two_of_four import sparse24_matmul_reference
 from jtile.testing import relative_error
+from jtile.tune.pairs import Form
 
 FORMS = {  # rows of x, the form, dtypes: rows that fill no tile, and more tiles than programs
     "a tile": (3, Form(1, 8, 128, 2, 2), "bfloat16", "float32"),
@@ -69,15 +71,25 @@ def test_choice():
         assert "stand in halves" in str(chosen(S((3, 256), bf16), made(64, 256, by=halves)))
         assert "rows are float32" in module.misfit(S((3, 256), "float32"), made(64, 256), out_dtype="float32")
     for m, n, itemsize in ((1, 64, 4), (33, 192, 2), (300, 192, 4), (4096, 8192, 2)):
-        form = module.choice(m, n, itemsize)
+        form = hopper_tiles.pairs(m, n, 8192, itemsize)
         assert n % form.rows == 0 and form.tiles(m, n)[1] % form.band == 0 and form.slots >= 3
 
 
 def test_machine_code():
-    """All products of a round run together, none waits for the one before; nothing spills."""
+    """The products of a round run together, none waits for the one before; nothing spills, and nothing writes to the
+    registers with places from a product on until all have been waited for."""
     S, form = jax.ShapeDtypeStruct, Form(2, 256, 64, 5, 3, programs=2)
     operands = S((512, 256), jnp.bfloat16), S((256, 128), jnp.bfloat16), S((256, 32), jnp.uint8)
-    texts = hopper_pairs.lower(*operands, form=form, out_dtype="bfloat16", target="cuda:sm_90").texts
-    assert len(re.findall(r"HGMMA\.SP\.64x256x32\.F32\.BF16", texts["sass"])) == texts["sass"].count("HGMMA") == 8
-    assert texts["sass"].count("WARPGROUP.ARRIVE") == 4
-    assert not spills_of_products(texts["sass"])
+    sass = hopper_pairs.lower(*operands, form=form, out_dtype="bfloat16", target="cuda:sm_90").texts["sass"]
+    assert len(re.findall(r"HGMMA\.SP\.64x256x32\.F32\.BF16", sass)) == sass.count("HGMMA") == 8
+    assert sass.count("WARPGROUP.ARRIVE") == 4
+    assert not spills_of_products(sass)
+    places: set[str] = set()
+    for line in sass.splitlines():
+        if m := re.search(r"HGMMA\.SP.*, (R\d+), 0x[01]", line):
+            places.add(m[1])
+        elif re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", line):
+            places = set()
+        elif m := re.search(r"^\s*/\*\w+\*/\s+(?:@!?U?P\d\s+)?[A-Z][\w.]*\s+(R\d+)[,. ]", line):
+            assert m[1] not in places or "NANOSLEEP" in line, line
+    assert not places and len(re.findall(r"NANOSLEEP R\d+", sass)) == 4
