@@ -17,7 +17,7 @@ from jtile.ops import delta_states, gated_delta
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 from jtile.ops.chunk_states import in_states
 from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
-from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
+from jtile.ops.recurrences import chunk_of, fade, first_state, held_chunk, inverse, logarithms, pairs
 
 STEPS = 4  # the most positions that are taken one by one
 
@@ -204,6 +204,8 @@ def _chunk(v, g, beta, chunk: int | None) -> int:
     # Work that grows with the length of chunks costs tensor cores little; a CPU has it besides the states' products.
     simple = beta is None and (g is None or g.shape[3] == 1)
     usual = (32 if simple else 16) if machine().whole else 16 if vector_cores() and beta is not None else 64
+    if g is not None and g.shape[3] > 1 and not machine().whole:
+        usual = held_chunk(usual, g.shape[3], v.dtype.itemsize)
     return chunk_of(known(v.shape[1]), chunk or usual)
 
 

@@ -250,7 +250,8 @@ def linear_cross_entropy(
 
     Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 64 MiB
     of logits at a time (16 MiB on CPUs), which are computed again but for those that `memory` keeps. Differentiable in
-    x, weight and bias; a row that is ignored, or has no such label, has no gradient. Products of 16-bit operands round the cotangents of logits to their dtype.
+    x, weight and bias; a row that is ignored, or has no such label, has no gradient. Products of 16-bit operands round
+    the cotangents of logits to their dtype.
 
     Args:
       x: float array [..., features].

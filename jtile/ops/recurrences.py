@@ -14,6 +14,15 @@ def chunk_of(length: int, most: int) -> int:
     return min(most, jt.next_power_of_2(length))
 
 
+def held_chunk(most: int, dk: int, itemsize: int) -> int:
+    """The largest chunk, at most `most` positions, of whose rows of dk numbers the memory of a block holds four tiles:
+    the two operands of the products of pairs, and those of the round that comes next."""
+    memory, row = jt.target().memory("block"), 4 * jt.next_power_of_2(dk) * itemsize
+    while most > 16 and memory is not None and memory.size is not None and most * row > memory.size:
+        most //= 2
+    return most
+
+
 def logarithms(g):
     """Logarithms of decays as they are summed: none is less than that of the smallest float.
 

@@ -13,7 +13,7 @@ from jtile.ops import gated_delta
 from jtile.ops._shapes import check_shape, known, machine, sums_in, wide
 from jtile.ops.dispatch import Implementation, Op, first_unmet, vector_cores
 from jtile.ops.linear_attention import STEPS, check_chunk, check_projections, columns
-from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
+from jtile.ops.recurrences import chunk_of, fade, first_state, held_chunk, inverse, logarithms, pairs
 
 PARTS_CHUNK = 32  # where pairs have kernels of their own: an H200 took 2.1 ms forwards, with 64 positions 3.3
 CHUNK = 16  # positions; there are four kinds of pairs, most of whose work grows with the length of chunks
@@ -169,7 +169,8 @@ def _chunks(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | N
 
 
 def _parts(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | None):
-    sides = {"c": chunk_of(known(v.shape[1]), chunk or PARTS_CHUNK), "bv": columns(k.shape[3], v.shape[3])}
+    usual = held_chunk(PARTS_CHUNK, k.shape[3], v.dtype.itemsize)
+    sides = {"c": chunk_of(known(v.shape[1]), chunk or usual), "bv": columns(k.shape[3], v.shape[3])}
     return gated_delta.rwkv7_in_parts(r, g, k, v, a, b, state, scale=scale, save=save, **sides)
 
 
