@@ -160,8 +160,9 @@ def _dw_in_points(x, g, window: Sides, **options):
     taps = max(n for n in range(1, most + 1) if math.prod(window) % n == 0)
     warps = 8 if bc * bo * taps > _SUMS else 4
     blocks = math.prod(window) // taps * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
-    splits = _splits(cotangents.shape[0], 64, blocks)
-    run = tuned(convolution_weight_points, num_warps=warps, num_stages=3, specialize=False)
+    narrow = bc < 64  # products of few numbers: more programs of a processor, with less memory each, hide their waits
+    splits = _splits(cotangents.shape[0], 64, blocks, 3 if narrow else 2)
+    run = tuned(convolution_weight_points, num_warps=warps, num_stages=2 if narrow else 3, specialize=False)
     sums = {"bm": 64, "bc": bc, "bo": bo, "taps": taps, "splits": splits}
     dw = run(flat, cotangents, **sums, sides=x.shape[1:-1], points=g.shape[1:-1], window=tuple(window), **options)
     return dw[0] if splits == 1 else dw.sum(0)
@@ -177,9 +178,9 @@ def _dw_in_rows(x, g, of):
     return dw[0] if splits == 1 else dw.sum(0)
 
 
-def _splits(points: int, bm: int, blocks: int) -> int:
-    """In how many shares of points sums are made, for so many programs of each share: two programs of a processor."""
-    return max(1, min(jt.cdiv(points, bm), machine().sums // blocks))
+def _splits(points: int, bm: int, blocks: int, programs: int = 2) -> int:
+    """In how many shares of points sums are made by so many blocks of programs each, for `programs` of a processor."""
+    return max(1, min(jt.cdiv(points, bm), programs * machine().sums // (2 * blocks)))
 
 
 def depthwise_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, pads: Pads):
@@ -198,10 +199,10 @@ def depthwise_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, 
 def _depthwise_dw_by_rows(x, g, window: Sides, pads: Pads):
     channels, (height, width) = g.shape[-1], g.shape[1:3]
     bc = fit(channels, 64)
-    bh = jt.cdiv(height, jt.cdiv(height, 7))
+    bh = jt.cdiv(height, jt.cdiv(height, 14))
     bw, bq = 16, 1
     tiles = g.shape[0] * jt.cdiv(height, bh) * jt.cdiv(width, bw)
-    splits = max(1, min(tiles, machine().programs // 2 // (jt.cdiv(window[1], bq) * jt.cdiv(channels, bc))))
+    splits = max(1, min(tiles, machine().sums // (jt.cdiv(window[1], bq) * jt.cdiv(channels, bc))))
     run = tuned(depthwise_weight_rows, num_warps=4)
     return run(x, g, window=tuple(window), bh=bh, bw=bw, bc=bc, bq=bq, splits=splits, pads=pads).sum(0)
 

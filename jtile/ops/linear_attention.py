@@ -137,7 +137,8 @@ def linear_attention(
       state: float array [batch, v_heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
       scale: default 1 / sqrt(dk).
-      chunk: positions of a chunk, a power of two; default 64 on GPUs, fewer on CPUs.
+      chunk: positions of a chunk, a power of two; default 64 on GPUs (32 in float32 with `beta`; fewer where a block
+        holds no more), fewer on CPUs.
     Returns:
       o, an array like `v`; with `return_state` (o, last), last [batch, v_heads, dk, dv] in float32. The state is kept
       in float32 (float64 for float64); products of tiles take it in the dtype of v.
@@ -204,8 +205,10 @@ def _chunk(v, g, beta, chunk: int | None) -> int:
     # Work that grows with the length of chunks costs tensor cores little; a CPU has it besides the states' products.
     simple = beta is None and (g is None or g.shape[3] == 1)
     usual = (32 if simple else 16) if machine().whole else 16 if vector_cores() and beta is not None else 64
-    if g is not None and g.shape[3] > 1 and not machine().whole:
-        usual = held_chunk(usual, g.shape[3], v.dtype.itemsize)
+    if not machine().whole:
+        # Products in float32 are no tensor core's: those of pairs, which grow with the chunk, would be most of all.
+        usual = min(usual, 32) if beta is not None and v.dtype.itemsize > 2 else usual
+        usual = held_chunk(usual, g.shape[3], v.dtype.itemsize) if g is not None and g.shape[3] > 1 else usual
     return chunk_of(known(v.shape[1]), chunk or usual)
 
 
