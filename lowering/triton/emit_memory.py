@@ -13,7 +13,7 @@ from . import task_pages, tma, versions
 from .addresses import Line, addresses, lines, pointers, resolve, touches_nothing
 from .emit_basics import code_of
 from .emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
-from .eviction import load_hints
+from .eviction import CACHED, load_hints
 from .hazards import PAIRS, last_lanes, meet, repeating_axes
 from .packed import load_packed, store_packed
 from .ttir import Number, Val, bits
@@ -73,6 +73,8 @@ def _policy(em: Emitter, op: ir.Load) -> str:
     if "load_hints" not in em.memo:
         em.memo["load_hints"] = load_hints(em.kernel)
     hint = em.memo["load_hints"].get(op)
+    if hint == CACHED:
+        return versions.modifier(hint)
     return versions.eviction(hint) if hint else ""
 
 

@@ -41,6 +41,11 @@ def _paged(text: str) -> str:
     return _ENTRY.sub(lambda m: f".extern .shared .align 16 .b8 jtile_pages[];\n{m[0]}", text, count=1)
 
 
+def through_first_cache(text: str) -> str:
+    """PTX whose copies of 16 bytes to shared memory go through the first-level cache, which they would pass by."""
+    return text.replace("cp.async.cg.shared.global", "cp.async.ca.shared.global")
+
+
 def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
     """PTX whose copies by some tensor maps say when the second-level cache forgets what they read; triton has no words
     for it. `evict`: (position of the map among the parameters, "first" or "last"). "ahead": these copies are none, but

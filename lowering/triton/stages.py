@@ -115,15 +115,18 @@ def _staged(
     if level == "ttgir":  # the stage that is left out would have set this
         metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
     value: Any = module
-    waits = False
+    waits = cached = False
     with _quiet():
         for name, stage in _stages(backend, options, level).items():
             value = stage(value, metadata)
             if name == "ttgir" and not versions.reduces_any_layout():
                 layouts.check(str(value))
+            if name == "ttgir" and versions.forgets_modifiers():
+                cached = "cacheModifier = ca" in str(value)
             if name == "ptx":
                 value = ptx.narrowed(sparse.products(ptx.evicting(ptx.mended(value), choice.evict)), choice.columns)
                 value = ptx.letting(value) if f.dependents else value
+                value = ptx.through_first_cache(value) if cached else value
                 waits = ptx.WAITS in value
             if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):
                 return shared

@@ -64,6 +64,11 @@ def modifier(name: str) -> str:
     return f" {{cachePolicy = #tt.cache_policy<cache_modifier = {name}, eviction_policy = evict_normal>}}"
 
 
+def forgets_modifiers() -> bool:
+    """Whether triton drops the cache modifier of a load that becomes a copy to shared memory; 3.9 keeps it."""
+    return version() < (3, 9)
+
+
 def spreads_first_axis() -> bool:
     """Whether triton spreads a tensor whose last axis is as long as what a warp loads over its other warps along the
     first axis: triton 3.6 does, 3.9 takes the axis before the last one."""

@@ -44,6 +44,23 @@ def test_other_places_are_not_read_again():
     assert not any(policies(other_rows, 8, 1024))
 
 
+@jt.kernel(out_type=lambda x, w, **_: jax.ShapeDtypeStruct((64, 64), jnp.float32), grid=1)
+def window(x, w, y, *, taps: int):
+    sums = jt.zeros((64, 64), jnp.float32)
+    for t in jt.range(x.shape[0] // 64):
+        for k in range(taps):
+            rows = t * 64 + jt.arange(64) + k
+            sums = jt.dot(x[rows[:, None], jt.arange(64)[None, :]].T, w[jt.ds(t * 64, 64), :], sums)
+    y[...] = sums
+
+
+@pytest.mark.parametrize(("taps", "way"), [(2, "cg"), (3, "ca")])
+def test_neighbouring_tiles_of_a_round_go_through_the_first_level_cache(taps, way):
+    x = w = jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+    ptx = window.lower(x, w, target="cuda:sm_90", taps=taps).texts["ptx"]
+    assert set(re.findall(r"cp\.async\.(c[ag])\.shared", ptx)) == {way}
+
+
 @pytest.mark.gpu
 def test_results_are_the_same():
     x, w = jnp.arange(3 * 1024.0).reshape(3, 1024) % 17, jnp.arange(1024.0) % 5
