@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import check_float, check_shape
-from jtile.ops.collective_parts import programs_at_most, signal_others, summed_cotangent
+from jtile.ops.collective_parts import UNROLLED, programs_at_most, signal_others, summed_cotangent
 from jtile.ops.norms import rms_norm, rms_norm_reference
+
+AT_ONCE = False  # whether few rows have a program each, which loads all that it can before it waits: not timed yet
 
 
 def all_reduce_rms_norm(
@@ -51,8 +53,11 @@ def all_reduce_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(axis: str, eps: float, x, residual, weight):
-    programs = min(programs_at_most(), x.shape[0])
-    outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
+    if AT_ONCE and x.shape[0] <= programs_at_most() and jt.axis_size(axis) <= UNROLLED:
+        outs = normed_sum_of_row(x, residual, weight, axis=axis, eps=eps)
+    else:
+        programs = min(programs_at_most(), x.shape[0])
+        outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
     return tuple(jt.same_along(y, axis) for y in outs)
 
 
@@ -112,3 +117,31 @@ def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int
         s[i] = total.astype(s.dtype)
         scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
         y[i] = (total * scale * weight).astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
+    grid=lambda x, r, w, **_: x.shape[0],
+    scratch=lambda x, r, w, *, axis, **_: [
+        jt.symmetric((jt.axis_size(axis), *x.shape), x.dtype),
+        jt.signals((x.shape[0], jt.axis_size(axis))),
+    ],
+)
+def normed_sum_of_row(x, r, w, y, s, box, came, *, axis: str, eps: float):
+    """`normed_sum` with a row in each program: what this device has is in registers before it waits for others, whose
+    terms are then loaded at once."""
+    # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    own = x[p]
+    for k in range(n - 1):
+        box.on(axis, (me + 1 + k) % n)[me, p] = own
+    signal_others(came, p, axis)
+    total, weight = r[p].astype(jnp.float32), w[...].astype(jnp.float32)
+    for k in range(n - 1):
+        jt.wait(came[p, (me + 1 + k) % n])
+    for d in range(n):
+        sent = box[jnp.where(me == d, (me + 1) % n, d), p]  # of this device nothing is there
+        total = total + jnp.where(me == d, own, sent).astype(jnp.float32)
+    s[p] = total.astype(s.dtype)
+    scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
+    y[p] = (total * scale * weight).astype(y.dtype)

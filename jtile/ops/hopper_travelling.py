@@ -165,9 +165,9 @@ def scattered(
 # -- which calls gain -------------------------------------------------------------------------------------------------
 
 # Tiles of the result that a device has at least for each multiprocessor, and its operations at most. On two H200s
-# products of 30, 60 and 120 billion take 64, 104 and 197 us, and 78, 134 and 235 as shards beside copies, of 240 and 480
-# the latter is 1 and 10 % quicker; on four those of 15, 30 and 60 billion 53, 89 and 146 us, and 118, 188 and 190, of
-# 240 it is 6 % quicker.
+# products of 30, 60 and 120 billion take 64, 104 and 197 us, and 78, 134 and 235 as shards beside copies; of 240 and
+# 480 the latter is 1 and 10 % quicker. On four those of 15, 30 and 60 billion take 53, 89 and 146 us, and 118, 188 and
+# 190; of 240 the latter is 6 % quicker.
 TILES, MUCH = 0.75, 150e9
 MOST = 128 << 20  # bytes of symmetric memory of a call site, of which there are two sets
 DEVICES = 8  # the kernel is for any number, up to a tensor map for each; two and four have been measured
