@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import QuantizedTensor, gpu_tiles
+from jtile.ops import QuantizedTensor
 from jtile.ops.mixed_attention import mixed_attention, run_apart
 from jtile.ops.step_attention import attention_product, step_attention
 
@@ -133,9 +133,9 @@ class Slots:
         options = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "ring": self.entry.ring}
         qkv, options = (qkv.value, options | {"dtype": qkv.dtype}) if isinstance(qkv, Parts) else (qkv, options)
         qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
-        plain = kernels.rope_append_early if kernels.EARLY and gpu_tiles.overlaps() else kernels.rope_append
-        entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else plain
+        entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else kernels.rope_append
         held = *entry.arrays, *entry.scales
+        kernel = kernel if kernels.WARPS is None else kernel.with_options(num_warps=kernels.WARPS)
         q, *held = kernel(qkv, cos, sin, self._free(), *held, weights, self.table, **options)
         return q, self._with(held[:2], held[2:])
 

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops.cache_appends import heads_of, put, rotated, slot_of, turned
 from jtile.ops.cache_appends import rope_append as rope_append
-from jtile.ops.cache_appends import rope_append_early as rope_append_early
 
 from .host import on_host
 
-EARLY = False  # whether `rope_append` starts early where kernels overlap; no GPU has compared it yet
+WARPS: int | None = None  # of a program of `rope_append`
 
 
 def tiles_of_split(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:

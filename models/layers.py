@@ -228,7 +228,7 @@ def add_norm_gated_mlp(
 ):  # fmt: skip
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`). following: see `linear`."""
     if isinstance(delta, Product) and delta.reaches(gate, up):
-        x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation, after=down)
+        x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation)
         return x, last(hidden, down, following=following)
     if delta is None or isinstance(delta, Term | Unmade) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)

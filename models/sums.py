@@ -65,11 +65,10 @@ class Product(Unmade):
         """Whether `norm_product` is for these weights."""
         return hopper_normed.misfit(self.x, self.weight, weights) is None
 
-    def norm_product(self, x, norm, eps: float, *weights, activation=None, after=None):
+    def norm_product(self, x, norm, eps: float, *weights, activation=None):
         """(x + the product, the product of its RMS norm with one weight or the gated one with two, perhaps as
-        `Parts`). after: what the latter is multiplied with next."""
-        after = after if isinstance(after, jax.Array) and after.dtype == self.x.dtype else None
-        options = {"eps": eps, "activation": activation, "after": after}
+        `Parts`)."""
+        options = {"eps": eps, "activation": activation}
         total, y = hopper_normed.products(self.x, self.weight, x, norm, weights, **options)
         return total, y if y.ndim == 2 else Parts(y, x.dtype.name)
 

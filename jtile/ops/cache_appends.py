@@ -87,9 +87,19 @@ class _Projection:
         return found.astype(self.dtype or found.dtype)
 
 
-@jt.function
-def _append(qkv, cos, sin, lengths, keys, norms, table, q, new_keys, new_values, *, heads, kv_heads, eps, ring, dtype):
-    """What a program of `rope_append` does."""
+@jt.kernel(
+    out_type=_step_types,
+    grid=lambda qkv, *_, **__: (qkv.shape[-3],),
+    alias={"keys": "new_keys", "values": "new_values"},
+)
+def rope_append(
+    qkv, cos, sin, lengths, keys, values, norms, table, q, new_keys, new_values,
+    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False, dtype: str | None = None,
+):  # fmt: skip
+    """The next t tokens of each row: rotates q and k of qkv [batch * t, heads + 2 kv_heads, head_dim] by float32 cos,
+    sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
+    pages, in place and in their dtype. `norms`: see `heads_of`; `dtype`: of q, where qkv are parts, see `_Projection`;
+    the others: see `slot_of`."""
     p, qkv = jt.program_id(0), _Projection(qkv, dtype)
     place, half = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv.shape[2] // 2
     # p: position among all new tokens; X: its queries and keys, R: the same rotated; x, y: halves of them
@@ -110,37 +120,3 @@ def _append(qkv, cos, sin, lengths, keys, norms, table, q, new_keys, new_values,
                 else:
                     put(new_keys, place, value, slice(0, kv_heads), side)
     put(new_values, place, qkv[p, heads + kv_heads :, :])
-
-
-@jt.kernel(
-    out_type=_step_types,
-    grid=lambda qkv, *_, **__: (qkv.shape[-3],),
-    alias={"keys": "new_keys", "values": "new_values"},
-)
-def rope_append(
-    qkv, cos, sin, lengths, keys, values, norms, table, q, new_keys, new_values,
-    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False, dtype: str | None = None,
-):  # fmt: skip
-    """The next t tokens of each row: rotates q and k of qkv [batch * t, heads + 2 kv_heads, head_dim] by float32 cos,
-    sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
-    pages, in place and in their dtype. `norms`: see `heads_of`; `dtype`: of q, where qkv are parts, see `_Projection`;
-    the others: see `slot_of`."""
-    options = dict(heads=heads, kv_heads=kv_heads, eps=eps, ring=ring, dtype=dtype)
-    _append(qkv, cos, sin, lengths, keys, norms, table, q, new_keys, new_values, **options)
-
-
-@jt.kernel(
-    out_type=_step_types,
-    grid=lambda qkv, *_, **__: (qkv.shape[-3],),
-    alias={"keys": "new_keys", "values": "new_values"},
-)
-def rope_append_early(
-    qkv, cos, sin, lengths, keys, values, norms, table, q, new_keys, new_values,
-    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False, dtype: str | None = None,
-):  # fmt: skip
-    """`rope_append` in an early role, which lets the kernel behind it start at once: early roles of that one overlap
-    with the kernel in front of this one."""
-    options = dict(heads=heads, kv_heads=kv_heads, eps=eps, ring=ring, dtype=dtype)
-    with jt.role("all", warps=4, early=True):
-        jt.wait_for_kernels()
-        _append(qkv, cos, sin, lengths, keys, norms, table, q, new_keys, new_values, **options)

@@ -37,13 +37,10 @@ _QUERIES, _AHEAD = 32 << 10, 2
 # Keys of a copy where rows are short: eight layers of Llama-3.1-8B with 64 rows of 512 to 544 keys take 1680 us a step
 # so, 1695 in pieces of 64, and 1743 in whole units of 128.
 _PIECE = 32
-# Whether keys come while the kernel in front runs, where kernels overlap. It saves 1.2 % of a step of Llama-3.1-8B with
-# 64 rows (5353 and 5291 us on an H200), and is right only where `lengths` are those of an earlier kernel: XLA adds the
-# new token to them wherever it likes in front of this one.
-EARLY = False
 # Units of keys of a program that the second-level cache is asked for while the kernel in front runs, where kernels
 # overlap. No result depends on it, so that `lengths` may be made by any kernel in front.
 HINTS = 0
+EVICT = None  # how soon caches may forget keys and values, see `jt.async_copy`
 # Queries of a tile where they are the columns of products instead of rows, of which there are 64, most of them none:
 # attention of 64 rows of 512 to 544 keys, 4 queries a head of keys, takes 40.5 us so on an H200, 42.5 with rows.
 FEW = 8
@@ -156,26 +153,9 @@ class Work:
         full.expect(buffer.nbytes)
         for i, (row, j) in enumerate(places):
             part = buffer if len(places) == 1 else buffer[i * self.side : (i + 1) * self.side, :]
-            jt.async_copy(x.tiles(None, self.side, None, buffer.shape[1]).at[row, j, head, 0], part, full)
-
-
-@jt.function
-def copies_early(w: Work):
-    """`copies`, of which the first bring older keys while the kernels in front still run: the newest one, which these
-    write, lies in the last unit of its row."""
-    begin, end, r, start, _ = w.share()
-    b, length = row_of(r, w.units), w.length(r)
-    n, head = w.count(length), r - b * w.units.heads
-    lo, hi = w.inside(begin, end, start, n)
-    count = jnp.where(start < end, jnp.clip(jnp.minimum(hi, start + n - 1) - lo, 0, w.k_full.count), 0)
-    for c in jt.range(count):
-        places = w.places(b, lo + c - start, n, length)
-        w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
-        w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
-    jt.wait_for_kernels()
-    if start < end:
-        w.fetch_queries(r, b, head, jnp.int32(0))
-    _copies_from(w, count)
+            jt.async_copy(
+                x.tiles(None, self.side, None, buffer.shape[1]).at[row, j, head, 0], part, full, evict=self.units.evict
+            )
 
 
 @jt.function
@@ -199,27 +179,19 @@ def hinted(w: Work, most: int):
 @jt.function
 def copies(w: Work):
     """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
-    _copies_from(w, None)
-
-
-@jt.function
-def _copies_from(w: Work, done):
-    """What `copies` does behind the first units `done` and the queries of the first row, if these are under way."""
     heads = w.units.heads
     begin, end, r, start, _ = w.share()
-    c, turn, length = jnp.int32(0) if done is None else done, jnp.int32(0), w.length(r)
+    c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
         b, n, mine, length = row_of(r, w.units), w.count(length), length, w.length(r + 1)
         head = r - b * heads
         lo, hi = w.inside(begin, end, start, n)
-        if done is not None:
-            lo = jnp.where(turn == 0, lo + done, lo)
         ahead = w.places(b, lo - start, n, mine)
         for u in jt.range(lo, hi):
             places, ahead = ahead, w.places(b, u + 1 - start, n, mine)
             w.k_empty.at(c).wait(before=True)
             w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
-            if (u == lo) if done is None else (u == lo) & (turn > 0):
+            if u == lo:
                 w.fetch_queries(r, b, head, turn)
             w.v_empty.at(c).wait(before=True)
             w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
@@ -382,12 +354,12 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
-    whole: bool = False, ahead: int = 1, early: bool = False, turned: bool = False, hints: int = 0,
+    whole: bool = False, ahead: int = 1, turned: bool = False, hints: int = 0,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
-    with `whole` rows there are no parts. ahead: tiles of queries that there is room for. early: the kernel in front
-    writes queries and the newest key and value of each row, and neither older ones nor the lengths.
-    turned: the one token of a row has at most `FEW` queries, which are the columns of products.
+    with `whole` rows there are no parts. ahead: tiles of queries that there is room for. turned: the one token of a row
+    has at most `FEW` queries, which are the columns of products. hints: units that the second-level cache is asked for
+    while kernels in front run.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
@@ -401,13 +373,10 @@ def hopper_decode(
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, P, *barriers)
-    with jt.role("products", warps=4, registers=_BESIDE if early or hints else 0):
+    with jt.role("products", warps=4, registers=_BESIDE if hints else 0):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
-    with jt.role("copies", warps=1, registers=40, early=early):
-        if early:
-            copies_early(w)
-        else:
-            copies(w)
+    with jt.role("copies", warps=1, registers=40):
+        copies(w)
     if hints:
         with jt.role("hints", warps=1, registers=40, early=True):
             hinted(w, hints)
@@ -473,7 +442,7 @@ def units_of(k, table) -> Units:
     size = 128 if d < 256 and (table is None or page % 128 == 0) else 64
     slots = page * (1 if table is None else table.shape[1])
     piece = _PIECE if table is None and size == 128 and slots <= _SHORT else None
-    return Units(slots=slots, size=size, heads=kvs, piece=piece)
+    return Units(slots=slots, size=size, heads=kvs, piece=piece, evict=EVICT)
 
 
 def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, whole: bool = False):
@@ -492,7 +461,6 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     options |= {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
     turned = t == 1 and group <= FEW and units.piece is not None and not whole  # long rows and pages were not timed
     options |= {"turned": True} if turned else {}
-    options |= {"early": True} if EARLY and t == 1 and gpu_tiles.overlaps() and not whole else {}
     options |= {"hints": HINTS} if HINTS and t == 1 and gpu_tiles.overlaps() and not whole else {}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)

@@ -55,7 +55,6 @@ from jtile.ops.streamed_operands import (
     of_piece,
 )
 
-AHEAD = 0  # rings' worth of W that the second-level cache is asked for, behind what is under way
 FOLLOW = False  # whether the second-level cache is asked for the matrices of the kernel behind
 FOLLOWING = 8  # pieces of a tile of a following matrix that it is asked for
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
@@ -171,9 +170,9 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 
 
 @jt.function
-def _produce(mem, weights, walk: Walk, kind: str, places: Places, slots: int, ahead: int, following: tuple = ()):
-    """Fills the rings, a round of all roles at a time; asks for what comes `ahead` rings later, and at last for the
-    first tiles of matrices that the kernel behind reads."""
+def _produce(mem, weights, walk: Walk, kind: str, places: Places, following: tuple = ()):
+    """Fills the rings, a round of all roles at a time; at last asks for the first tiles of matrices that the kernel
+    behind reads."""
     buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
     for k in jt.range(walk.tiles * chunks):
         n, chunk = first + k // chunks * programs, k % chunks
@@ -186,14 +185,6 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places, slots: int, ah
                         at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
                         tile = array.tiles(*ring.shape).at[at]
                         jt.async_copy(tile, ring.at(k), mem.full.at(k), evict="first")
-        if ahead:
-            later = k + ahead * slots
-            row, piece, there = first + later // chunks * programs, later % chunks, later < walk.tiles * chunks
-            for j in range(walk.roles):
-                for i, (w, words) in enumerate(zip(weights, mem.words[j])):
-                    for group, ring in enumerate(words):
-                        at = places.of_weight(i, row, (piece * walk.roles + j) * len(words) + group, walk.rows)
-                        jt.prefetch(w.codes.tiles(*ring.shape).at[at], ring.at(k), when=there)
     ring = mem.words[0][0][0]
     for array in following:
         for piece in range(min(array.shape[1] // ring.shape[1], FOLLOWING)):
@@ -259,7 +250,7 @@ def _normed_outputs(x, weights, norm, **options):
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
-          roles: int, slots: int, early: bool = False, beside: bool = False, ahead: int = 0):  # fmt: skip
+          roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     A weight has codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. With two
@@ -268,23 +259,21 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    options |= dict(ahead=ahead)
     program(Rows(x), weights, epilogue, y, None, following=epilogue.following, **options)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
                  eps: float, rows: int, roles: int, slots: int, early: bool = False,
-                 beside: bool = False, ahead: int = 0):  # fmt: skip
+                 beside: bool = False):  # fmt: skip
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    options |= dict(ahead=ahead)
     program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, following=norm.following, **options)
 
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
-            places: Places = IN_ORDER, count: int | None = None, share=None, ahead: int = 0,
+            places: Places = IN_ORDER, count: int | None = None, share=None,
             following: tuple = ()):  # fmt: skip
     """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
@@ -300,7 +289,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _prepare(x, mem, j, kind, roles, chunks, early)
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
-        _produce(mem, weights, walk, kind, places, slots, ahead, following)
+        _produce(mem, weights, walk, kind, places, following)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
@@ -421,6 +410,7 @@ def product(
     rows = hopper_held.choice(x, weights, kind)
     x, options = _arguments(x, weights, kind, rows)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
+    epilogue = epilogue if rows is None else epilogue._replace(following=())
     return kernel(weights, epilogue, rows is not None)(x, weights, epilogue, **options)
 
 
@@ -473,7 +463,6 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     early = {"early": True} if gpu_tiles.overlaps() else {}
     early |= {"beside": True} if beside else {}
-    early |= {"ahead": AHEAD} if AHEAD and early else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early
 
 

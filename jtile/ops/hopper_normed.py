@@ -19,44 +19,15 @@ from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.hopper_columns import piece, pieces
 from jtile.ops.hopper_wide import ROWS, Form, bring_rows, bring_weights, memory, sums_of, write
 
+SOON = False  # whether the sums of squares are read before the first round comes, instead of behind the last one
 PIECE = 64  # columns of a tile that are put together at a time
 _REGISTERS = 216
 
 
-def _into_types(x, w, r, norm, after, *, form: Form, **_):
+def _into_types(x, w, r, norm, *, form: Form, **_):
     tiles = jt.cdiv(w.shape[0], form.columns)
     shared = jax.ShapeDtypeStruct((tiles, form.parts, ROWS, form.columns), jnp.float32)
     return jt.like(r), jt.like(r), jax.ShapeDtypeStruct((tiles, ROWS), jnp.float32), shared
-
-
-OWN = False  # whether the last of two programs keeps its own sums in registers, and r and the norm come before
-
-
-def _before(r, norm, tile, form: Form) -> list:
-    """What `_finish` adds to the sums of each piece of a tile, and multiplies with."""
-    found = []
-    for at, width in pieces(form.columns, PIECE):
-        first = tile * form.columns + at
-        columns = first + jt.arange(width)
-        inside = (jt.arange(ROWS)[:, None] < r.shape[0]) & (columns[None, :] < r.shape[1])
-        there = jt.load(r, (jt.ds(0, ROWS), jt.ds(first, width)), mask=inside, other=0)
-        found.append((there, jt.load(norm, (jt.ds(first, width),), mask=columns < r.shape[1], other=0)))
-    return found
-
-
-def _finish_two(sums, before, y, scaled, squares, shared, tile, part, form: Form) -> None:
-    """`_finish` of two parts, of which this program has made one: a + b is b + a."""
-    there = jt.arange(ROWS)[:, None] < y.shape[0]
-    square = jt.zeros((ROWS,), jnp.float32)
-    for (at, width), (residual, weight) in zip(pieces(form.columns, PIECE), before, strict=True):
-        first = tile * form.columns + at
-        place, inside = (jt.ds(0, ROWS), jt.ds(first, width)), there & (first + jt.arange(width)[None, :] < y.shape[1])
-        total = piece(sums, at, width) + shared[tile, 1 - part, :, at : at + width] + residual.astype(jnp.float32)
-        kept = jnp.where(inside, total, 0.0)
-        square = square + (kept * kept).sum(1)
-        jt.store(y, place, total.astype(y.dtype), mask=inside)
-        jt.store(scaled, place, (total * weight.astype(jnp.float32)[None, :]).astype(scaled.dtype), mask=inside)
-    squares[tile, :] = square
 
 
 def _finish(sums, r, norm, y, scaled, squares, shared, tile, form: Form) -> None:
@@ -83,10 +54,7 @@ def _finish(sums, r, norm, y, scaled, squares, shared, tile, form: Form) -> None
 
 
 @jt.kernel(out_type=_into_types, grid=lambda x, w, *_, form, **__: form.parts * jt.cdiv(w.shape[0], form.columns))
-def into_norm(
-    x, w, r, norm, after: tuple, y, scaled, squares, shared,
-    *, form: Form, early: bool = False, own: bool = False, then: Form | None = None,
-):  # fmt: skip
+def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: bool = False):
     """y [m, n] = r + x Wᵀ for x [m, k], m <= 64, and w [n, k]; scaled = y * norm, [n]; squares [tiles, 64]: the sums of
     y^2 over the columns of a tile; shared: what programs of a tile leave to the last of them."""
     # Y = R + sum_s X_s W_sᵀ
@@ -99,34 +67,27 @@ def into_norm(
         if form.parts == 1:
             _finish(sums, r, norm, y, scaled, squares, shared, tile, form)
         else:
-            own = form.parts == 2 and own
-            before = _before(r, norm, tile, form) if own else None
             for at, width in pieces(form.columns, 64):
                 shared[tile, part, :, at : at + width] = piece(sums, at, width)
-            last = jt.arrive(done, tile, form.parts)
-            if own:
-                if last:
-                    _finish_two(sums, before, y, scaled, squares, shared, tile, part, form)
-            elif last:
+            if jt.arrive(done, tile, form.parts):
                 _finish(None, r, norm, y, scaled, squares, shared, tile, form)
     with jt.role("producer", warps=1, registers=24, early=early):
-        bring_weights(mem, (w,), tile, first, count, form, after, then)
+        bring_weights(mem, (w,), tile, first, count, form)
     with jt.role("feeder", warps=1, registers=24):
         bring_rows(mem, x, first, count)
 
 
-def _behind_types(x, squares, weights, after, *, form: Form, out_dtype: str, **_):
+def _behind_types(x, squares, weights, *, form: Form, out_dtype: str, **_):
     return jax.ShapeDtypeStruct((form.parts, x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
 
 
 @jt.kernel(
     out_type=_behind_types,
-    grid=lambda x, squares, weights, *_, form, **__: form.parts * jt.cdiv(weights[0].shape[0], form.columns),
+    grid=lambda x, squares, weights, *, form, **_: form.parts * jt.cdiv(weights[0].shape[0], form.columns),
 )
 def behind_norm(
-    x, squares, weights: tuple, after: tuple, y,
-    *, form: Form, activation, out_dtype: str, eps: float, early=False, then: Form | None = None,
-):  # fmt: skip
+    x, squares, weights: tuple, y, *, form: Form, activation, out_dtype: str, eps: float, early=False, soon=False
+):
     """`hopper_wide` for rows x [m, k] that are to be divided by the root of the mean of their squares: squares [tiles,
     64] are the sums over the columns of a tile."""
     # Y_s = X_s W_sᵀ / sqrt(mean(y^2) + eps)
@@ -134,11 +95,12 @@ def behind_norm(
     mem = memory(weights, x.dtype, form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
     with jt.role("consumer", warps=4, registers=_REGISTERS):
+        unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps) if soon else None
         sums = sums_of(mem, count, form)
-        unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps)
+        unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps) if unit is None else unit
         write(tuple(one * unit[:, None] for one in sums), y, part, tile, form, activation)
     with jt.role("producer", warps=1, registers=24, early=early):
-        bring_weights(mem, weights, tile, first, count, form, after, then)
+        bring_weights(mem, weights, tile, first, count, form)
     with jt.role("feeder", warps=1, registers=24):
         bring_rows(mem, x, first, count)
 
@@ -162,9 +124,7 @@ def choice(n: int, k: int) -> Form | None:
         columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
         full = parts * jt.cdiv(n, columns) >= 0.9 * units
         if full and ROWS <= columns <= hopper_wide.WIDEST and k >= 4 * parts * hopper_wide.TERMS:
-            return Form(
-                columns, parts, hopper_wide.slots(columns, 1), ahead=hopper_wide.AHEAD, follow=hopper_wide.FOLLOW
-            )
+            return Form(columns, parts, hopper_wide.slots(columns, 1), evict=hopper_wide.EVICT)
     return None
 
 
@@ -181,40 +141,39 @@ def misfit(x, w, weights: tuple) -> str | None:
     )
 
 
-def _into(x, w, r, norm, *after, form: Form, then: Form | None):
-    return into_norm(x, w, r, norm, after, form=form, early=gpu_tiles.overlaps(), own=OWN, then=then)[:3]
+def _into(x, w, r, norm, *, form: Form):
+    return into_norm(x, w, r, norm, form=form, early=gpu_tiles.overlaps())[:3]
 
 
-def _into_whole(x, w, r, norm, *_, form: Form, **__):
+def _into_whole(x, w, r, norm, *, form: Form):
     y = r.astype(jnp.float32) + jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     squares = jnp.zeros((jt.cdiv(w.shape[0], form.columns), ROWS), jnp.float32)
     squares = squares.at[0, : x.shape[0]].set((y * y).sum(1))
     return y.astype(r.dtype), (y * norm.astype(jnp.float32)[None, :]).astype(r.dtype), squares
 
 
-def _behind(x, squares, *weights, form: Form, activation, eps: float, count: int, then: Form | None):
+def _behind(x, squares, *weights, form: Form, activation, eps: float):
     out = x.dtype.name if form.parts == 1 else "float32"
-    options = dict(activation=activation, out_dtype=out, eps=eps, early=gpu_tiles.overlaps(), then=then)
-    return behind_norm(x, squares, weights[:count], weights[count:], form=form, **options)
+    options = dict(activation=activation, out_dtype=out, eps=eps, early=gpu_tiles.overlaps(), soon=SOON)
+    return behind_norm(x, squares, weights, form=form, **options)
 
 
-def _behind_whole(x, squares, *weights, form: Form, activation, eps: float, count: int, **_):
+def _behind_whole(x, squares, *weights, form: Form, activation, eps: float):
     unit = jax.lax.rsqrt(squares.sum(0)[: x.shape[0]] * (1.0 / x.shape[1]) + eps)[:, None]
-    products = (jnp.matmul(x, w.T, preferred_element_type=jnp.float32) for w in weights[:count])
-    one, *other = (unit * y for y in products)
+    one, *other = (unit * jnp.matmul(x, w.T, preferred_element_type=jnp.float32) for w in weights)
     y = ACTIVATIONS[activation](one) * other[0] if other else one
     y = y[None].astype(x.dtype if form.parts == 1 else jnp.float32)
     return jnp.concatenate([y, *[jnp.zeros_like(y)] * (form.parts - 1)])
 
 
-def _not_into(x, w, r, norm, *_, **__) -> str | None:
-    del r, norm
+def _not_into(x, w, r, norm, *, form: Form) -> str | None:
+    del r, norm, form
     return hopper_wide.misfit(x, (w,))
 
 
-def _not_behind(x, squares, *weights, count: int, **_) -> str | None:
+def _not_behind(x, squares, *weights, **_) -> str | None:
     del squares
-    return hopper_wide.misfit(x, weights[:count])
+    return hopper_wide.misfit(x, weights)
 
 
 _into_op = Op(
@@ -229,15 +188,11 @@ _behind_op = Op(
 )
 
 
-def products(x, w, r, norm, weights: tuple, *, eps: float, activation=None, after=None) -> tuple[jax.Array, jax.Array]:
-    """(y = r + x wᵀ, what the RMS norm of y gives times the weights): the latter as `hopper_wide.product` gives it.
-    after: the matrix of the product before a norm that reads the latter."""
-    first, form = choice(*w.shape), hopper_wide.choice(*weights[0].shape, len(weights))
+def products(x, w, r, norm, weights: tuple, *, eps: float, activation=None) -> tuple[jax.Array, jax.Array]:
+    """(y = r + x wᵀ, what the RMS norm of y gives times the weights): the latter as `hopper_wide.product` gives it."""
+    first, then = choice(*w.shape), hopper_wide.choice(*weights[0].shape, len(weights))
     assert first is not None, "misfit says where these products are"
-    assert form is not None, "misfit says where these products are"
-    behind = None if after is None or not hopper_wide.FOLLOW else choice(*after.shape)
-    own, follow = ((weights, form) if hopper_wide.FOLLOW else ((), None)), (after,) if behind else ()
-    y, scaled, squares = _into_op(x, w, r, norm, *own[0], form=first, then=own[1])
-    options = dict(form=form, activation=activation, eps=eps, count=len(weights), then=behind)
-    out = _behind_op(scaled, squares, *weights, *follow, **options)
-    return y, out[0] if form.parts == 1 else out
+    assert then is not None, "misfit says where these products are"
+    y, scaled, squares = _into_op(x, w, r, norm, form=first)
+    out = _behind_op(scaled, squares, *weights, form=then, activation=activation, eps=eps)
+    return y, out[0] if then.parts == 1 else out

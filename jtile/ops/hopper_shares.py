@@ -36,6 +36,7 @@ class Units:
     size: int
     heads: int = 1
     piece: int | None = None
+    evict: str | None = None
 
     def of(self, length):
         """The units of a row and head, for a row of this length."""

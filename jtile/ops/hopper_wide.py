@@ -28,8 +28,7 @@ MOST_PARTS = 8
 # Rows of x that are taken, where kernels overlap. Otherwise tiles of other sides are as quick: a layer of Llama-3.1-8B
 # with 64 rows takes 167 us on an H200 with those, 170 with these, and 162 where these are launched early.
 TAKEN = range(33, 65)
-FOLLOW = 0  # rings' worth of the matrices of the product behind that it is asked for
-AHEAD = 0  # rings' worth of W that the second-level cache is asked for, behind what is under way
+EVICT = None  # how soon caches may forget W, see `jt.async_copy`
 _RINGS = 216 << 10  # bytes of shared memory for both rings
 _REGISTERS = 216
 
@@ -43,8 +42,7 @@ class Form:
     parts: int
     slots: int
     terms: int = TERMS
-    ahead: int = 0
-    follow: int = 0
+    evict: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,23 +110,9 @@ def write(sums, y, part, tile, form: Form, activation) -> None:
         jt.store(y, (part, jt.ds(0, ROWS), jt.ds(first, width)), out.astype(y.dtype), mask=inside)
 
 
-def _ask_for(after: tuple, then: Form, rounds: int, buffer) -> None:
-    """Ask the second-level cache for the first rounds of each part of the product behind this one, whose matrices are
-    `after`: all programs together, each for some boxes that `buffer` has room for."""
-    (rows, terms), programs = buffer.shape, jt.num_programs(0)
-    each, count = jt.cdiv(jt.cdiv(after[0].shape[1], then.terms), then.parts) * then.terms, rounds * then.terms // terms
-    for w in after:
-        boxes = jt.cdiv(w.shape[0], rows) * then.parts * count
-        for turn in range(jt.cdiv(boxes, gpu_tiles.processors() * 9 // 10)):
-            i = jt.program_id(0) + turn * programs
-            at, j = jax.lax.div(i, then.parts * count), jax.lax.rem(i, then.parts * count)
-            begin = jax.lax.div(j, count) * each + jax.lax.rem(j, count) * terms
-            jt.prefetch(w.at[jt.ds(at * rows, rows), jt.ds(begin, terms)], buffer, when=i < boxes)
-
-
 @jt.function
-def bring_weights(mem: Memory, weights, tile, first, rounds, form: Form, after: tuple = (), then: Form | None = None):
-    """The role that fills the rings of W. after, then: what the product behind this one reads, and its form."""
+def bring_weights(mem: Memory, weights, tile, first, rounds, form: Form):
+    """The role that fills the rings of W."""
     nbytes, terms = len(weights) * form.columns * form.terms * weights[0].dtype.itemsize, form.terms
     for k in jt.range(rounds):
         mem.empty.at(k).wait(before=True)
@@ -138,19 +122,9 @@ def bring_weights(mem: Memory, weights, tile, first, rounds, form: Form, after: 
                 row = tile * form.columns + at
                 row = jnp.where(row < w.shape[0], row, 0)  # what is outside takes a tensor map longer
                 buffer = ring.at(k)[at : at + width]
-                jt.async_copy(w.at[jt.ds(row, width), jt.ds((first + k) * terms, terms)], buffer, mem.full.at(k))
-        for reach in range(1, form.ahead + 1):
-            later = k + reach * form.slots
-            asked = (later < rounds) & ((k < form.slots) | (reach == form.ahead))
-            for w, ring in zip(weights, mem.rings):
-                for at, width in pieces(form.columns, WIDEST):
-                    row = tile * form.columns + at
-                    row = jnp.where(row < w.shape[0], row, 0)
-                    place = w.at[jt.ds(row, width), jt.ds((first + later) * terms, terms)]
-                    jt.prefetch(place, ring.at(k)[at : at + width], when=asked)
-        if then is not None:
-            if k == jnp.maximum(jnp.minimum(form.slots, rounds - 1), rounds - 2 * form.slots):
-                _ask_for(after, then, form.follow * then.slots, mem.rings[0].at(jnp.int32(0)))
+                jt.async_copy(
+                    w.at[jt.ds(row, width), jt.ds((first + k) * terms, terms)], buffer, mem.full.at(k), evict=form.evict
+                )
 
 
 @jt.function
@@ -198,8 +172,7 @@ def choice(n: int, k: int, weights: int) -> Form | None:
         columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
         if columns <= WIDEST and k >= 4 * parts * TERMS:
             busy = parts * jt.cdiv(n, columns)
-            form = Form(columns, parts, slots(columns, weights), ahead=AHEAD, follow=FOLLOW)
-            found.append(((busy >= 0.9 * units) * columns, form))
+            found.append(((busy >= 0.9 * units) * columns, Form(columns, parts, slots(columns, weights), evict=EVICT)))
     best = max(found, key=lambda one: one[0], default=(0, None))
     return best[1] if best[0] else None
 

@@ -119,9 +119,6 @@ def test_rope_append_writes_one_slot_of_each_row(step):
     np.testing.assert_allclose(q, expected[:, :4], atol=2e-6)
     np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=2e-6)
     np.testing.assert_array_equal(new_values, values.at[rows, lengths].set(qkv[:, 6:]))
-    early = kernels.rope_append_early.interpret(*map(np.asarray, step[0]), (), None, **sizes)
-    for got, want in zip(early, (q, new_keys, new_values), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 def test_gradients_of_rope_append(step):

@@ -72,21 +72,20 @@ def test_in_the_interpreter(name, last, monkeypatch):
         assert relative_error(got, want) < 4e-3
 
 
-@pytest.mark.parametrize(("last", "early", "softcap"), [(True, False, None), (False, True, 2.0)])
-def test_queries_as_columns(last, early, softcap, monkeypatch):
+@pytest.mark.parametrize(("last", "overlap", "softcap"), [(True, False, None), (False, True, 2.0)])
+def test_queries_as_columns(last, overlap, softcap, monkeypatch):
+    """Where kernels overlap, one role asks for keys ahead, and changes nothing."""
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 4)
-    monkeypatch.setattr(hopper_decode, "EARLY", early)
-    monkeypatch.setattr(hopper_decode, "HINTS", 3)  # only where kernels overlap
+    monkeypatch.setattr(hopper_decode, "HINTS", 3)
     monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
     args = arguments(4, 1, 8, 2, 320, 64, (300, 33, 0, 16))
     kernel, asked = hopper_decode.hopper_decode, []
     interpreted = lambda *a, **options: asked.append(options) or kernel.interpret(*a, seed=1, **options)
     monkeypatch.setattr(hopper_decode, "hopper_decode", interpreted)
-    with jt.config(overlap=early):
+    with jt.config(overlap=overlap):
         got = hopper_decode.of_batch(*args, scale=0.1, softcap=softcap)
     assert relative_error(got, reference(*args, softcap)) < 4e-3
-    assert asked[0]["turned"] and asked[0].get("early", False) == early
-    assert asked[0].get("hints", 0) == (3 if early else 0)
+    assert asked[0]["turned"] and asked[0].get("hints", 0) == (3 if overlap else 0)
 
 
 def test_whole_rows_depend_on_nothing_beside_them(monkeypatch):
@@ -147,12 +146,12 @@ def test_on_the_gpu(page, last, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("early", [False, True])
-def test_queries_as_columns_on_the_gpu(early, monkeypatch):
-    monkeypatch.setattr(hopper_decode, "EARLY", early)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_queries_as_columns_on_the_gpu(overlap, monkeypatch):
+    monkeypatch.setattr(hopper_decode, "HINTS", 3)
     lengths = [int(n) for n in np.random.default_rng(0).integers(0, 640, 40)]
     args = arguments(40, 1, 32, 8, 640, 128, lengths)
-    with jt.config(interpret=False, overlap=early):
+    with jt.config(interpret=False, overlap=overlap):
         run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
         got = run(*args)
         assert all(np.array_equal(run(*args), got) for _ in range(5))

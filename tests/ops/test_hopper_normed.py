@@ -17,15 +17,6 @@ from jtile.testing import relative_error
 CASES = {  # rows; n, k of the first product; its form; n of the second, its weights and form
     "parts": (64, 200, 520, Form(24, 3, 2), 96, 1, Form(40, 2, 2)),
     "few rows, whole sums, a gated product": (20, 136, 192, Form(112, 1, 2), 72, 2, Form(40, 1, 2)),
-    "two parts, rounds asked for ahead": (
-        20,
-        136,
-        1544,
-        Form(72, 2, 2, ahead=2, follow=1),
-        40,
-        1,
-        Form(40, 1, 2, ahead=1),
-    ),
 }
 EPS = 1e-5
 
@@ -46,19 +37,17 @@ def reference(x, w, r, norm, weights):
 def runs(name):
     form, count, behind = CASES[name][3], *CASES[name][5:]
     options = dict(form=behind, activation="silu" if count > 1 else None, out_dtype="float32", eps=EPS)
-    into = functools.partial(hopper_normed.into_norm, form=form, own=form.parts == 2)
-    return into, functools.partial(hopper_normed.behind_norm, **options)
+    return functools.partial(hopper_normed.into_norm, form=form), functools.partial(
+        hopper_normed.behind_norm, **options
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_the_interpreter(name):
     first, weights = arguments(*CASES[name])
     into, behind = runs(name)
-    then = behind.keywords["form"] if "ahead" in name else None  # what the second product reads is asked for, too
-    after = weights if then else ()
-    y, scaled, squares, _ = into.func.interpret(*first, after, seed=len(name), then=then, **into.keywords)
-    more = np.asarray(scaled), np.asarray(squares), weights, ()
-    out = behind.func.interpret(*more, seed=len(name), **behind.keywords)
+    y, scaled, squares, _ = into.func.interpret(*first, seed=len(name), **into.keywords)
+    out = behind.func.interpret(np.asarray(scaled), np.asarray(squares), weights, seed=len(name), **behind.keywords)
     want, exact = reference(*first, weights)
     assert relative_error(np.asarray(y, np.float32), want) < 4e-3
     assert relative_error(np.asarray(out).sum(0), exact) < 1e-2
@@ -87,8 +76,8 @@ def test_on_the_gpu(name):
 
             @jax.jit
             def run(first, weights, early=early):
-                y, scaled, squares, _ = into(*first, (), early=early)
-                return y, behind(scaled, squares, weights, (), early=early)
+                y, scaled, squares, _ = into(*first, early=early)
+                return y, behind(scaled, squares, weights, early=early)
 
             y, out = map(np.asarray, run(first, weights))
             for _ in range(3):
@@ -106,8 +95,8 @@ def test_what_it_compiles_to(n, k, count):
         forms = hopper_normed.choice(k, n), hopper_wide.choice(n, k, count)
     x, squares = of(64, k), of(64, 64, dtype=jnp.float32)
     options = dict(form=forms[1], activation="silu" if count > 1 else None, out_dtype="bfloat16", eps=EPS)
-    behind = hopper_normed.behind_norm.lower(x, squares, (of(n, k),) * count, (), target="cuda:sm_90", **options)
-    operands = of(64, n), of(k, n), x, of(k, dtype=jnp.float32), ()
+    behind = hopper_normed.behind_norm.lower(x, squares, (of(n, k),) * count, target="cuda:sm_90", **options)
+    operands = of(64, n), of(k, n), x, of(k, dtype=jnp.float32)
     into = hopper_normed.into_norm.lower(*operands, form=forms[0], target="cuda:sm_90")
     for found in (behind, into):
         assert not spills_of_products(found.texts["sass"])
