@@ -1,6 +1,7 @@
 """What stands between two greedy steps on GPUs: the loop with one kernel for it makes the tokens of the other loop."""
 
 import contextlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jtile.models.generate import CHUNK, Choice
 from jtile.models.sampling import Sampling, Steps
 from jtile.ops import QuantizedTensor, gpu_tiles
 from jtile.ops.operands import Weight
+from jtile.ops.step_attention import attention_product
 
 
 @pytest.fixture
@@ -127,6 +129,8 @@ def test_no_early_read_of_what_it_writes(name, monkeypatch):
     """By the order in which kernels let the ones behind them start, whatever XLA puts in between: none reads early what
     a kernel in front may still write. Without `gpu_tiles.holding` attention behind a product that is held would."""
     monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    attention = sys.modules[attention_product.__module__]
+    monkeypatch.setattr(attention, "PRODUCTS", False)
     shape, cut = SHAPES[name]
     with jt.config(arch="sm_90"):
         lm = models.make(models.SHAPES[shape] | cut)
@@ -135,6 +139,12 @@ def test_no_early_read_of_what_it_writes(name, monkeypatch):
         assert names.count("next_tokens") == 2 and names.count("hopper_step") == 2
         assert launch_order.hazards(order) == []
         if name == "dense":
+            with monkeypatch.context() as patch:  # attention in parts reads keys and values early, and no lengths
+                patch.setattr(attention, "PRODUCTS", True)
+                order = launch_order.launches(decoding(lm))
+                assert [one.name for one in order].count("hopper_parts") == 2
+                assert any(one.reads for one in order if one.name == "hopper_parts")
+                assert launch_order.hazards(order) == []
             monkeypatch.setattr(gpu_tiles, "holding", contextlib.nullcontext)
             found = launch_order.hazards(launch_order.launches(decoding(lm)))
             assert found and all("hopper_step" in text and "next_tokens" in text for text in found)
