@@ -208,6 +208,20 @@ def tokens_at(arrays, at):
     return jax.tree.map(one, arrays)
 
 
+def rows_of(arrays, of):
+    """The rows `of`, int32 [n], of arrays [rows, ...]; None: all rows."""
+    if of is None:
+        return arrays
+    made = tuple(layers.whole(y) if isinstance(y, Unmade) else y for y in arrays)
+    return jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), made)
+
+
+def _routed(module) -> bool:
+    """Whether the rows of a module's operand have adapters of their own."""
+    is_routed = lambda x: isinstance(x, layers.Routed)
+    return any(map(is_routed, jax.tree.leaves(nnx.state(module), is_leaf=is_routed)))
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -230,12 +244,12 @@ class Block(nnx.Module):
             if isinstance(attention, Attention):
                 attention.parts = True
 
-    def _run(self, x, delta, attend, at=None, hold: bool = False, following: tuple = ()):
+    def _run(self, x, delta, attend, at=None, hold: bool = False, following: tuple = (), of=None):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
-        the attention; at: see `prefill`; hold: see `enter`."""
+        the attention; at: see `prefill`; hold: see `enter`; of: see `step`."""
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps, hold)
         attended, entry = attend(entered)
-        x, attended = tokens_at((x, attended), at)
+        x, attended = rows_of(tokens_at((x, attended), at), of)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps, following), entry
 
     def prefill(self, x, delta, cos, sin, lengths=None, at=None, slots=None):
@@ -247,12 +261,13 @@ class Block(nnx.Module):
         more |= {"slots": slots} if isinstance(self.attention, Attention) else {}
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more), at)
 
-    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, following: tuple = ()):
+    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, following: tuple = (), of=None):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
-        longer part of the cache). hold: see `enter`; following: see `layers.linear`."""
+        longer part of the cache). hold: see `enter`; following: see `layers.linear`; of, int32 [n]: only these tokens
+        go through the MLP, and x and delta behind the block are [n, hidden]."""
         more = {"following": first_matrices(self.mlp)} if type(self.attention) is Attention else {}
         attend = lambda entered: self.attention.step(entered, cos, sin, slots, **more)
-        return self._run(x, delta, attend, hold=hold, following=following)
+        return self._run(x, delta, attend, hold=hold, following=following, of=of)
 
 
 class Decoder(nnx.Module):
@@ -409,7 +424,8 @@ class Decoder(nnx.Module):
         Args:
           tokens: int32 [batch] or [batch, t]. A cache with rings (see `cache.Layout`) takes only one.
           cache: the cache of the tokens before.
-          of: int32 [n], numbers of some of the batch * t tokens; only their logits are computed.
+          of: int32 [n], numbers of some of the batch * t tokens; only their logits are computed, and the others have
+            no use for the MLP of the last block.
           shares: logits of one token a row may stay cut over devices, as `parallel.Shares`.
           entered: (x, delta, angles) where something else has done what `enter` does: x + delta are the embeddings.
             It may have written the lengths of the cache, too.
@@ -425,15 +441,15 @@ class Decoder(nnx.Module):
             x, angles = self.enter(tokens.reshape(-1), positions)
         entries, hold = [], entered is not None
         behind = [*(first_matrices(block.attention) for block in self.blocks), ()][1:]
+        early = of is not None and type(self.blocks[-1]) is Block and not _routed(self.blocks[-1].mlp)
         for block, entry, following in zip(self.blocks, cache.entries, behind, strict=True):
             more = {"hold": hold} | ({"following": following} if type(block) is Block else {})
+            more |= {"of": of} if early and block is self.blocks[-1] else {}
             (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), **more)
             hold = False  # what is behind the first kernel starts when those in front of it have ended
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
-        if of is not None:
-            delta = layers.whole(delta) if isinstance(delta, Unmade) else delta
-            x, delta = jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), (x, delta))
+        x, delta = (x, delta) if early else rows_of((x, delta), of)
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)
         alone = of is not None or tokens.ndim == 1

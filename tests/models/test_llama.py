@@ -2,10 +2,12 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jtile._errors import ModelError
+from jtile.models import cache as kv
 from jtile.models.llama import LlamaConfig
 from jtile.models.rope import Rope, RopeScaling
 
@@ -40,6 +42,21 @@ def test_the_cache_agrees_with_whole_prompts(tiny, golden):
     made = tiny.generate(ids, 12, eos=None).tolist()
     logits = np.asarray(tiny.logits(ids + made))
     assert logits.argmax(-1)[len(ids) - 1 : -1].tolist() == made
+
+
+def test_some_tokens_alone_go_through_the_last_mlp(tiny, golden):
+    """Where the logits of a few tokens are asked for: they are the same, and the last MLP has as many rows."""
+    model, ids, of = tiny.model, jnp.asarray(golden["input_ids"]), np.array([3, 17, 40, 3], np.int32)
+    empty = kv.from_prefill(model.prefill(ids)[1], jnp.zeros((2,), jnp.int32), kv.Layout(32))
+    whole, rows, mlp = model.step(ids, empty)[0].reshape(48, -1), [], model.blocks[-1].mlp
+    with pytest.MonkeyPatch.context() as patch:
+        kept = type(mlp).behind_norm
+        patch.setattr(
+            type(mlp), "behind_norm", lambda self, x, *of, **more: (rows.append(len(x)), kept(self, x, *of, **more))[1]
+        )
+        some = model.step(ids, empty, of)[0]
+    assert rows == [48] * (len(model.blocks) - 1) + [4]
+    assert np.abs(np.asarray(some) - np.asarray(whole)[of]).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("spelling", ["config.json", "config_hub.json"])
