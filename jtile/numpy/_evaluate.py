@@ -240,9 +240,10 @@ def _settled(value: Any) -> Any:
 def _compiled(program: Program, graph: Graph, held: list[bool], outputs: tuple[int, ...], constants: list[int]):
     leaves = [k for k, node in enumerate(graph.order) if node.op is None and not isinstance(node, Constant)]
     with as_numpy_counts():
+        near = jax.default_backend() == "cpu"
         for k in leaves:
             node = graph.order[k]
-            if node.value.__class__ is numpy.ndarray and node.size > SMALL:
+            if node.value.__class__ is numpy.ndarray and not (near and node.size <= SMALL):
                 node.value = jax.device_put(node.value)  # transferred once: the next program finds it on the device
         given = _given_away(graph, held, outputs, leaves)
         given = next((g for g in program.compiled if set(g) <= set(given)), () if program.compiled else given)
