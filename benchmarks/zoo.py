@@ -15,7 +15,7 @@ from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
-from jtile.ops import bodies, filters, images, native_sparse, sampling
+from jtile.ops import bodies, filters, histograms, images, native_sparse, sampling
 from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
@@ -220,6 +220,12 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, Any]]:
         "workload": "sample_top_p", "config": f"{rows}x{n}", "dtype": "float32",
         "ours": lambda x: ops.sample_top_p(x, key, p=0.9),
         "peers": {"xla": lambda x: sampling.sample_top_p_reference(x, key, p=0.9)}, "bytes": 4 * rows * n,
+    }  # fmt: skip
+    n, counted = side(1 << 20, 1 << 26), {"bins": 256, "range": (-4.0, 4.0)}
+    yield (lambda seed, n=n: (normal(seed, n),)), {
+        "workload": "histogram", "config": f"{n} in 256 bins", "dtype": "float32", "bytes": 4 * n,
+        "ours": functools.partial(ops.histogram, **counted),
+        "peers": {"xla": functools.partial(histograms.histogram_reference, **counted)},
     }  # fmt: skip
     n = side(1024, 4096)
     filtered = {"space": 2.0, "level": 1.0}
