@@ -135,7 +135,7 @@ class Slots:
         qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
         entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else kernels.rope_append
         held = *entry.arrays, *entry.scales
-        kernel = kernel if kernels.WARPS is None else kernel.with_options(num_warps=kernels.WARPS)
+        kernel = kernel.with_options(num_warps=8) if "dtype" in options else kernel  # parts are more to read
         q, *held = kernel(qkv, cos, sin, self._free(), *held, weights, self.table, **options)
         return q, self._with(held[:2], held[2:])
 

@@ -17,8 +17,6 @@ from jtile.ops.cache_appends import rope_append as rope_append
 
 from .host import on_host
 
-WARPS: int | None = None  # of a program of `rope_append`
-
 
 def tiles_of_split(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     """How many positions and heads a program of `rope_split` takes: on GPUs as much as keeps its threads busy with two

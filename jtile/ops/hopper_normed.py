@@ -19,8 +19,6 @@ from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.hopper_columns import piece, pieces
 from jtile.ops.hopper_wide import ROWS, Form, bring_rows, bring_weights, memory, sums_of, write
 
-MET = False  # whether two programs of a tile hand over half of their sums to each other
-SOON = False  # whether the sums of squares are read before the first round comes, instead of behind the last one
 PIECE = 64  # columns of a tile that are put together at a time
 _REGISTERS = 216
 
@@ -78,44 +76,6 @@ def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: b
         bring_rows(mem, x, first, count)
 
 
-def _met_types(x, w, r, norm, *, form: Form, **_):
-    tiles = jt.cdiv(w.shape[0], form.columns)
-    return jt.like(r), jt.like(r), jax.ShapeDtypeStruct((2 * tiles, ROWS), jnp.float32)
-
-
-def _box(x, w, r, norm, *, form: Form, **_):
-    return [jt.symmetric((jt.cdiv(w.shape[0], form.columns), 2, ROWS, form.columns // 2), jnp.float32)]
-
-
-@jt.kernel(out_type=_met_types, grid=lambda x, w, *_, form, **__: 2 * jt.cdiv(w.shape[0], form.columns), scratch=_box)
-def into_norm_met(x, w, r, norm, y, scaled, squares, box, *, form: Form, early: bool = False):
-    """`into_norm` of two parts, whose programs hand each other half of their sums, and write half of a tile each:
-    squares [2 * tiles, 64]."""
-    # Y = R + X_0 W_0ᵀ + X_1 W_1ᵀ
-    tile, part = jax.lax.div(jt.program_id(0), 2), jax.lax.rem(jt.program_id(0), 2)
-    mem, half = memory((w,), x.dtype, form), form.columns // 2
-    first, count = hopper_wide.rounds_of(part, x.shape[1], form)
-    with jt.role("consumer", warps=4, registers=_REGISTERS):
-        column = tile * form.columns + part * half
-        place, columns = (jt.ds(0, ROWS), jt.ds(column, half)), column + jt.arange(half)
-        inside = (jt.arange(ROWS)[:, None] < y.shape[0]) & (columns[None, :] < y.shape[1])
-        residual = jt.load(r, place, mask=inside, other=0)
-        weight = jt.load(norm, (jt.ds(column, half),), mask=columns < y.shape[1], other=0)
-        (sums,) = sums_of(mem, count, form)
-        sides = piece(sums, 0, half), piece(sums, half, half)
-        own, other = jnp.where(part == 0, *sides), jnp.where(part == 0, *sides[::-1])
-        jt.post(box, (tile, 1 - part, slice(None), slice(None)), other)
-        total = own + jt.receive(box, (tile, part, slice(None), slice(None))) + residual.astype(jnp.float32)
-        kept = jnp.where(inside, total, 0.0)
-        jt.store(scaled, place, (total * weight.astype(jnp.float32)[None, :]).astype(scaled.dtype), mask=inside)
-        squares[2 * tile + part, :] = (kept * kept).sum(1)
-        jt.store(y, place, total.astype(y.dtype), mask=inside)
-    with jt.role("producer", warps=1, registers=24, early=early):
-        bring_weights(mem, (w,), tile, first, count, form)
-    with jt.role("feeder", warps=1, registers=24):
-        bring_rows(mem, x, first, count)
-
-
 def _behind_types(x, squares, weights, *, form: Form, out_dtype: str, **_):
     return jax.ShapeDtypeStruct((form.parts, x.shape[0], weights[0].shape[0]), jnp.dtype(out_dtype))
 
@@ -124,9 +84,7 @@ def _behind_types(x, squares, weights, *, form: Form, out_dtype: str, **_):
     out_type=_behind_types,
     grid=lambda x, squares, weights, *, form, **_: form.parts * jt.cdiv(weights[0].shape[0], form.columns),
 )
-def behind_norm(
-    x, squares, weights: tuple, y, *, form: Form, activation, out_dtype: str, eps: float, early=False, soon=False
-):
+def behind_norm(x, squares, weights: tuple, y, *, form: Form, activation, out_dtype: str, eps: float, early=False):
     """`hopper_wide` for rows x [m, k] that are to be divided by the root of the mean of their squares: squares [tiles,
     64] are the sums over the columns of a tile."""
     # Y_s = X_s W_sᵀ / sqrt(mean(y^2) + eps)
@@ -134,9 +92,8 @@ def behind_norm(
     mem = memory(weights, x.dtype, form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
     with jt.role("consumer", warps=4, registers=_REGISTERS):
-        unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps) if soon else None
+        unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps)  # while the first round comes
         sums = sums_of(mem, count, form)
-        unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps) if unit is None else unit
         write(tuple(one * unit[:, None] for one in sums), y, part, tile, form, activation)
     with jt.role("producer", warps=1, registers=24, early=early):
         bring_weights(mem, weights, tile, first, count, form)
@@ -163,7 +120,7 @@ def choice(n: int, k: int) -> Form | None:
         columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
         full = parts * jt.cdiv(n, columns) >= 0.9 * units
         if full and ROWS <= columns <= hopper_wide.WIDEST and k >= 4 * parts * hopper_wide.TERMS:
-            return Form(columns, parts, hopper_wide.slots(columns, 1), evict=hopper_wide.EVICT)
+            return Form(columns, parts, hopper_wide.slots(columns, 1))
     return None
 
 
@@ -181,22 +138,19 @@ def misfit(x, w, weights: tuple) -> str | None:
 
 
 def _into(x, w, r, norm, *, form: Form):
-    if MET and form.parts == 2 and form.columns == ROWS:
-        return into_norm_met(x, w, r, norm, form=form, early=gpu_tiles.overlaps())
     return into_norm(x, w, r, norm, form=form, early=gpu_tiles.overlaps())[:3]
 
 
 def _into_whole(x, w, r, norm, *, form: Form):
     y = r.astype(jnp.float32) + jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
-    met = MET and form.parts == 2 and form.columns == ROWS
-    squares = jnp.zeros(((1 + met) * jt.cdiv(w.shape[0], form.columns), ROWS), jnp.float32)
+    squares = jnp.zeros((jt.cdiv(w.shape[0], form.columns), ROWS), jnp.float32)
     squares = squares.at[0, : x.shape[0]].set((y * y).sum(1))
     return y.astype(r.dtype), (y * norm.astype(jnp.float32)[None, :]).astype(r.dtype), squares
 
 
 def _behind(x, squares, *weights, form: Form, activation, eps: float):
     out = x.dtype.name if form.parts == 1 else "float32"
-    options = dict(activation=activation, out_dtype=out, eps=eps, early=gpu_tiles.overlaps(), soon=SOON)
+    options = dict(activation=activation, out_dtype=out, eps=eps, early=gpu_tiles.overlaps())
     return behind_norm(x, squares, weights, form=form, **options)
 
 

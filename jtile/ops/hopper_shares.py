@@ -30,7 +30,8 @@ _LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as ma
 @dataclasses.dataclass(frozen=True)
 class Units:
     """How keys are counted: a row has `slots` of them at most, a unit `size`, and each row counts `heads` times. A copy
-    brings `piece` keys of a unit, by default all; pieces behind the length of a row do not come from memory."""
+    brings `piece` keys of a unit, by default all; pieces behind the length of a row do not come from memory. evict: how
+    soon caches forget them, see `jt.async_copy`."""
 
     slots: int
     size: int

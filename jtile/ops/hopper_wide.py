@@ -28,7 +28,6 @@ MOST_PARTS = 8
 # Rows of x that are taken, where kernels overlap. Otherwise tiles of other sides are as quick: a layer of Llama-3.1-8B
 # with 64 rows takes 167 us on an H200 with those, 170 with these, and 162 where these are launched early.
 TAKEN = range(33, 65)
-EVICT = None  # how soon caches may forget W, see `jt.async_copy`
 _RINGS = 216 << 10  # bytes of shared memory for both rings
 _REGISTERS = 216
 
@@ -42,7 +41,6 @@ class Form:
     parts: int
     slots: int
     terms: int = TERMS
-    evict: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +121,7 @@ def bring_weights(mem: Memory, weights, tile, first, rounds, form: Form):
                 row = jnp.where(row < w.shape[0], row, 0)  # what is outside takes a tensor map longer
                 buffer = ring.at(k)[at : at + width]
                 jt.async_copy(
-                    w.at[jt.ds(row, width), jt.ds((first + k) * terms, terms)], buffer, mem.full.at(k), evict=form.evict
+                    w.at[jt.ds(row, width), jt.ds((first + k) * terms, terms)], buffer, mem.full.at(k), evict="first"
                 )
 
 
@@ -172,7 +170,7 @@ def choice(n: int, k: int, weights: int) -> Form | None:
         columns = jt.cdiv(jt.cdiv(n * parts, units), 8) * 8
         if columns <= WIDEST and k >= 4 * parts * TERMS:
             busy = parts * jt.cdiv(n, columns)
-            found.append(((busy >= 0.9 * units) * columns, Form(columns, parts, slots(columns, weights), evict=EVICT)))
+            found.append(((busy >= 0.9 * units) * columns, Form(columns, parts, slots(columns, weights))))
     best = max(found, key=lambda one: one[0], default=(0, None))
     return best[1] if best[0] else None
 

@@ -76,7 +76,6 @@ def test_in_the_interpreter(name, last, monkeypatch):
 def test_queries_as_columns(last, overlap, softcap, monkeypatch):
     """Where kernels overlap, one role asks for keys ahead, and changes nothing."""
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 4)
-    monkeypatch.setattr(hopper_decode, "HINTS", 3)
     monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
     args = arguments(4, 1, 8, 2, 320, 64, (300, 33, 0, 16))
     kernel, asked = hopper_decode.hopper_decode, []
@@ -147,8 +146,7 @@ def test_on_the_gpu(page, last, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
-def test_queries_as_columns_on_the_gpu(overlap, monkeypatch):
-    monkeypatch.setattr(hopper_decode, "HINTS", 3)
+def test_queries_as_columns_on_the_gpu(overlap):
     lengths = [int(n) for n in np.random.default_rng(0).integers(0, 640, 40)]
     args = arguments(40, 1, 32, 8, 640, 128, lengths)
     with jt.config(interpret=False, overlap=overlap):

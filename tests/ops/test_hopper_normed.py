@@ -53,30 +53,6 @@ def test_in_the_interpreter(name):
     assert relative_error(np.asarray(out).sum(0), exact) < 1e-2
 
 
-def test_two_programs_hand_over_half_of_their_sums():
-    first, _ = arguments(20, 136, 1544, Form(64, 2, 2), 72, 1, None)
-    want, _ = reference(*first, (np.zeros((8, 136), np.float32),))
-    for seed in range(2):
-        y, scaled, squares = hopper_normed.into_norm_met.interpret(*first, form=Form(64, 2, 2), seed=seed)
-        assert relative_error(np.asarray(y, np.float32), want) < 4e-3
-        assert relative_error(np.asarray(scaled, np.float32), want * first[3]) < 4e-3
-        assert relative_error(np.asarray(squares).sum(0)[:20], (want**2).sum(1)) < 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("early", [False, True])
-def test_two_programs_hand_over_on_the_gpu(early):
-    form = hopper_normed.choice(4096, 4096)
-    first, _ = arguments(64, 4096, 4096, form, 72, 1, None)
-    want, _ = reference(*first, (np.zeros((8, 4096), np.float32),))
-    with jt.config(overlap=early):
-        run = jax.jit(lambda *of: hopper_normed.into_norm_met(*of, form=form, early=early))
-        y, _, squares = map(np.asarray, run(*first))
-        assert all(np.array_equal(run(*first)[0], y) for _ in range(20))
-    assert relative_error(np.asarray(y, np.float32), want) < 4e-3
-    assert relative_error(squares.sum(0), (want**2).sum(1)) < 1e-4
-
-
 def test_which_products(monkeypatch):
     """Those of a decoder with long rows, in bfloat16: a row without its norm may overflow float16."""
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 132)
