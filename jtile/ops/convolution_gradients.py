@@ -149,6 +149,7 @@ def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides
 
 
 _SUMS = 4 * 64 * 64  # of the products of one program of 4 warps, at most
+_NARROW = 3 * 64 * 32  # of one of 2 warps
 
 
 def _dw_in_points(x, g, window: Sides, **options):
@@ -156,13 +157,13 @@ def _dw_in_points(x, g, window: Sides, **options):
     channels, outputs = x.shape[-1], g.shape[-1]
     flat, cotangents = x.reshape(-1, channels), g.reshape(-1, outputs)
     bc, bo = math.gcd(channels, 128), min(128, max(16, jt.next_power_of_2(outputs)))
-    most = max(1, _SUMS // (bc * bo))
+    narrow = bc < 64  # products of few numbers: small programs, many of a processor, hide each other's waits
+    most = max(1, (_NARROW if narrow else _SUMS) // (bc * bo))
     taps = max(n for n in range(1, most + 1) if math.prod(window) % n == 0)
-    warps = 8 if bc * bo * taps > _SUMS else 4
+    warps = 8 if bc * bo * taps > _SUMS else 2 if narrow and bo < 64 else 4
     blocks = math.prod(window) // taps * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
-    narrow = bc < 64  # products of few numbers: more programs of a processor, with less memory each, hide their waits
-    splits = _splits(cotangents.shape[0], 64, blocks, 3 if narrow else 2)
-    run = tuned(convolution_weight_points, num_warps=warps, num_stages=2 if narrow else 3, specialize=False)
+    splits = _splits(cotangents.shape[0], 64, blocks, 4 if narrow else 2)
+    run = tuned(convolution_weight_points, num_warps=warps, num_stages=3, specialize=False)
     sums = {"bm": 64, "bc": bc, "bo": bo, "taps": taps, "splits": splits}
     dw = run(flat, cotangents, **sums, sides=x.shape[1:-1], points=g.shape[1:-1], window=tuple(window), **options)
     return dw[0] if splits == 1 else dw.sum(0)

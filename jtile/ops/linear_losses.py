@@ -33,8 +33,8 @@ from jtile.ops.matmul import tiles
 from jtile.ops.parts import BLOCK, summed
 
 # Bytes of cotangents of logits that the backward pass holds at a time. On a CPU, where a product takes longer than
-# reading what it has given, it holds a fourth of that, and the forward pass keeps as many bytes of logits for it.
-HELD = 64 << 20
+# reading what it has given, it holds a fourth of KEPT, and the forward pass keeps KEPT bytes of logits for it.
+HELD, KEPT = 96 << 20, 64 << 20
 
 
 def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
@@ -163,16 +163,16 @@ def _tuned(kernel: jt.Kernel, itemsize: int, m, n, k, **of):
     return tuned(kernel, **gpu_tiles.product_options(sides["bm"], sides["bn"], itemsize)), sides
 
 
-def _forward(x, w, bias, labels, *, kept: int, bn: int, bk: int, memory: int | None = None, **meta):
-    keep = kept or _classes_to_keep(x, w, bn, memory)
-    found = linear_cross_entropy_parts(x, w, bias, labels, kept=keep, bn=bn, bk=bk, **meta)
+def _forward(x, w, bias, labels, *, kept: int, bm: int, bn: int, memory: int | None = None, **meta):
+    keep = kept or _classes_to_keep(x, w, bm, bn, memory)
+    found = linear_cross_entropy_parts(x, w, bias, labels, kept=keep, bm=bm, bn=bn, **meta)
     return found if kept else found[:2], (x, w, bias, labels, found[0], found[2] if keep else None)
 
 
 def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kept: int, **_):
     x, w, bias, labels, lse, logits = residuals
     (rows, k), vocab, itemsize = x.shape, w.shape[0], x.dtype.itemsize
-    blocks, per = jt.cdiv(vocab, bn), _blocks_at_a_time(x, w, bn)
+    blocks, per = jt.cdiv(vocab, bn), _blocks_at_a_time(x, w, bm, bn)
     make = linear_cross_entropy_cotangents
     make = tuned(make, **gpu_tiles.product_options(bm, bn, itemsize)) if small_tiles() else make
     wide, options = sums_in(x), {"bm": bm, "bn": bn, "bk": bk, "smoothing": smoothing}
@@ -216,18 +216,24 @@ def _stretches(blocks: int, per: int, kept: int) -> list[tuple[int, int, int, bo
     return [step for step in steps if step[1] > 0]
 
 
-def _blocks_at_a_time(x, w, bn: int) -> int:
-    """How many blocks of `bn` classes, with their cotangents for the rows of x, the backward pass takes at a time: as
-    many as `HELD` allows, and if possible a divisor of all: a smaller number at the end takes further kernels."""
+def _blocks_at_a_time(x, w, bm: int, bn: int) -> int:
+    """How many blocks of `bn` classes, with their cotangents for the rows of x, the backward pass takes at a time, as
+    far as `HELD` allows: on a CPU a divisor of all, since a smaller number at the end takes further kernels; on a GPU
+    as many as keep its processors busy to the end of each step, with a tile of bm x bn logits each."""
     blocks, column = jt.cdiv(w.shape[0], bn), known(x.shape[0]) * x.dtype.itemsize
-    most = min(blocks, max(1, (HELD // 4 if machine().whole else HELD) // (bn * column)))
-    return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
+    most = min(blocks, max(1, (KEPT // 4 if machine().whole else HELD) // (bn * column)))
+    between = range(most, most // 2, -1)
+    if not small_tiles():
+        return next((n for n in between if blocks % n == 0), most)
+    tiles, processors = jt.cdiv(known(x.shape[0]), bm), gpu_tiles.processors()
+    rounds = lambda n: blocks // n * jt.cdiv(n * tiles, processors) + jt.cdiv(blocks % n * tiles, processors)
+    return min(between, key=lambda n: (rounds(n), blocks % n > 0))
 
 
-def _classes_to_keep(x, w, bn: int, memory: int | None) -> int:
+def _classes_to_keep(x, w, bm: int, bn: int, memory: int | None) -> int:
     """Of how many classes the forward pass keeps the logits: whole steps of the backward pass, or all."""
-    memory = memory if memory is not None else HELD if machine().whole else 0
-    per, most = _blocks_at_a_time(x, w, bn), memory // (bn * known(x.shape[0]) * sums_in(x).itemsize)
+    memory = memory if memory is not None else KEPT if machine().whole else 0
+    per, most = _blocks_at_a_time(x, w, bm, bn), memory // (bn * known(x.shape[0]) * sums_in(x).itemsize)
     return w.shape[0] if most * bn >= w.shape[0] else most // per * per * bn
 
 
@@ -248,7 +254,7 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """`cross_entropy(x @ weight.T + bias, labels)` of each row, with no array of logits.
 
-    Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 64 MiB
+    Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 96 MiB
     of logits at a time (16 MiB on CPUs), which are computed again but for those that `memory` keeps. Differentiable in
     x, weight and bias; a row that is ignored, or has no such label, has no gradient. Products of 16-bit operands round
     the cotangents of logits to their dtype.

@@ -56,11 +56,11 @@ def test_gradients_in_parts(monkeypatch, held):
 @pytest.mark.parametrize("held", [0, 4, 8, 52])
 def test_gradients_with_logits_that_are_kept(monkeypatch, held):
     """Of none of 13 blocks of classes, 4 (one at a time), 8 (two at a time), and all of them."""
-    monkeypatch.setattr(linear_losses, "HELD", 11 * 4 * 8 * held)
+    monkeypatch.setattr(linear_losses, "KEPT", 11 * 4 * 8 * held)
     monkeypatch.setattr(linear_losses, "tiles", lambda *_, **__: {"bm": 16, "bn": 8, "bk": 0})
     x, w, b = operands()
     kept = 8 * min(held, 13)
-    assert linear_losses._classes_to_keep(x, w, 8, None) == min(kept, 100)
+    assert linear_losses._classes_to_keep(x, w, 16, 8, None) == min(kept, 100)
     gradients_agree(*both(np.abs(LABELS) % 100, **OPTIONS), x, w, b)
 
 
