@@ -19,6 +19,7 @@ import jax
 import numpy
 from jax.core import Tracer
 
+import jtile as jt
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._memo import Recent
 from jtile.fusion import fuse
@@ -240,7 +241,7 @@ def _settled(value: Any) -> Any:
 def _compiled(program: Program, graph: Graph, held: list[bool], outputs: tuple[int, ...], constants: list[int]):
     leaves = [k for k, node in enumerate(graph.order) if node.op is None and not isinstance(node, Constant)]
     with as_numpy_counts():
-        near = jax.default_backend() == "cpu"
+        near = "warps" not in jt.target().features
         for k in leaves:
             node = graph.order[k]
             if node.value.__class__ is numpy.ndarray and not (near and node.size <= SMALL):
