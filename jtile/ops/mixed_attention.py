@@ -138,14 +138,14 @@ def _narrow_misfit(q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, 
 
 
 def _in_one_of_eight_bits(q, k, v, lengths, table, scales, sinks, **options):
-    """`_in_one` of caches of e4m3 with scales."""
+    """`_in_one` of caches of 8 bits."""
     del sinks
     rule = "_ _ h _, _ _ h _, _, _ _, _ h _, _ h _"
     return _by_devices(of_batch_of_eight_bits, q, (k, v, lengths, table, *scales), rule, **options)
 
 
 def of_batch_of_eight_bits(q, k, v, lengths, table, *scales, tiles: tuple[int, int], splits: int | None, **options):
-    """`of_batch` of caches of e4m3."""
+    """`of_batch` of caches of 8 bits."""
     del splits
     (n, t), shape = tiles, q.shape
     last = slice(n + t - 1, None, t)

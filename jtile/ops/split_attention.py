@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_decode, narrow_caches, spaces
+from jtile.ops import gpu_tiles, hopper_decode, spaces
 from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
@@ -323,9 +323,6 @@ def parts_of_keys(q, k, v, lengths, table, scales, *, scale: float, softcap: flo
 def _parts(
     q, k, v, lengths, table, scales, *, splits: int, scale: float, softcap: float | None, window: int | None
 ):  # fmt: skip
-    if splits == 1 and narrow_caches.misfit(q, k, scales) is None:
-        of = {"scale": scale, "softcap": softcap, "window": window}
-        return narrow_caches.attention(q, k, v, lengths, table, scales, **of)
     slots, page = slots_of(k, table), k.shape[1]
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
     kernel, bk, more = decode_splits, fit(page, keys), {}

@@ -1,7 +1,7 @@
 """The core of an engine, for one thread: requests become sequences, plans run on the device, tokens become answers.
 
 The device never waits for the host: a step is dispatched before the tokens of the one before it are read. What stops a
-sequence is seen one step late; the token too many is dropped. `AHEAD` short steps may be under way on a GPU.
+sequence is seen one step late; the token too many is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 from jtile._errors import JtileError, ModelError
 
 from ..generate import LanguageModel
-from ..host import on_host
 from .device import Device, Parts, Rates, Result
 from .request import Completion, Request, Token
 from .scheduler import Plan, Scheduler, Segment, Sequence
@@ -25,8 +24,6 @@ from .settings import Settings
 from .text import StopText
 
 Deliver = Callable[[Token | None, JtileError | None], None]
-# Steps without chunks of prompts that are dispatched before the tokens of the one in front of them are read, on a GPU.
-AHEAD = 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +63,6 @@ class Core:
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
         self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
-        self._ahead = 1 if on_host() else AHEAD
 
     @property
     def idle(self) -> bool:
@@ -103,7 +99,7 @@ class Core:
             self._end(job, "error", error)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Dispatches a step, if there is something to do, and reads those before it. `meanwhile()` is called between
+        """Dispatches a step, if there is something to do, and reads the one before it. `meanwhile()` is called between
         the two: the threads that it wakes run while the device works, not before it has work."""
         if self.lm._weights is not self._weights:  # this engine or another one of the same model has changed them
             self._weights = self.lm._weights
@@ -116,11 +112,9 @@ class Core:
             self._flying.append((plan, self.device.run(plan, *self._needs(plan))))
             self.totals.steps += 1
         meanwhile()
-        most = self._ahead if all(one.short for one, _ in self._flying) else 1
-        most = most if plan.segments else len(self._flying) - 1  # the next plan may have more to do
-        while len(self._flying) > max(most, 0):
-            before, result = self._flying.popleft()
-            self._read(before, *result.read())
+        if self._flying and (len(self._flying) > 1 or not plan.segments):
+            plan, result = self._flying.popleft()
+            self._read(plan, *result.read())
 
     def _needs(self, plan: Plan) -> tuple[int, bool, dict[int, np.ndarray]]:
         """The arguments `level`, `logprobs` and `masks` of `Device.run` for a plan."""

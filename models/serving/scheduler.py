@@ -102,11 +102,6 @@ class Plan:
         return sum(segment.count for segment in self.segments)
 
     @functools.cached_property
-    def short(self) -> bool:
-        """Whether no sequence has more than one token in it."""
-        return all(segment.count == 1 for segment in self.segments)
-
-    @functools.cached_property
     def samples(self) -> list[Segment]:
         """The segments that choose a token, in the order of the step's results."""
         return [segment for segment in self.segments if segment.samples]

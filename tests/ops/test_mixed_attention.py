@@ -12,7 +12,7 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode, narrow_caches
+from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
 from jtile.ops.hopper_shares import Units
 from jtile.ops.mixed_attention import _op, mixed_attention, mixed_attention_reference, of_batch, of_batch_of_eight_bits
 from jtile.testing import relative_error
@@ -101,19 +101,11 @@ def narrow(x):
     return (x / unit[..., None]).astype(jnp.float8_e4m3fn), unit.swapaxes(1, 2).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("half", "options"), [("both", {}), ("keys", {"window": 40}), ("none", {}), ("both", {"softcap": 5.0})]
-)
-def test_caches_of_eight_bits_in_one_array(half, options, monkeypatch):
-    """Two kernels for one array; numbers beyond the range of float16 are no exception."""
-    monkeypatch.setattr(narrow_caches, "USED", True)
-    monkeypatch.setattr(narrow_caches, "HALF_OF_MANY", half)
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 5.0}])
+def test_caches_of_eight_bits_in_one_array(options):
     q, k, v, lengths, table = arguments(32, 8, 2, 64, (70, 3), (66, 40))
-    size = 2.0**20
     (k, of_k), (v, of_v) = narrow(k), narrow(v)
-    scales = of_k / np.float32(size), of_v * np.float32(size)
-    q = (q.astype(np.float32) * size).astype(q.dtype)
-    of = {"scale": SCALE, **options}
+    of, scales = {"scale": SCALE, **options}, (of_k, of_v)
     run = lambda q, k, v, lengths, table, *scales: mixed_attention(
         q, k, v, lengths, table, scales=scales, tiles=(32, 32), splits=1, **of
     )
@@ -142,6 +134,18 @@ def test_on_the_gpu():
         alone = functools.partial(hopper_decode.of_batch, scale=SCALE, softcap=None, whole=True)
         np.testing.assert_array_equal(got, jax.jit(alone)(q[:, None], k, v, lengths, table)[:, 0])
     assert relative_error(got, reference(*args, 32)) < 4e-3
+
+
+@pytest.mark.gpu
+def test_caches_of_eight_bits_on_the_gpu():
+    q, k, v, lengths, table = arguments(32, 32, 8, 128, (1100, 64, 1), (1024, 333, 31, 64))
+    (k, of_k), (v, of_v) = narrow(k), narrow(v)
+    options = {"tiles": (32, 32), "scale": SCALE}
+    with jt.config(interpret=False):
+        run = jax.jit(functools.partial(of_batch_of_eight_bits, splits=1, softcap=None, window=None, **options))
+        got = run(q, k, v, lengths, table, of_k, of_v)
+    reference = functools.partial(mixed_attention_reference, scales=(of_k, of_v), **options)
+    assert relative_error(got, evaluated(reference)(q, k, v, lengths, table)) < 6e-3
 
 
 @pytest.mark.slow

@@ -319,3 +319,20 @@ def test_a_prefix_of_four_hundred_tokens_is_computed_once(at_once):
         step()
     assert scheduler.counts.prefilled == 400 + 16 * 20
     assert scheduler.counts.cached == 15 * 400
+
+
+def test_pages_of_equal_answers_are_exchanged(engine):
+    """Of two sequences with equal tokens the second one takes the pages of the first one, and says so; the device
+    writes them into its table, though no page is added."""
+    scheduler = Scheduler(16, 2, 2, 8)
+    first, second = (scheduler.add(np.arange(3), 9) for _ in range(2))
+    for _ in range(10):
+        plan = scheduler.plan()
+        scheduler.commit(plan, [7] * len(plan.samples))
+    assert second.exchanged > 0 and second.pages[:4] == first.pages[:4]
+    device = engine._core.device
+    kept = device._table[0].copy()
+    for pages, exchanged in (([1, 2], 0), ([1, 3], 1)):
+        device._write_pages(0, pages, exchanged)
+        assert device._table[0, :3].tolist() == [*pages, -1]
+    device._table[0], device._written[0] = kept, (-1, 0)
