@@ -292,7 +292,8 @@ def dot_async(
         every 128 terms.
       places: uint8 [m, k / 8]: a is a matrix of which two of every four numbers along k are zero, and holds the others
         [m, k / 2], a buffer of 16-bit floats. Two bits for each of these, four numbers a byte, the first in the lowest
-        bits, say at which of its four places it stands; those of a group ascend.
+        bits, say at which of its four places it stands; those of a group ascend. A `jt.dot_wait` with `pending=0`
+        stands behind such a product in its block (the body of the same loop or branch).
     Returns:
       The sum in flight: it may be the accumulator of a further product, carried by a loop, or given to `jt.dot_wait`;
       it is a tile after that. Buffers that it reads may not be overwritten before.

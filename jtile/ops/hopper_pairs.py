@@ -56,36 +56,25 @@ def _memory(x, y, form: Form) -> _Memory:
 
 
 @jt.function
-def _sums(mem: _Memory, h: int, first, spans: int, form: Form):
-    """The sums of consumer h over `spans` rounds of places, the first of which has number `first` among all tiles', for
-    each 64 rows."""
-    zeros = jt.zeros((ROWS, jt.next_power_of_2(form.columns)), jnp.float32)
-    each, width, totals = form.span // form.terms, form.terms // 8, (zeros,) * form.blocks
-    blocks = [slice(b * ROWS, (b + 1) * ROWS) for b in range(h * form.blocks, (h + 1) * form.blocks)]
+def _sum(mem: _Memory, h: int, first, spans: int, form: Form):
+    """The sums of consumer h over `spans` rounds of places, the first of which has number `first` among all tiles'."""
+    total = jt.zeros((ROWS, jt.next_power_of_2(form.columns)), jnp.float32)
+    each, own, width = form.span // form.terms, slice(h * ROWS, (h + 1) * ROWS), form.terms // 8
     for k in jt.range(spans):
         mem.code_full.at(first + k).wait()
-        codes = [mem.codes.at(first + k)[own].load() for own in blocks]
+        codes = mem.codes.at(first + k)[own].load()
         mem.code_empty.at(first + k).arrive()
         for e in range(each):
-            at, of_round = (first + k) * each + e, slice(e * width, (e + 1) * width)
+            at, places = (first + k) * each + e, codes[:, e * width : (e + 1) * width]
             mem.full.at(at).wait()
-            right, later = mem.columns.at(at)[: form.columns].T, (k > 0) if e == 0 else None
-            totals = [
-                jt.dot_async(mem.rows.at(at)[own], right, total, keep=later, places=places[:, of_round])
-                for own, total, places in zip(blocks, totals, codes)
-            ]
+            left, right, later = mem.rows.at(at)[own], mem.columns.at(at)[: form.columns].T, (k > 0) if e == 0 else None
             # places stay in their registers until products have ended: only within a span two rounds run at once
-            totals = _waited(totals, form.blocks if e + 1 < each else 0)
+            running = jt.dot_async(left, right, total, keep=later, places=places)
+            total = jt.dot_wait(running, pending=1 if e + 1 < each else 0)
             if e:
                 mem.empty.at(at - 1).arrive()
         mem.empty.at((first + k + 1) * each - 1).arrive()
-    return totals
-
-
-def _waited(totals, pending: int) -> tuple:
-    """The sums when at most `pending` products run."""
-    out = jt.dot_wait(*totals, pending=pending)
-    return out if isinstance(out, tuple) else (out,)
+    return total
 
 
 def _leave(total, y, leaving: dict[int, list[jt.Shared]], row, column, form: Form) -> None:
@@ -147,9 +136,8 @@ def hopper_pairs(x, values, codes, y, *, form: Form, out_dtype: str):
         with jt.role(f"consumer{h}", warps=4, registers=form.registers):
             for t in jt.range(mine, tiles, programs):
                 i, j = _place(t, high, form)
-                for b, total in enumerate(_sums(mem, h, t // programs * spans, spans, form)):
-                    row = i * form.rows + (h * form.blocks + b) * ROWS
-                    _leave(total, y, mem.leaving[h], row, j * form.columns, form)
+                total = _sum(mem, h, t // programs * spans, spans, form)
+                _leave(total, y, mem.leaving[h], i * form.rows + h * ROWS, j * form.columns, form)
             jt.store_wait()
     with jt.role("producer", warps=1, registers=24):
         for t in jt.range(mine, tiles, programs):

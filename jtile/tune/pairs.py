@@ -8,17 +8,15 @@ import functools
 from collections.abc import Iterator
 
 from jtile.tune.columns import LEAVING, RESERVE, ROOM, ROWS
-from jtile.tune.warpgroups import READ, Gpu, at_once, cdiv
+from jtile.tune.warpgroups import Gpu, at_once, cdiv
 
 SPAN = 128  # terms of a round of places, at least: 16 bytes of a row, as tensor maps ask
 MOST = 8  # slots of a ring
 # Bytes that shared memory gives and takes in a microsecond: instructions read x once for each 64 rows of W, and nothing
-# else is as busy. Bytes of operands that a block gets from the second-level cache.
-SHARED, BROUGHT = 255e3, 115e3
-START, ROUND = (
-    5.0,
-    0.02,
-)  # microseconds: the launch, the first operands and the end; a wait for all of a span's products
+# else is as busy. Bytes of operands that a block gets in one from the second-level cache, and all from memory.
+SHARED, BROUGHT, READ = 265e3, 150e3, 4.3e6
+START, WAIT = 5.5, 0.08  # microseconds: the launch, the first operands and the end; the wait of each span
+NARROW = 64  # columns of a tile of two consumers are more: with fewer they waited for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +24,13 @@ class Form:
     """How a program computes a tile.
 
     Attributes:
-      consumers: consumers, of `blocks` times 64 rows of W each.
+      consumers: consumers, of 64 rows of W each.
       columns: rows of x, a multiple of 8 up to 256.
       terms: terms of a round, a multiple of 64.
       slots, code_slots: slots of the rings of numbers, and of places.
       band: tiles of x that are computed beside each other; a divisor of their number.
       programs: programs, which take the tiles in turns; 0: one for each tile.
       registers: registers of a consumer's thread.
-      blocks: how many 64 rows of W a consumer has.
       span: terms of a round of places, a multiple of `terms`.
     """
 
@@ -45,13 +42,12 @@ class Form:
     band: int = 1
     programs: int = 0
     registers: int = 232
-    blocks: int = 1
     span: int = SPAN
 
     @property
     def rows(self) -> int:
         """Rows of W of a program."""
-        return self.consumers * self.blocks * ROWS
+        return self.consumers * ROWS
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles of W and of x."""
@@ -67,26 +63,24 @@ class Form:
         return (ROOM - RESERVE - leaving - codes) // (2 * numbers)
 
 
-def candidates(m: int, n: int) -> Iterator[Form]:
-    """The forms for m rows of x and n of W, without what follows from them."""
-    for consumers in (1, 2):
-        if n % (consumers * ROWS) == 0:
-            least = cdiv(m, 256)
-            for across in range(least, least + 4):
-                columns = cdiv(m, across * 8) * 8
-                terms = 256 if columns <= 32 else 128 if columns <= 128 else 64
-                yield Form(consumers, columns, terms, 1, span=max(terms, SPAN))
-            yield Form(consumers, 256, 64, 1)
+def candidates(m: int, n: int, k: int) -> Iterator[Form]:
+    """The forms for m rows of x and a weight [n, k], without what follows from them."""
+    long = k % (2 * SPAN) == 0
+    for consumers in (1, 2) if n % (2 * ROWS) == 0 else (1,):
+        least = cdiv(m, 256)
+        for columns in {256, *(cdiv(m, across * 8) * 8 for across in range(least, least + 4))}:
+            if consumers == 1 or columns > NARROW:
+                terms = 64 if columns > 64 else 256 if columns <= 16 and long else SPAN
+                yield Form(consumers, columns, terms, 1, span=2 * SPAN if long and columns <= 128 else SPAN)
 
 
 def predicted_us(m: int, n: int, k: int, form: Form, on: Gpu) -> float:
     """Predicted microseconds of the product of x [m, k] and a weight [n, k]."""
-    units, terms = form.rows // ROWS, 64
-    numbers, x = units * ROWS * (terms + terms // 8), form.columns * terms * 2  # bytes that come in 64 terms
-    read = units * 2 * (form.columns * terms + ROWS * 32)  # by two instructions for each 64 rows
-    spans = cdiv(k, form.span)
+    terms = 64
+    numbers, x = form.rows * (terms + terms // 8), form.columns * terms * 2  # bytes that come in 64 terms
+    read = form.consumers * 2 * (form.columns * terms + ROWS * 32)  # by two instructions for each 64 rows
     step = at_once((read + numbers + x) / (SHARED * on.speed), (numbers + x) / BROUGHT)
-    one = spans * (form.span // terms * step + (ROUND if units == 1 else 0))
+    one = k // form.span * (form.span // terms * step + WAIT)
     high, wide = form.tiles(m, n)
     full, last = divmod(high * wide, on.processors)
     share = (n * k * 9 / 8 + 2 * m * k) / (READ * on.memory) / (high * wide)
@@ -97,11 +91,11 @@ def predicted_us(m: int, n: int, k: int, form: Form, on: Gpu) -> float:
 @functools.lru_cache(maxsize=1024)
 def choice(m: int, n: int, k: int, itemsize: int, on: Gpu) -> Form:
     """The form that is best for x [m, k] and a weight [n, k], with results of `itemsize` bytes."""
-    form = min(candidates(m, n), key=lambda form: predicted_us(m, n, k, form, on))
+    form = min(candidates(m, n, k), key=lambda form: predicted_us(m, n, k, form, on))
     high, wide = form.tiles(m, n)
     form = dataclasses.replace(
         form,
-        code_slots=3 if form.terms < form.span else min(MOST, 1024 // form.span),
+        code_slots=3 if form.terms < form.span else MOST * SPAN // form.span,
         band=next(b for b in range(min(4, wide), 0, -1) if wide % b == 0),
         programs=on.processors if high * wide > on.processors else 0,
     )

@@ -67,7 +67,7 @@ def test_choice():
         found = chosen(S((700, 256), bf16), made(64, 256))
         assert (found.implementation, found.elsewhere) == ("sparse tensor cores", "the dense weight in memory")
         for n, k in ((96, 256), (64, 192)):
-            assert "no whole tiles" in str(chosen(S((3, k), bf16), made(n, k)))
+            assert "no whole tiles" in str(chosen(S((3, k), bf16), made(n, k, by=pairs)))
         assert "stand in halves" in str(chosen(S((3, 256), bf16), made(64, 256, by=halves)))
         assert "rows are float32" in module.misfit(S((3, 256), "float32"), made(64, 256), out_dtype="float32")
     for m, n, itemsize in ((1, 64, 4), (33, 192, 2), (300, 192, 4), (4096, 8192, 2)):
@@ -93,3 +93,14 @@ def test_machine_code():
         elif m := re.search(r"^\s*/\*\w+\*/\s+(?:@!?U?P\d\s+)?[A-Z][\w.]*\s+(R\d+)[,. ]", line):
             assert m[1] not in places or "NANOSLEEP" in line, line
     assert not places and len(re.findall(r"NANOSLEEP R\d+", sass)) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 40, 300, 4096])
+def test_on_the_device(m):
+    """Sums of whole numbers are exact, in every run."""
+    draw = lambda seed, *shape: jax.random.randint(jax.random.key(seed), shape, -2, 3).astype(jnp.bfloat16)
+    x, w = draw(0, m, 4096), ops.sparse24(draw(1, 2048, 4096), order="pairs")
+    wanted = np.asarray(sparse24_matmul_reference(x, w))
+    for _ in range(5):
+        np.testing.assert_array_equal(ops.sparse24_matmul(x, w), wanted)
