@@ -197,6 +197,17 @@ def test_sin_and_cos_of_the_hardest_float64(elementwise, native_isa):
     )
 
 
+def test_sin_and_cos_near_multiples_of_their_period(elementwise, native_isa):
+    """Angles that the quick reduction of a float64 may take, that are too near to a zero for it, and too large."""
+    rng = np.random.default_rng(5)
+    k = np.concatenate([np.arange(-400, 400), rng.integers(-(2**21), 2**21, 1200)])
+    x = k * (np.pi / 2) * (1 + rng.choice([0.0, 1e-16, 1e-12, 1e-9, 1e-6], k.size) * rng.normal(size=k.size))
+    _prepare(elementwise, native_isa, ["float64"], ["sin", "cos"])
+    for fn in ("sin", "cos"):
+        got = elementwise.run(native_isa, fn, ("float64",), "float64", x)
+        assert not _wrong(got, REFERENCE[fn](x), ULP_BOUNDS[fn] + 1, [x]), fn
+
+
 def test_half_types_are_rounded_float32_results(elementwise, native_isa):
     fns = ("exp", "tanh", "log", "sin")
     _prepare(elementwise, native_isa, ["float32", "bfloat16", "float16"], fns)
