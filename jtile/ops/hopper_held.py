@@ -27,7 +27,7 @@ _WEIGHTS = 128  # that a thread has at most
 _REGISTERS, _BLOCKS = (128, 200), (4, 2)  # of a thread, and of a multiprocessor, for up to half of these and for more
 _WIDE = 152  # registers of a thread for a matrix of float32: a block stands beside one of `hopper_gemv` with them
 _BYTES = 4 << 20  # of a matrix, or of two: a ring in shared memory is made for more
-_OF_X = 3  # what a piece of x takes, in rows of a warp
+_OF_X = 3  # what a piece of x takes, in rows of a warp; 16-bit weights, of which blocks hide it from each other, 0
 
 
 def _load(weight: Weight, tile, rows: int, kind: str, inner: int, pieces: int) -> list:
@@ -166,7 +166,8 @@ def rows_of(m: int, out: int, inner: int, kind: str, gated: bool, processors: in
     for rows in (4, 8, 16):
         turns, weights = jt.cdiv(jt.cdiv(out, rows), processors), _weights_of_thread(rows, pieces, 1 + gated)
         if weights <= _WEIGHTS and turns <= _BLOCKS[weights > _WEIGHTS // 2]:
-            found.append((turns * (_OF_X + (1 + gated) * rows // WARPS) * pieces, rows))
+            of_x = 0 if bits_of(kind) == 16 else _OF_X
+            found.append((turns * (of_x + (1 + gated) * rows // WARPS) * pieces, rows))
     return min(found)[1] if found else None
 
 

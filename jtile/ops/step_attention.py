@@ -18,7 +18,7 @@ from jtile.ops.quantized import quantized_matmul
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.split_attention import decode_attention, decode_attention_reference
 
-PRODUCTS = False  # whether `attention_product` has kernels
+PRODUCTS = True  # whether `attention_product` has kernels
 PACKED = ("q4_0", "q4_1", "q8_0", "int8", "fp8")  # quantised weights that its product takes
 
 
