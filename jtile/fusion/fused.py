@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import jaxpr_as_fun
 
+from jtile._collector import paused
 from jtile._errors import KernelTypeError
 
 from .bodies import kernel_of
@@ -58,7 +59,8 @@ class Fused:
             return self._fun(*whole, **{**kwargs, **named})
 
         closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(given, named)
-        plan = plan_of(program_of(closed), everything=everything)
+        with paused():
+            plan = plan_of(program_of(closed), everything=everything)
         return plan, jax.tree.structure(shapes), jax.tree.leaves((given, named))
 
     def arrays(self, args: tuple, kwargs: dict) -> tuple[dict[int, Any], dict[str, Any]]:
@@ -140,6 +142,7 @@ def _values(node: Node, have: dict[Value, Any], **params: Any) -> Iterable[tuple
     return zip(node.outs, node.eqn.run(args, **params), strict=True)
 
 
+@paused()
 def run_unit(unit: Unit, args: Sequence[Any]) -> Sequence[Any]:
     """A unit by its kernel. Where functions have derivative rules of their own, or sums leave the kernel in parts, the
     derivative is that of the equations themselves; else it is the kernel's."""

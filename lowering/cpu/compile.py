@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jtile import ir
+from jtile._collector import paused
 from jtile._config import current
 from jtile.passes.spans import spans
 
@@ -159,6 +160,7 @@ def _tuning():
     return options
 
 
+@paused()
 def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Artifact:
     """Compile a kernel for an instruction set (default: this machine).
 
