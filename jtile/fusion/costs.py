@@ -46,7 +46,8 @@ FEW_NORMED, NORMED_BYTES = 16, 1 << 15
 ROW_BYTES = 16  # of which a row of an operand has a multiple, where GPUs copy tiles of it
 LARGEST_TABLE, LEAST_UPDATES = 1 << 13, 8  # elements of a scatter's table, and updates for each, on CPUs
 LEAST_ROW, MOST_TABLE = 8, 2  # elements of rows that are scattered, and of the table for each of them, on CPUs
-LEAST_ROW_ON_GPUS, LEAST_ADDED = 128, 1 << 20  # elements of rows of bfloat16 that are added on GPUs, and in all
+# On GPUs: elements of rows of 16-bit floats that are added, and in all, and elements of the table for each of these.
+LEAST_ROW_ON_GPUS, LEAST_ADDED, MOST_TABLE_ON_GPUS = 64, 1 << 20, 4
 SCATTERS_ANYWHERE = ROW_SCATTERS_ANYWHERE = False  # whether kernels scatter whatever the sizes, for tests
 ROWS_ON_CPUS = False  # whether groups pick whole rows or columns on CPUs: XLA's code copies them as quickly
 SHORT = 16  # elements along the last axis of a group with windows: of fewer no vectors are made
@@ -276,7 +277,7 @@ def rows_worth(step: Step, computed: Sequence[Step]) -> str | None:
         return "kernels write to tables that lie on one device"
     table, row, updates = size_of(step.outs[0]), math.prod(step.outs[0].shape[1:]), size_of(step.ins[-1])
     if on_gpu:
-        return _rows_worth_on_gpus(adds, row, updates, step.outs[0].dtype)
+        return _rows_worth_on_gpus(adds, row, updates, table, step.outs[0].dtype)
     if not any(s.name in ELEMENTWISE - CHOICES for s in computed):
         return "nothing computes its rows, which XLA's code moves as quickly"
     if row < LEAST_ROW or updates < LEAST:
@@ -286,12 +287,15 @@ def rows_worth(step: Step, computed: Sequence[Step]) -> str | None:
     return None
 
 
-def _rows_worth_on_gpus(adds: bool, row: int, updates: int, dtype: np.dtype) -> str | None:
-    """Whether 16 bytes are added by one instruction, where XLA's code adds two numbers of 16 bits at a time."""
-    if not adds or dtype != jnp.bfloat16 or "warpgroup products" not in jt.target().features:
-        return "XLA's code for GPUs scatters rows as quickly, but for sums in bfloat16 on those of compute capability 9"
+def _rows_worth_on_gpus(adds: bool, row: int, updates: int, table: int, dtype: np.dtype) -> str | None:
+    """Why GPUs scatter no rows in kernels, or None: where 16 bytes are added by one instruction, of which XLA's code
+    adds two numbers at a time."""
+    if not adds or dtype not in (jnp.bfloat16, jnp.float16) or "warpgroup products" not in jt.target().features:
+        return "XLA's code for GPUs scatters rows as quickly, but for sums of 16-bit floats on compute capability 9"
     if row % (ROW_BYTES // dtype.itemsize) or row < LEAST_ROW_ON_GPUS or updates < LEAST_ADDED:
         return f"it scatters {updates} elements in rows of {row}, too few to repay a kernel"
+    if updates * MOST_TABLE_ON_GPUS < table:
+        return f"it scatters {updates} elements into a table of {table}, to fill which takes most of the time"
     return None
 
 

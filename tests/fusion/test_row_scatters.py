@@ -135,7 +135,11 @@ def test_what_stays_with_xla(monkeypatch):
     with jt.config(arch="sm_90"):
         sums = lambda i, x: jnp.zeros((3200, 1024), x.dtype).at[i].add(x)
         of_type = lambda d: like(((4096,), "int32"), ((4096, 1024), d))
-        assert scattered(sums, *of_type("bfloat16")) and not scattered(sums, *of_type("float32"))
+        assert all(scattered(sums, *of_type(d)) for d in ("bfloat16", "float16"))
+        few = like(((1200,), "int32"), ((1200, 1024), "bfloat16"))
+        assert not scattered(sums, *of_type("float32")) and scattered(sums, *few)
+        few = like(((512,), "int32"), ((512, 1024), "bfloat16"))
+        assert not scattered(sums, *few)
         assert "XLA's code for GPUs scatters rows as quickly" in said(sums, *of_type("float32"))
     assert "nothing computes its rows" in said(lambda t, i, x: t.at[i].add(x), *of(100, 1000, 64))
     assert "whose copy takes most of the time" in said(f, *of(10000, 1000, 64))
