@@ -13,7 +13,6 @@ from jtile import ir
 
 from ..emitter import elem_of
 from .layouts import (
-    LANES,
     Blocked,
     Layout,
     Linear,
@@ -142,9 +141,6 @@ class Homes:
         for op in self._ops:
             if isinstance(op, ir.DotAsync):
                 self._set(op.result, product_layout(op, self.warps, self.widest))
-        for op in self._ops:
-            if isinstance(op, ir.Receive):
-                self._set(op.result, received(op.result.shape, self.warps))
         for op in self._ops:
             for v in self._operands_carried(op):
                 self._set(v, self._wanted_operand(v))
@@ -278,20 +274,6 @@ class Homes:
         stores = [op for op, _ in self._users.get(users[0].result, [])]
         wider = ir.DTYPES[users[0].result.dtype].bits > ir.DTYPES[v.dtype].bits
         return users[0].result.dtype if wider and all(isinstance(op, ir.StoreShared) for op in stores) else v.dtype
-
-
-def received(shape: tuple[int, ...], warps: int) -> Linear | None:
-    """The layout in which each warp has all of a tile that it receives, so that no warp waits for another: lanes go
-    along the last axis but one that has as many elements. None where there is none, and for matrices, which threads
-    share."""
-    axes = [k for k, n in enumerate(shape[:-1]) if n % LANES == 0]
-    if not axes or len(shape) < 3:
-        return None
-    unit = lambda axis, n: tuple(n if k == axis else 0 for k in range(len(shape)))
-    steps = lambda axis, least: [unit(axis, 1 << b) for b in range(shape[axis].bit_length() - 1) if 1 << b >= least]
-    register = [b for k in reversed(range(len(shape))) for b in steps(k, LANES if k == axes[-1] else 1)]
-    lane = [unit(axes[-1], 1 << b) for b in range(LANES.bit_length() - 1)]
-    return Linear(tuple(register), tuple(lane), (unit(0, 0),) * (warps.bit_length() - 1))
 
 
 def _defined(op: ir.Op) -> list[ir.Value]:
