@@ -63,7 +63,6 @@ def _sum(mem: _Memory, h: int, first, spans: int, form: Form):
     for k in jt.range(spans):
         mem.code_full.at(first + k).wait()
         codes = mem.codes.at(first + k)[own].load()
-        mem.code_empty.at(first + k).arrive()
         for e in range(each):
             at, places = (first + k) * each + e, codes[:, e * width : (e + 1) * width]
             mem.full.at(at).wait()
@@ -74,6 +73,7 @@ def _sum(mem: _Memory, h: int, first, spans: int, form: Form):
             if e:
                 mem.empty.at(at - 1).arrive()
         mem.empty.at((first + k + 1) * each - 1).arrive()
+        mem.code_empty.at(first + k).arrive()  # not behind the load: nothing has waited for what it loads there
     return total
 
 

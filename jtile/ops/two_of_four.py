@@ -34,7 +34,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import hopper_pairs, hopper_sparse24
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in, tuned
-from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
+from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet, has
 from jtile.ops.matmul import matmul
 
 HALVES, PLACES, KEPT = 2, 4, 2
@@ -119,7 +119,7 @@ def _place(codes, h: int, e: int):
     return (codes >> np.uint8(4 * h + 2 * e)) & np.uint8(3)
 
 
-def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str = "halves") -> Sparse24Tensor:
+def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str | None = None) -> Sparse24Tensor:
     """The weight [n, k] with the two numbers of every four along a row that are largest in magnitude, the first
     ones where several are equal.
 
@@ -127,9 +127,9 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str = "
       weight: float array [n, k], k a multiple of 8.
       mask: None, or bool [n, k]: numbers where it is False count as zero. With a mask, too,
         the largest two of a group are kept.
-      order: how the numbers stand: "halves", or "pairs", which Hopper's sparse tensor cores read (16-bit floats, n a
-        multiple of 64 and k of 128); see `Sparse24Tensor`. Products take both everywhere, but pairs that are not read
-        as they are have to be turned round in each of them.
+      order: how the numbers stand, "halves" or "pairs", see `Sparse24Tensor`; None: pairs where the target at hand
+        multiplies them as they are (Hopper, 16-bit floats, n a multiple of 64 and k of 128), else halves. Products take
+        both everywhere, but pairs that are not read as they are have to be turned round in each of them.
     Returns:
       A `Sparse24Tensor` of weight's dtype. Derivatives go to the numbers that are kept.
     Raises:
@@ -153,7 +153,12 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str = "
     weights = np.int32(4) ** np.arange(HALVES * KEPT, dtype=np.int32)
     codes = (places.swapaxes(2, 3).reshape(values.shape).astype(jnp.int32) * weights[None, :, None]).sum(1)
     kept = Sparse24Tensor(values, codes.astype(jnp.uint8))
-    return kept.ordered(order)
+    return kept.ordered(order or ("pairs" if _takes_pairs(n, k, weight.dtype) else "halves"))
+
+
+def _takes_pairs(n: int, k: int, dtype) -> bool:
+    """Whether the target at hand multiplies a weight in pairs as it is."""
+    return has(jt.target(), *BLOCK_LEVEL) and hopper_pairs.misfit_of_weight(n, k, dtype) is None
 
 
 def _values(n: int, k: int, order: str) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def choice(m: int, n: int, k: int, itemsize: int, on: Gpu) -> Form:
     high, wide = form.tiles(m, n)
     form = dataclasses.replace(
         form,
-        code_slots=3 if form.terms < form.span else MOST * SPAN // form.span,
+        code_slots=3 if form.terms < form.span else MOST,
         band=next(b for b in range(min(4, wide), 0, -1) if wide % b == 0),
         programs=on.processors if high * wide > on.processors else 0,
     )

@@ -63,11 +63,12 @@ def test_choice():
     with jt.config(arch="sm_90"):
         chosen = lambda x, w: ops.choices(ops.sparse24_matmul, x, w)[0]
         pairs, halves = (functools.partial(ops.sparse24, order=order) for order in ("pairs", "halves"))
-        made = lambda n, k, dtype=bf16, by=pairs: jax.eval_shape(by, S((n, k), dtype))
+        made = lambda n, k, dtype=bf16, by=ops.sparse24: jax.eval_shape(by, S((n, k), dtype))
         found = chosen(S((700, 256), bf16), made(64, 256))
         assert (found.implementation, found.elsewhere) == ("sparse tensor cores", "the dense weight in memory")
         for n, k in ((96, 256), (64, 192)):
             assert "no whole tiles" in str(chosen(S((3, k), bf16), made(n, k, by=pairs)))
+            assert made(n, k).order == "halves"
         assert "stand in halves" in str(chosen(S((3, 256), bf16), made(64, 256, by=halves)))
         assert "rows are float32" in module.misfit(S((3, 256), "float32"), made(64, 256), out_dtype="float32")
     for m, n, itemsize in ((1, 64, 4), (33, 192, 2), (300, 192, 4), (4096, 8192, 2)):
