@@ -32,7 +32,7 @@ from jtile.testing import Timing
 PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512), (256, 512))  # rows, tokens
 MIXED = ((1, 512), (16, 512), (32, 512), (64, 512), (256, 512))  # rows, tokens for models with mixtures of experts
 QUANTISED = ((1, 512), (1, 2048))  # rows, tokens for models with quantised weights
-STEPS = 32
+STEPS = 64
 CHECKED = 32  # tokens of the prompt whose logits are compared
 ROUTED = 256  # tokens that are compared for models with mixtures
 FAR = 0.5  # the largest error of ours without a peer: in 16 bits some tokens take other experts

@@ -16,7 +16,8 @@ from jtile.models.experts import Mixture
 
 def logits(lm: LanguageModel, ids, dtype: str) -> jax.Array:
     """The logits, float32 [rows, t, vocab], of ids [rows, t] with activations of a dtype."""
-    return lm.model.head(_through(lm, ids, dtype)[0])
+    model: Any = lm.model
+    return model.head(_through(lm, ids, dtype)[0])
 
 
 def touched(lm: LanguageModel, ids) -> float:
