@@ -90,7 +90,8 @@ class Attention(nnx.Module):
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
         if self.output_bias is None:
-            return _last(self)(mixed, self.output.get_value(), following=following)
+            more = {"following": following} if following else {}
+            return _last(self)(mixed, self.output.get_value(), **more)
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin, slots: int | None = None):
@@ -169,8 +170,8 @@ class GatedMLP(nnx.Module):
 
     def behind_norm(self, x, delta, norm, eps: float, following: tuple = ()):
         """(x + delta, the output of this MLP for the norm of that sum). following: see `layers.linear`."""
-        options = {"last": _last(self), "following": following}
-        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, **options)
+        more = {"following": following} if following else {}
+        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, _last(self), **more)
 
     def _weights(self):
         return self.gate.get_value(), self.up.get_value(), self.down.get_value()

@@ -97,7 +97,7 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, part
 def linear_or_unmade(x, weight: Weight, following: tuple = ()) -> jax.Array | Unmade:
     """`linear`, or what is left for the kernel behind it to make."""
     if parts_of(x, weight) == 1:
-        return linear(x, weight, following=following)
+        return linear(x, weight, **({"following": following} if following else {}))
     return unmade(x, weight)
 
 
@@ -227,9 +227,10 @@ def add_norm_gated_mlp(
     last: Callable = linear, following: tuple = (),
 ):  # fmt: skip
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`). following: see `linear`."""
+    more = {"following": following} if following else {}
     if isinstance(delta, Product) and delta.reaches(gate, up):
         x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation)
-        return x, last(hidden, down, following=following)
+        return x, last(hidden, down, **more)
     if delta is None or isinstance(delta, Term | Unmade) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation, last)
@@ -237,7 +238,7 @@ def add_norm_gated_mlp(
         gate, up = _beside(x, gate), _beside(x, up)
         options = {"residual": x, "eps": eps, "activation": activation, "following": asked_for(down)}
         hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, **options)
-    return x, last(hidden, down, following=following)
+    return x, last(hidden, down, **more)
 
 
 def _apart(gate: Weight, up: Weight) -> bool:
