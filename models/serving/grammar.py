@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -192,13 +192,17 @@ class Guide:
 def _patterns(schema: Any) -> int:
     """The most patterns that one text has to fit at once, references left out."""
     if isinstance(schema, list):
-        return max(map(_patterns, schema), default=0)
+        return _most(map(_patterns, schema))
     if not isinstance(schema, Mapping):
         return 0
-    parts = schema.get("allOf")
-    together = sum(map(_patterns, parts)) if isinstance(parts, list) else 0
-    others = max((_patterns(x) for key, x in schema.items() if key != "allOf"), default=0)
-    return max(together + isinstance(schema.get("pattern"), str), others)
+    sums = {"allOf": sum, "anyOf": _most, "oneOf": _most}  # what lists of schemas for one and the same text add up to
+    lists = {key: x for key, x in schema.items() if key in sums and isinstance(x, list)}
+    together = isinstance(schema.get("pattern"), str) + sum(sums[key](map(_patterns, x)) for key, x in lists.items())
+    return max(together, _most(_patterns(x) for key, x in schema.items() if key not in lists))
+
+
+def _most(numbers: Iterable[int]) -> int:
+    return max(numbers, default=0)
 
 
 def _matcher():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
 from .errors import BUSY, ApiError
 
 AT_ONCE = 4  # grammars that are made at a time
-SECONDS = 30.0  # that a request waits for its grammar
+SECONDS = 30.0  # that a request waits for a place, and then for its grammar
 MESSAGE = "the schema of the answer takes more than {:.0f} s to compile; give a simpler one"
 
 
@@ -28,15 +29,15 @@ class Compilers:
         """The result of `work()`, in a thread.
 
         Raises:
-          ApiError: it takes too long (400), or no place was free in that time (429). What `work` raises.
+          ApiError: it takes too long (400), or no place was free for so long (429). What `work` raises.
         """
-        end = asyncio.get_running_loop().time() + self._seconds
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._seconds
         while not self._take():
-            if asyncio.get_running_loop().time() > end:
+            if loop.time() > end:
                 raise ApiError(429, "too many schemas are being compiled", BUSY, code="schemas_busy")
             await asyncio.sleep(0.02)
         ended, found = asyncio.Event(), []
-        loop = asyncio.get_running_loop()
 
         def go() -> None:
             try:
@@ -45,12 +46,17 @@ class Compilers:
                 found.append((None, error))
             finally:
                 self._give_back()
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the server has stopped, and nobody waits
                 loop.call_soon_threadsafe(ended.set)
 
-        threading.Thread(target=go, name="jtile grammar", daemon=True).start()
         try:
-            await asyncio.wait_for(ended.wait(), max(end - loop.time(), 0.0))
+            threading.Thread(target=go, name="jtile grammar", daemon=True).start()
+        except RuntimeError:  # the system has no thread
+            self._give_back()
+            raise
+        try:
+            # Counted from here on: a schema is not to blame for the time that others held all places.
+            await asyncio.wait_for(ended.wait(), self._seconds)
         except TimeoutError:
             raise ApiError(400, MESSAGE.format(self._seconds), param="response_format") from None
         result, error = found[0]

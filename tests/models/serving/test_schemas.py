@@ -11,7 +11,7 @@ from jtile.models import Grammar
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 
-from jtile.models.serving.http.compiling import Compilers
+from jtile.models.serving.http.compiling import SECONDS, Compilers
 from jtile.models.serving.http.errors import ApiError
 from jtile.models.serving.http.schema import ChatBody
 
@@ -25,6 +25,8 @@ def test_schemas_that_no_answer_fits(engine):
     six = {"allOf": [{"pattern": f".*{c}.*"} for c in "abcdef"]}
     with pytest.raises(PromptError, match=r"at most 10 patterns for one text \(allOf\), this one 12"):
         Grammar.json({"properties": {"x": {"allOf": [six, six]}, "y": six}})
+    with pytest.raises(PromptError, match="this one 13"):  # in a property that is called so; beside a choice
+        Grammar.json({"properties": {"allOf": {**six, "pattern": "x", "anyOf": [{"type": "null"}, six]}}})
     with pytest.raises(PromptError, match="at most 262144 characters"):
         Grammar.json({"const": "x" * 270_000})
 
@@ -49,6 +51,29 @@ def test_work_that_takes_for_ever():
         return slow.value.status, full.value.status, both
 
     assert asyncio.run(main()) == (400, 429, [0, 1, 2])
+
+
+def test_time_and_places_that_others_took(monkeypatch):
+    """Work has its whole time, however long it waited for a place; where the system has no thread, a place is free."""
+    compilers, times, wait_for = Compilers(at_once=1), [], asyncio.wait_for
+    monkeypatch.setattr(asyncio, "wait_for", lambda it, seconds: times.append(seconds) or wait_for(it, seconds))
+
+    async def main():
+        compilers._take()
+        late = asyncio.ensure_future(compilers.run(lambda: 1))
+        await asyncio.sleep(0.05)
+        compilers._give_back()
+        assert (await late, times) == (1, [SECONDS])
+
+        def full(_):
+            raise RuntimeError("no thread")
+
+        monkeypatch.setattr(threading.Thread, "start", full)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no thread"):
+                await compilers.run(lambda: 1)
+
+    asyncio.run(main())
 
 
 def test_which_requests_have_a_form():
