@@ -32,7 +32,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import hopper_pairs, hopper_sparse24
+from jtile.ops import gpu_tiles, hopper_pairs, hopper_sparse24
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, float_dtype, known, machine, sums_in, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet, has
 from jtile.ops.matmul import matmul
@@ -91,19 +91,25 @@ class Sparse24Tensor:
         Returns:
           A `Sparse24Tensor`; this one where it has the order.
         Raises:
-          KernelValueError: another order.
+          KernelValueError: another order, values that do not stand in that of the weight.
         """
-        if order not in ORDERS:
-            raise KernelValueError(f"the numbers of a 2:4 weight stand in {' or '.join(ORDERS)}, got {order!r}")
+        for one in (order, self.order):
+            if one not in ORDERS:
+                raise KernelValueError(f"the numbers of a 2:4 weight stand in {' or '.join(ORDERS)}, got {one!r}")
+        (n, width), nibble = self.codes.shape, np.uint8(4)
+        name = f"the values of a weight [{n}, {width * UNIT}] in {self.order}"
+        check_shape("Sparse24Tensor", name, self.values, _values(n, width * UNIT, self.order))
         if order == self.order:
             return self
-        (n, width), nibble = self.codes.shape, np.uint8(4)
         if order == "halves":
             values = self.values.reshape(n, HALVES, width, KEPT).swapaxes(2, 3).reshape(n, HALVES * KEPT, width)
-            groups = jnp.stack([self.codes & np.uint8(15), self.codes >> nibble], 2).reshape(n, HALVES, width)
+            # in two steps, which join and part axes: a reshape that does both is refused where rows are shared out
+            groups = jnp.stack([self.codes & np.uint8(15), self.codes >> nibble], 2).reshape(n, HALVES * width)
+            groups = groups.reshape(n, HALVES, width)
             return Sparse24Tensor(values, groups[:, 0] | groups[:, 1] << nibble)
         values = self.values.reshape(n, HALVES, KEPT, width).swapaxes(2, 3).reshape(n, HALVES * width * KEPT)
-        groups = jnp.stack([self.codes & np.uint8(15), self.codes >> nibble], 1).reshape(n, width, 2)
+        groups = jnp.stack([self.codes & np.uint8(15), self.codes >> nibble], 1).reshape(n, HALVES * width)
+        groups = groups.reshape(n, width, 2)
         return Sparse24Tensor(values, groups[:, :, 0] | groups[:, :, 1] << nibble, order)
 
 
@@ -128,8 +134,9 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str | N
       mask: None, or bool [n, k]: numbers where it is False count as zero. With a mask, too,
         the largest two of a group are kept.
       order: how the numbers stand, "halves" or "pairs", see `Sparse24Tensor`; None: pairs where the target at hand
-        multiplies them as they are (Hopper, 16-bit floats, n a multiple of 64 and k of 128), else halves. Products take
-        both everywhere, but pairs that are not read as they are have to be turned round in each of them.
+        multiplies them as they are (Hopper, 16-bit floats, n a multiple of 64 and k of 128; on a host with several
+        devices only inside of `jax.shard_map`), else halves. Products take both everywhere, but pairs that are not read
+        as they are have to be turned round in each of them.
     Returns:
       A `Sparse24Tensor` of weight's dtype. Derivatives go to the numbers that are kept.
     Raises:
@@ -157,8 +164,9 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str | N
 
 
 def _takes_pairs(n: int, k: int, dtype) -> bool:
-    """Whether the target at hand multiplies a weight in pairs as it is."""
-    return has(jt.target(), *BLOCK_LEVEL) and hopper_pairs.misfit_of_weight(n, k, dtype) is None
+    """Whether the target at hand multiplies a weight in pairs as it is, as no product does that may be shared out."""
+    here = has(jt.target(), *BLOCK_LEVEL) and gpu_tiles.on_one_device()
+    return here and hopper_pairs.misfit_of_weight(n, k, dtype) is None
 
 
 def _values(n: int, k: int, order: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Products with a 2:4 weight in pairs: by the sparse tensor cores of Hopper, in the interpreter, and elsewhere."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,8 +14,8 @@ from sass import spills_of_products
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelValueError
+from jtile.ops import gpu_tiles, hopper_tiles
 from jtile.ops import hopper_pairs as module
-from jtile.ops import hopper_tiles
 from jtile.ops.hopper_pairs import hopper_pairs
 from jtile.ops.two_of_four import sparse24_matmul_reference
 from jtile.testing import relative_error
@@ -44,8 +45,35 @@ def test_orders():
     assert pairs.ordered("pairs") is pairs and ops.sparse24(weight).order == "halves"
     kept = np.asarray(pairs.dense()).reshape(6, 12, 4)
     np.testing.assert_array_equal(pairs.values.reshape(6, 12, 2), [[g[g != 0] for g in row] for row in kept])
-    with pytest.raises(KernelValueError, match="halves or pairs, got 'rows'"):
-        ops.sparse24(weight, order="rows")
+    for wrong, match in [
+        (lambda: ops.sparse24(weight, order="rows"), "halves or pairs, got 'rows'"),
+        (lambda: dataclasses.replace(pairs, order="rows").dense(), "halves or pairs, got 'rows'"),
+        (lambda: dataclasses.replace(pairs, order="halves").dense(), r"in halves has shape \(6, 24\)"),
+        (lambda: dataclasses.replace(halves, order="pairs").dense(), r"in pairs has shape \(6, 4, 6\)"),
+    ]:
+        with pytest.raises(KernelValueError, match=match):
+            wrong()
+
+
+def test_rows_on_several_devices():
+    """Their order changes where axes are named by types, too."""
+    halves = ops.sparse24(normal(0, 6, 48))
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    named = lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    )
+    for weight, order in ((halves, "pairs"), (halves.ordered("pairs"), "halves")):
+        turned = jax.eval_shape(lambda w, order=order: w.ordered(order), jax.tree.map(named, weight))
+        assert {x.sharding.spec[0] for x in jax.tree.leaves(turned)} == {"d"}
+
+
+def test_default_where_products_may_be_shared_out(monkeypatch):
+    made = lambda: jax.eval_shape(ops.sparse24, jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)).order
+    with jt.config(arch="sm_90"):
+        monkeypatch.setattr(jax, "device_count", lambda: 2)
+        assert made() == "halves"
+        with gpu_tiles.beside([jnp.zeros(1)]):
+            assert made() == "pairs"
 
 
 @pytest.mark.parametrize("arch", [None, "sm_90"])
