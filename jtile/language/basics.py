@@ -123,7 +123,7 @@ def arange(start, stop=None, step=1, dtype=None) -> jax.Array:
         dtype = np.int32
         for v in (start, stop - step):
             _fits_int32(v, "jt.arange")
-    if (start, step) == (0, 1) and dtype is not None and stop > 0:
+    if (start, step) == (0, 1) and dtype is not None and isinstance(stop, int | np.integer) and stop > 0:
         return jax.lax.iota(dtype, stop)  # jnp's function computes 0 + 1 * it: seven equations
     return jnp.arange(start, stop, step, dtype)
 

@@ -124,7 +124,7 @@ class Function:
                 key += (name, kind)
                 arrays.append(a)
             elif kind in _NUMBERS or kind is str or a is None or (kind is tuple and self._fixes(name, a)):
-                key += (name, kind, a)
+                key += (name, kind, _known_by(a))
             else:
                 return None
         return (tuple(key), arrays, numbers) if late and "out" not in kwargs else None
@@ -307,7 +307,12 @@ def _fixed(value: Any) -> Any:
         hash(value)
     except TypeError:
         return None
-    return ("fixed", value, type(value))  # True and 1 are equal, and no two calls are mixed up
+    return ("fixed", value, type(value), _known_by(value))  # True and 1 are equal, and no two calls are mixed up
+
+
+def _known_by(value: Any) -> Any:
+    """What a cache knows a value by: 0.0 and -0.0 are equal, too, and give other results."""
+    return repr(value) if isinstance(value, float | complex | numpy.inexact) else value
 
 
 def _tuples(value: Any) -> Any:

@@ -33,6 +33,7 @@ def test_cdiv_of_traced(run):
 def test_constants():
     assert jt.arange(5).dtype == np.int32
     assert jt.arange(1, 2, 0.25).tolist() == [1, 1.25, 1.5, 1.75]
+    assert jt.arange(2.5, dtype=np.float32).tolist() == [0, 1, 2]
     assert jt.zeros((2, 3)).dtype == np.float32
     assert jt.ones(4, jnp.bfloat16).dtype == jnp.bfloat16
     assert [jt.full((2,), v).dtype for v in (1, 1.5, True)] == [np.int32, np.float32, np.bool_]

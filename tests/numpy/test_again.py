@@ -83,6 +83,15 @@ def test_numbers_that_do_not_fit_raise_every_time():
         _same(array[1:3], numpy.asarray(array)[1:3])
 
 
+@pytest.mark.parametrize("zeros", [(0.0, -0.0), (-0.0, 0.0)])
+def test_negative_zeros_are_not_the_others(zeros):
+    value = numpy.full((SIDE, SIDE), numpy.nan)
+    array = np.asarray(value)
+    for zero in zeros * 2:
+        got = numpy.asarray(np.nan_to_num(array, nan=zero))
+        assert (numpy.signbit(got) == numpy.signbit(zero)).all()
+
+
 def test_a_small_array_may_change_behind_a_program():
     value, array = _pair()
     small = np.zeros(SIDE)
