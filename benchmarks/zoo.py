@@ -265,6 +265,7 @@ def _two_of_four(large: bool, side: Any) -> Iterator[tuple[Any, Any]]:
             return normal(2 * seed, m, k, dtype=dtype), weight, weight.dense()
 
         yield make, {
+            # sparse tensor cores leave out the products with zeros, which others compute
             "workload": "sparse24_matmul", "config": f"{m}x{n}x{k}", "dtype": dtype, "unit": unit,
             "bytes": k * n * (4 * jnp.dtype(dtype).itemsize + 1) // 8, "flops": (1 if large else 2) * m * n * k,
             "ours": lambda x, weight, _: ops.sparse24_matmul(x, weight), "tolerance": 1e-2 if large else 1e-5,

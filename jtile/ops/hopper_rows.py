@@ -30,7 +30,6 @@ FEW = 8  # rows of x for which a matrix may have any number of rows
 # Rows of x, at most. Of 16, all products in tiles took 1396 us for a step of eight layers of Llama-3.1-8B, and 1373
 # with those of [4096, 4096] and [4096, 14336] in this kernel; with that of [6144, 4096], too, 1388.
 MOST = 16
-EVICT = None  # how soon caches may forget W, see `jt.async_copy`
 _SLOT = 32 << 10  # bytes of W in a round
 _SLOTS, _X_SLOTS = 6, 3  # rounds of W on their way at most, and of x at least
 _RINGS = 222 << 10  # bytes of shared memory for both rings: a norm's block, which has few, finds room beside them
@@ -180,7 +179,7 @@ def _produce(mem: _Memory, share: _Share, weights):
         mem.empty.at(k).wait(before=True)
         mem.full.at(k).expect(sum(ring.nbytes for ring in mem.rings))
         for w, ring in zip(weights, mem.rings):
-            jt.async_copy(w.tiles(ROWS, depth).at[tile, r], ring.at(k), mem.full.at(k), evict=EVICT)
+            jt.async_copy(w.tiles(ROWS, depth).at[tile, r], ring.at(k), mem.full.at(k))
 
 
 @jt.function

@@ -274,7 +274,8 @@ def linear_cross_entropy(
       float32 (float64 for float64) [...], the loss of each row; NaN where a label is neither `ignore` nor in
       [0, vocab).
     Raises:
-      KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, no vocabulary, smoothing outside [0, 1].
+      KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, no vocabulary, smoothing outside [0, 1],
+        memory that is no number of bytes.
     """
     _check(x, weight, labels, bias, label_smoothing, memory)
     vocab, k = weight.shape

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops._shapes import fit, machine, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
-from jtile.ops.dispatch import first_unmet
+from jtile.ops.dispatch import first_unmet, vector_cores
 from jtile.ops.flash_attention import NOTHING, normalised, online
 
 _FEW = 16  # queries of a program that fill no tile of a warpgroup's product
@@ -85,7 +85,7 @@ def narrow_tiles(
 def misfit(q, k, scales) -> str | None:
     """Why `attention` cannot run this call, None where it can."""
     return first_unmet(
-        (not machine().whole, "the target is no GPU"),
+        (not machine().whole and not vector_cores(), "the target is no GPU"),
         (bool(scales), f"the cache is {k.dtype.name}, without scales"),
         (q.dtype in (jnp.bfloat16, jnp.float16), f"queries are {q.dtype.name}, not 16-bit floats"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -56,11 +57,12 @@ class Grammar:
         """
         schema = {"type": "object"} if schema is None else schema
         try:
-            text, patterns = json.dumps(schema), _patterns(schema)
+            text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"this is no JSON schema: {error}") from error
         if len(text) > LONGEST:
             raise PromptError(f"a JSON schema has at most {LONGEST} characters, this one {len(text)}")
+        patterns = _most_patterns(schema)
         if patterns > PATTERNS:
             raise PromptError(
                 f"a JSON schema has at most {PATTERNS} patterns for one text (allOf), this one {patterns}"
@@ -189,16 +191,45 @@ class Guide:
         return self._matcher.is_stopped()
 
 
-def _patterns(schema: Any) -> int:
-    """The most patterns that one text has to fit at once, references left out."""
+def _most_patterns(schema: Any) -> int:
+    """The most patterns that one text has to fit at once in a schema."""
+    behind: dict[str, int] = {}
+    try:
+        _patterns(schema, schema, behind, {})
+        return _patterns(schema, schema, {}, behind)
+    except RecursionError as error:
+        raise PromptError("this JSON schema is too deep: too many references follow each other") from error
+
+
+def _patterns(schema: Any, root: Any, known: dict[str, int], before: dict[str, int]) -> int:
+    """The most patterns that one text has to fit, in a part of the schema `root`; known: those behind references, which
+    may go round: then what was known `before` counts."""
     if isinstance(schema, list):
-        return _most(map(_patterns, schema))
+        return _most(_patterns(x, root, known, before) for x in schema)
     if not isinstance(schema, Mapping):
         return 0
     sums = {"allOf": sum, "anyOf": _most, "oneOf": _most}  # what lists of schemas for one and the same text add up to
     lists = {key: x for key, x in schema.items() if key in sums and isinstance(x, list)}
-    together = isinstance(schema.get("pattern"), str) + sum(sums[key](map(_patterns, x)) for key, x in lists.items())
-    return max(together, _most(_patterns(x) for key, x in schema.items() if key not in lists))
+    together = int(isinstance(schema.get("pattern"), str))
+    together += sum(sums[key](_patterns(x, root, known, before) for x in of) for key, of in lists.items())
+    if isinstance(ref := schema.get("$ref"), str):
+        if ref not in known:
+            known[ref] = before.get(ref, 0)  # while it is looked at
+            known[ref] = _patterns(_referred(ref, root), root, known, before)
+        together += known[ref]
+    return max(together, _most(_patterns(x, root, known, before) for key, x in schema.items() if key not in lists))
+
+
+def _referred(ref: str, root: Any) -> Any:
+    """The part of the schema `root` that a reference names; None where there is none."""
+    at = root if ref.startswith("#") else None
+    for key in urllib.parse.unquote(ref).split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list) and key.isdecimal() and int(key) < len(at):
+            at = at[int(key)]
+        else:
+            at = at.get(key) if isinstance(at, Mapping) else None
+    return at
 
 
 def _most(numbers: Iterable[int]) -> int:

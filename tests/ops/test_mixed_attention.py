@@ -114,6 +114,8 @@ def test_caches_of_eight_bits_in_one_array(options):
         full = OPTIONS | {"splits": 1, "tiles": (32, 32)} | options
         assert _op.choice(*args, **full).implementation == "two kernels for one array, of 8 bits"
         assert "rows are in parts" in str(_op.choice(*args, **(full | {"splits": 2})))
+        with jt.config(arch="910b1"):
+            assert "no GPU" in str(_op.choice(*args, **full))
         found = evaluated(run)(*args[:5], *scales)
         both = evaluated(jax.vmap(run, (0, *[None] * 6)))(np.stack([q, -q]), *args[1:5], *scales)
     reference = functools.partial(mixed_attention_reference, tiles=(32, 32), **of)

@@ -27,6 +27,9 @@ def test_schemas_that_no_answer_fits(engine):
         Grammar.json({"properties": {"x": {"allOf": [six, six]}, "y": six}})
     with pytest.raises(PromptError, match="this one 13"):  # in a property that is called so; beside a choice
         Grammar.json({"properties": {"allOf": {**six, "pattern": "x", "anyOf": [{"type": "null"}, six]}}})
+    around = {"next~": {"$ref": "#/$defs/a"}, "a": {**six, "properties": {"b": {"$ref": "#/$defs/next~0"}}}}
+    with pytest.raises(PromptError, match="this one 12"):  # behind references, of which some go round
+        Grammar.json({"$defs": around, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/next~0"}]})
     with pytest.raises(PromptError, match="at most 262144 characters"):
         Grammar.json({"const": "x" * 270_000})
 
