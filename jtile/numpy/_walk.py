@@ -76,7 +76,8 @@ class Walk:
                 continue
             whole, *numbers = operands
             few = graph.order[part].size * DENSE < graph.order[whole].size
-            if self.steps[whole][0] is not None and not few and all(n in self.numbers for n in numbers):
+            same = len(graph.order[part].shape) == len(graph.order[whole].shape)  # so axes of the one are the other's
+            if self.steps[whole][0] is not None and same and not few and all(n in self.numbers for n in numbers):
                 found.add(part)
         return found
 

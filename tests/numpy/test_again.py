@@ -130,6 +130,17 @@ def test_sums_of_parts_are_those_of_the_whole_with_zeros(monkeypatch):
     assert len(walks[0].summed) == len(sums)
 
 
+def test_sums_of_parts_with_other_axes():
+    """An axis of a part is not that of the whole, where the part has more or fewer of them."""
+    value = numpy.arange(2.0 * SIDE * SIDE).reshape(2, -1)
+    with np.execution("compiled"):
+        y = np.asarray(value) * 2
+        got = [y[1].sum(axis=0), np.sum(y[0], -1), y[None, :, 1:].sum(axis=(0, 1, 2)), np.mean(y[1], axis=0)]
+        got = [float(total) for total in got]
+    value = value * 2
+    assert got == [value[1].sum(), value[0].sum(), value[:, 1:].sum(), value[1].mean()]
+
+
 def test_what_index_arrays_pick_is_numpys():
     value, array = _pair("int64")
     rows, columns = numpy.array([[3, -1, 7]]), numpy.array([[0], [SIDE - 1]])
