@@ -112,15 +112,15 @@ class BlockEmitter(Emitter):
 
     def block(self, block: ir.Block, args: Sequence[Any] = (), layouts: Sequence[Any] = ()) -> list[Any]:
         """Emit the ops of a block here, its parameters bound to `args`; gives what it yields in `layouts`."""
-        outer, flying = self.within, self.flying
-        self.within, self.flying = block, []
+        outer, flying, held = self.within, self.flying, self.held
+        self.within, self.flying, self.held = block, [], []
         for p, a in zip(block.params, args, strict=True):
             self.define(p, a)
         for op in block.ops:
             self.op(op)
         wants = layouts or [None] * len(block.yields)
         out = [self.env[y] if h is None else self.tile(y, h) for y, h in zip(block.yields, wants, strict=True)]
-        self.within, self.flying = outer, flying
+        self.within, self.flying, self.held = outer, flying, held
         return out
 
     def define(self, v: ir.Value, val: Any) -> None:

@@ -80,6 +80,27 @@ def test_instructions():
     assert len(re.findall(r"HGMMA\.SP\.64x64x32\.F32\.BF16", texts["sass"])) == 4
 
 
+def test_a_wait_within_a_branch_holds_nothing():
+    """The places stay in their registers until the wait behind the branch, which is there in any case."""
+
+    @jt.kernel(out_type=lambda a, places, b: jax.ShapeDtypeStruct((64, 64), jnp.float32), grid=2)
+    def branches(a, places, b, o):
+        A, P, B = (jt.alloc(x.shape, x.dtype) for x in (a, places, b))
+        come = jt.barrier()
+        with jt.role("all", warps=4):
+            come[0].expect(A.nbytes + P.nbytes + B.nbytes)
+            for x, buffer in ((a, A), (places, P), (b, B)):
+                jt.async_copy(x.at[:, :], buffer, come[0])
+            come[0].wait(0)
+            flying = jt.dot_async(A, B.T, places=P.load())
+            if jt.program_id(0) == 1:
+                o[:, :] = jt.dot_wait(flying)
+            o[:, :] = jt.dot_wait(flying)
+
+    text = branches.lower(*types(), target="cuda:sm_90").texts["ptx"]
+    assert text.count("nanosleep") == 2 and text.index("nanosleep") > text.rindex("wgmma.wait_group.sync.aligned 0;")
+
+
 @pytest.mark.parametrize(
     ("options", "sizes", "match"),
     [
