@@ -187,7 +187,7 @@ def receive(x: Ref | TileView, index: Any, mask: Any = None) -> Any:
       x: symmetric memory of this device, or a tile view of it.
       index: as in `x[index]`, without gathers.
       mask: bool, broadcast to the shape of the result. Lanes where it is false, and lanes outside the array, are not
-        waited for.
+        waited for. Of 16-bit memory an NVIDIA GPU takes masks of whole lines of the last axis.
 
     Returns:
       A tile of `x.dtype`, 0 in lanes that were not waited for.

@@ -123,6 +123,34 @@ def test_machine_code():
     assert "ld.relaxed.gpu.global.v2.b32" in ptx and "JT_POLL" in ptx and "min.u16x2" in ptx
 
 
+def test_machine_code_of_masks():
+    """What one load brings is waited for together: where a mask parts it, each element has a load of its own."""
+
+    @jt.kernel(out_type=jt.like, scratch=_boxes)
+    def some(x, o, box, *, parted):
+        which = jt.arange(64) >= 3 if parted else jt.arange(32)[:, None] < 20
+        with jt.role("one", warps=4):
+            jt.post(box, (slice(None), slice(None)), x[...])
+            o[...] = jt.receive(box, (slice(None), slice(None)), mask=which)
+
+    lower = lambda dtype, parted: some.lower(X.astype(dtype), parted=parted, target="cuda:sm_90").texts["ptx"]
+    assert "ld.relaxed.gpu.global.v4.b32" in lower(np.float32, False)
+    assert "ld.relaxed.gpu.global.b32" in (text := lower(np.float32, True)) and "gpu.global.v4" not in text
+    with pytest.raises(UnsupportedError, match="and masks of whole lines"):
+        lower(jnp.bfloat16, True)
+
+
+def test_too_much_memory():
+    @jt.kernel(out_type=jt.like, scratch=lambda x: [jt.symmetric((1 << 15, 1 << 13), x.dtype)])
+    def far(x, o, box):
+        with jt.role("one", warps=4):
+            jt.post(box, (0, jt.ds(0, 64)), x[0, :])
+            o[0, :] = jt.receive(box, (0, jt.ds(0, 64)))
+
+    with pytest.raises(UnsupportedError, match="less than 1 GiB"):
+        _ = far.lower(X, target="cuda:sm_90").image
+
+
 def test_other_targets_have_no_form():
     with pytest.raises(UnsupportedError):
         turned.lower(X, target="cpu").image

@@ -18,6 +18,7 @@ from .. import addresses
 from ..emit_devices import CLAIMED, FAULT, FAULTS, REPORT, TIMEOUT
 from ..emitter import elem_of
 from ..ttir import Val, bits
+from .analysis import POINTWISE
 from .emit_devices import BlockDevices, devices
 from .emitter import BlockEmitter, emits
 from .layouts import Blocked, Linear, blocked
@@ -75,9 +76,12 @@ def _receive(em: BlockEmitter, op: ir.Receive) -> Val:
     if _neighbours(layout) * size < 4:  # there are more threads than words: some have the same
         few = blocked(out.shape, elem_of(out.dtype), 1)
         layout = linear(dataclasses.replace(few, warps=(em.warps, *few.warps[1:])), out.shape)
-    side = min(_neighbours(layout), VECTOR // size) if _in_lines(op) else 1
+    side = min(_neighbours(layout), VECTOR // size) if _in_lines(op) and _of_lines(op.mask) else 1
     if size == 2 and side == 1:
-        em.refuse(op, "whole lines of the last axis, of a multiple of 8 numbers, where these are of 16 bits")
+        em.refuse(op, "whole lines of the last axis, of a multiple of 8 numbers, where these are of 16 bits, and masks "
+                      "of whole lines")  # fmt: skip
+    if devices(em).layout.end >= 1 << 31:
+        em.refuse(op, "symmetric memory of less than 1 GiB, of which there are two sets")
     with code.within({len(out.shape): layout}):
         places = addresses.resolve(em, buf, addresses.lines(em, buf, op.index), ir.index_shape(op.index))
         mask = code.both(places.mask, em.mask(op))  # type: ignore[arg-type]
@@ -104,6 +108,16 @@ def _in_lines(op: ir.Receive) -> bool:
     start = ir.dim_value(last).op if whole else None
     zero = isinstance(start, ir.Full) and start.value == 0
     return bool(zero and side * ir.DTYPES[op.ref.dtype].bits // 8 % VECTOR == 0)
+
+
+def _of_lines(mask: ir.Value | None) -> bool:
+    """Whether a mask is seen to be the same along the last axis: what one load brings is waited for together."""
+    if mask is None or mask.shape[-1] == 1 or isinstance(mask.op, ir.Full):
+        return True
+    if isinstance(mask.op, ir.Broadcast):
+        x, last = mask.op.x, len(mask.shape) - 1
+        return last not in mask.op.dims or x.shape[-1] == 1 or _of_lines(x)
+    return isinstance(mask.op, POINTWISE) and all(_of_lines(x) for x in mask.op.operands() if x.shape)
 
 
 def _poll(em: BlockEmitter, op: ir.Receive, far: Val, base: Val, side: int, size: int, count: int) -> Val:
@@ -167,22 +181,24 @@ def _text(words: int, per: int, side: int, count: int, size: int, site: int) -> 
 
 
 def clear(em: BlockEmitter, d: BlockDevices) -> None:
-    """Clear this program's part of the memory that the call before this one used."""
+    """Clear this program's part of the memory that was posted to in the call before this one. Other memory stays: in
+    that of the next call other devices may write already."""
     code, at = em.code, d.layout
-    programs = math.prod(em.kernel.grid)
     lanes = em.warps * 32 * 4
     later = d.at(d.base, d.set_of(code.shift(d.epoch, 1), 2, at.memory, at.memory_set), "i32")
-    layout = Blocked((4,), (32,), (em.warps,), (0,))
-    step = programs * lanes
-    first = code.scale(d.program, lanes)
-    for k in range(-(-(at.memory_set // 4) // step)):
-        with code.within({1: layout}):
-            number = code.add(code.splat(code.shift(first, k * step), (lanes,)), code.arange(lanes))
-            inside = code.cmp("slt", number, code.const(at.memory_set // 4, "i32", (lanes,)))
-            many = code.splat(later, (lanes,))
-            where = code.let(f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}", (lanes,), many.elem)
-            zero = code.const(0, "i32", (lanes,))
-            code.do(f"tt.store {where.name}, {zero.name}, {inside.name} : {where.type}")
+    layout, first = Blocked((4,), (32,), (em.warps,), (0,)), code.scale(d.program, lanes)
+    for ref in dict.fromkeys(op.ref for op in em.kernel.body.walk() if isinstance(op, ir.Post)):
+        begin, size = at.first[ref] // 4, math.prod(ref.shape) * ir.DTYPES[ref.dtype].bits // 8
+        end = begin + -(-size // 4)
+        for start in range(begin, end, math.prod(em.kernel.grid) * lanes):
+            with code.within({1: layout}):
+                number = code.add(code.splat(code.shift(first, start), (lanes,)), code.arange(lanes))
+                inside = code.cmp("slt", number, code.const(end, "i32", (lanes,)))
+                many = code.splat(later, (lanes,))
+                text = f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}"
+                where = code.let(text, (lanes,), many.elem)
+                zero = code.const(0, "i32", (lanes,))
+                code.do(f"tt.store {where.name}, {zero.name}, {inside.name} : {where.type}")
 
 
 def posts(kernel: ir.Kernel) -> bool:
