@@ -93,6 +93,7 @@ def _norm(cutter: Cutter, makers: list[int]) -> list[int]:
     (x, *others) = {cutter.nodes[k].ins[0] for k in makers}
     first = cutter.group_of.get(cutter.maker.get(x, -1))  # type: ignore[arg-type]
     alone = x not in cutter.results and {*cutter.users.get(x, ())} <= {*makers}  # type: ignore[arg-type]
+    alone = alone and all(cutter.nodes[k].ins[1] is not x for k in makers)  # a right operand is read from memory
     if others or first is None or not alone:
         return []
     members = cutter.members[first]

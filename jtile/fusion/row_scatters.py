@@ -23,7 +23,7 @@ from .costs import rows_worth
 from .frames import Frame
 from .gathers import clipped
 from .layout import Layout, layout_of
-from .steps import Node, Step, Value, is_tile
+from .steps import Node, Step, Value, applies, is_tile
 
 if TYPE_CHECKING:
     from .groups import Cutter
@@ -66,7 +66,7 @@ class RowScatter:
 
 def is_of_rows(step: Step) -> bool:
     """Whether an equation scatters whole rows by one index along the first axis of a table."""
-    if step.name not in _NEW or not all(isinstance(x, Value) and is_tile(x) for x in step.ins):
+    if step.name not in _NEW or applies(step) or not all(isinstance(x, Value) and is_tile(x) for x in step.ins):
         return False
     (table, index, updates), numbers = step.ins, step.params["dimension_numbers"]
     if tuple(numbers.scatter_dims_to_operand_dims) != (0,) or tuple(numbers.inserted_window_dims) != (0,):

@@ -285,6 +285,11 @@ def is_fusable(step: Step) -> bool:
     return len(step.outs) == 1 and len(step.ins) == (step.name != "iota")
 
 
+def applies(step: Step) -> bool:
+    """Whether a scatter computes its elements from those that are there, `x.at[...].apply(f)`, and not from updates."""
+    return step.name == "scatter" and bool(getattr(step.params.get("update_jaxpr"), "eqns", ()))
+
+
 def is_tile(v: Operand) -> bool:
     """Whether a value has a dtype and a shape that tiles can have."""
     shape = getattr(v.aval, "shape", None)

@@ -26,6 +26,7 @@ from .steps import (
     Operand,
     Step,
     Value,
+    applies,
     is_tile,
     size_of,
     steps_of,
@@ -125,8 +126,8 @@ def _starts(step: Step, made: Mapping[Value, Node]) -> list[int] | None:
     """Where the block begins that a scatter updates; None if it updates something else, or in a place not known."""
     numbers = step.params["dimension_numbers"]
     x, index, update = step.ins
-    if step.name == "scatter" and getattr(step.params.get("update_jaxpr"), "eqns", ()):
-        return None  # of `x.at[...].apply`
+    if applies(step):
+        return None
     if not all(isinstance(v, Value) and is_tile(v) and 0 not in v.shape for v in (x, update)):
         return None
     starts = _known(index, made)

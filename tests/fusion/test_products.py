@@ -168,10 +168,11 @@ def test_a_norm_stays_a_kernel_where_it_is_read_twice_or_has_many_rows(monkeypat
     has = lambda f, *args: any(s.whole for unit in products(jt.fuse(f).planned(args, {})[0]) for s in unit.sources)
     of = lambda m, k, n, t: [jax.ShapeDtypeStruct(shape, t) for shape in ((m, k), (k,), (k, n))]
     shared = lambda x, g, w: (h := norm(x, g), h @ w)
+    squared = lambda x, g: (h := norm(x, g)) @ h
     with jt.config(arch=None):
         if "warps" not in jt.target().features:
             assert has(normed, X, array(12), W) and has(more, X, array(12), W)
-            assert not has(shared, X, array(12), W)
+            assert not has(shared, X, array(12), W) and not has(squared, array(12, 12), array(12))
             monkeypatch.setattr(costs, "PRODUCTS_ANYWHERE", False)
             assert has(normed, *of(4, 2048, 512, "float32"))
             for m, k, t in ((32, 512, "float32"), (4, 8192, "float32"), (4, 512, "float16")):

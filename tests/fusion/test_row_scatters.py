@@ -118,6 +118,13 @@ def test_for_a_gpu(monkeypatch):
         assert "programs of a kernel for GPUs write them in any order" in str(jt.fuse(f).explain(*args))
 
 
+def test_new_elements_of_old_ones_stay_with_xla():
+    """`apply` has updates that nothing reads."""
+    f = lambda t, i: t.at[i].apply(jnp.cos)
+    assert not scattered(f, TABLE, index(9, 70))
+    close(jt.fuse(f)(TABLE, jnp.arange(9)), f(TABLE, jnp.arange(9)))
+
+
 def test_what_stays_with_xla(monkeypatch):
     """Other axes than the first, rows that nothing computes, few of them, and large tables."""
     f, t, i, x = CASES["rows"]
