@@ -7,8 +7,6 @@ from .block import (
     AsyncLoad,
     AsyncStore,
     Clock,
-    DotAsync,
-    DotWait,
     Expect,
     FenceShared,
     KernelsWait,
@@ -23,6 +21,7 @@ from .block import (
     TransposeShared,
     Wait,
 )
+from .block_products import DotAsync, DotWait
 from .builder import Builder, build
 from .control import For, If, While
 from .core import (

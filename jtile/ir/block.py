@@ -11,10 +11,7 @@ import dataclasses
 
 from .core import Block, Index, Kernel, Op, Value, tile
 from .memory import access
-from .reductions import accumulator_dtype
 from .types import BOOL, DTYPES, INDEX, BarrierType, SharedType, TileType
-
-COLUMNS = 8  # an instruction for products has a multiple of so many
 
 
 def shared(v: Value) -> SharedType:
@@ -34,7 +31,8 @@ def _barrier(v: Value, at: Value) -> BarrierType:
     return v.type
 
 
-def _predicate(v: Value | None) -> None:
+def predicate(v: Value | None) -> None:
+    """Raises TypeError where v is neither None nor a bool scalar."""
     if v is not None and v.type != BOOL:
         raise TypeError(f"a predicate is a bool scalar, got {v.type}")
 
@@ -203,7 +201,7 @@ class Expect(Op):
 
     def infer(self):
         _barrier(self.barrier, self.at)
-        _predicate(self.when)
+        predicate(self.when)
         if self.bytes < 0:
             raise ValueError(f"a number of bytes is not negative, got {self.bytes}")
         return ()
@@ -224,7 +222,7 @@ class Arrive(Op):
 
     def infer(self):
         b = _barrier(self.barrier, self.at)
-        _predicate(self.when)
+        predicate(self.when)
         if not 1 <= self.count <= b.arrivals:
             raise ValueError(f"{b} takes 1 to {b.arrivals} arrivals at once, got {self.count}")
         return ()
@@ -246,7 +244,7 @@ class Wait(Op):
 
     def infer(self):
         _barrier(self.barrier, self.at)
-        _predicate(self.when)
+        predicate(self.when)
         if self.parity.type != INDEX:
             raise TypeError(f"a parity is an i32, got {self.parity.type}")
         return ()
@@ -308,7 +306,7 @@ class AsyncLoad(Op):
     def infer(self):
         t, b = access(self.ref, self.index, None), shared(self.buffer)
         _barrier(self.barrier, self.at)
-        _predicate(self.when)
+        predicate(self.when)
         if self.evict not in (None, "first", "last"):
             raise ValueError(f"what a copy read is forgotten 'first' or 'last' (None: as usual), got {self.evict!r}")
         if (t.shape, t.dtype) != (b.shape, b.dtype):
@@ -333,7 +331,7 @@ class Prefetch(Op):
 
     def infer(self):
         t, b = access(self.ref, self.index, None), shared(self.buffer)
-        _predicate(self.when)
+        predicate(self.when)
         if (t.shape, t.dtype) != (b.shape, b.dtype):
             raise TypeError(f"this would bring {t}, the buffer is {b}")
         return ()
@@ -377,82 +375,6 @@ class StoreWait(Op):
         if self.pending < 0:
             raise ValueError(f"a number of copies is not negative, got {self.pending}")
         return ()
-
-
-# -- products ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False)
-class DotAsync(Op):
-    """Start `acc + a @ b` on the tensor cores: a [m, k] in registers (a tile) or shared memory, b [k, n] in shared
-    memory, acc a tile or None for zero; where `keep` (bool scalar) is false, acc counts as zero. The result may only be
-    the accumulator of a further product, a carried value, or waited for; buffers may not be overwritten before that.
-
-    b may have fewer columns than acc, a multiple of 8: the product is added to the first columns, and the others are
-    those of acc, or zeros.
-
-    `fast`: 8-bit floats are summed in the tensor cores' own accumulators, of about 22 bits; else they are added up in
-    float32 every 128 terms.
-
-    `places` (uint8 [m, k / 8]): a has two of every four numbers along k, and is [m, k / 2]. Byte p of a row has two
-    bits for each of the four numbers 4 p, 4 p + 1, ... of a, the lowest first: in which of their four places it stands.
-    The two places of a group ascend.
-    """
-
-    a: Value
-    b: Value
-    acc: Value | None
-    keep: Value | None = None
-    fast: bool = False
-    places: Value | None = None
-
-    mnemonic = "dot_async"
-    effect = "io"
-    level = "block"
-
-    @property
-    def narrow(self) -> bool:
-        """Whether only the first columns of the accumulator are added to."""
-        return self.result.shape[1] > self.b.shape[1]
-
-    def infer(self):
-        a = tile(self.a) if isinstance(self.a.type, TileType) else shared(self.a)
-        b = shared(self.b)
-        _predicate(self.keep)
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] * (1 if self.places is None else 2) != b.shape[0]:
-            raise TypeError(f"dot_async cannot contract {a} with {b}")
-        if self.places is not None:
-            wanted = TileType((a.shape[0], b.shape[0] // 8), "uint8")
-            if b.shape[0] % 8 or tile(self.places) != wanted:
-                raise TypeError(f"the places of {a}, for {b}, are {wanted}, got {self.places.type}")
-        acc = None if self.acc is None else tile(self.acc)
-        out = TileType((a.shape[0], b.shape[1]), accumulator_dtype(a.dtype, b.dtype))
-        if acc is not None and len(acc.shape) == 2 and acc.shape[1] > b.shape[1] and b.shape[1] % COLUMNS == 0:
-            out = dataclasses.replace(out, shape=(a.shape[0], acc.shape[1]))
-        if acc is not None and acc != out:
-            raise TypeError(f"the accumulator of this product is {out}, got {self.acc.type}")
-        if self.keep is not None and self.acc is None:
-            raise TypeError("a product without accumulator has nothing to keep")
-        return (out,)
-
-
-@dataclasses.dataclass(eq=False)
-class DotWait(Op):
-    """Wait until at most `pending` products of this role run (they end in the order of their start); gives `values`.
-    One whose product may still run comes out as it went in, in flight: an accumulator, a carried value, or waited for
-    again, but nothing else."""
-
-    values: tuple[Value, ...]
-    pending: int = 0
-
-    mnemonic = "dot_wait"
-    effect = "io"
-    level = "block"
-
-    def infer(self):
-        if self.pending < 0:
-            raise ValueError(f"a number of products is not negative, got {self.pending}")
-        return tuple(tile(v) for v in self.values)
 
 
 # -- roles ------------------------------------------------------------------------------------------------------------

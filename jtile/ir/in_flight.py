@@ -11,12 +11,11 @@ import dataclasses
 from .block import (
     AsyncLoad,
     AsyncStore,
-    DotAsync,
-    DotWait,
     FenceShared,
     StoreShared,
     StoreWait,
 )
+from .block_products import DotAsync, DotWait
 from .control import For, If, While
 from .core import Block, Kernel, Op, Value
 from .placement import refuse

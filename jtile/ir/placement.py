@@ -14,8 +14,6 @@ from .block import (
     Arrive,
     AsyncLoad,
     AsyncStore,
-    DotAsync,
-    DotWait,
     Expect,
     FenceShared,
     KernelsWait,
@@ -28,6 +26,7 @@ from .block import (
     Wait,
     nbytes,
 )
+from .block_products import DotAsync, DotWait
 from .core import Block, Kernel, Op, Take, Value
 from .devices import MEETING, On, root
 from .memory import Atomic, LastArrival, Load, Store

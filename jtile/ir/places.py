@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
-from .block import AsyncLoad, AsyncStore, DotAsync, LoadShared, SliceShared, Slot, StoreShared, TransposeShared
+from .block import AsyncLoad, AsyncStore, LoadShared, SliceShared, Slot, StoreShared, TransposeShared
+from .block_products import DotAsync
 from .core import Op, Value
 from .scalars import Scalars
 from .types import SharedType

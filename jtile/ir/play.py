@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-from .block import Arrive, AsyncLoad, AsyncStore, DotAsync, DotWait, Expect, StoreWait, Wait, nbytes
+from .block import Arrive, AsyncLoad, AsyncStore, Expect, StoreWait, Wait, nbytes
+from .block_products import DotAsync, DotWait
 from .core import Kernel, Op, Value
 from .placement import named, refuse
 from .places import Place, fills, root

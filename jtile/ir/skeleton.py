@@ -8,14 +8,13 @@ from .block import (
     Arrive,
     AsyncLoad,
     AsyncStore,
-    DotAsync,
-    DotWait,
     Expect,
     LoadShared,
     StoreShared,
     StoreWait,
     Wait,
 )
+from .block_products import DotAsync, DotWait
 from .control import For, If, While
 from .core import Block, Op, Value
 from .placement import blocks_of
