@@ -345,54 +345,65 @@ def _check_power(nodes: list[Node]) -> None:
         raise ValueError("Integers to negative integer powers are not allowed.")
 
 
+def _recorded(function: Any, *args: Any) -> ndarray | None:
+    """The result of a call like one that was recorded before, or None: nothing else has to be asked then."""
+    return function._recorded(args) if function.__class__ is ufunc else None
+
+
+def _forward(function: Callable) -> Callable:
+    """The operator of an array on the left."""
+
+    def apply(self: ndarray, other: Any) -> Any:
+        quickly = _recorded(function, self, other)
+        if quickly is not None:
+            return quickly
+        return function(self, other) if _operable(other) else NotImplemented
+
+    return apply
+
+
+def _backward(function: Callable) -> Callable:
+    """The operator of an array on the right."""
+
+    def apply(self: ndarray, other: Any) -> Any:
+        quickly = _recorded(function, other, self)
+        if quickly is not None:
+            return quickly
+        return function(other, self) if _operable(other) else NotImplemented
+
+    return apply
+
+
+def _compare(function: Callable, plain: Callable) -> Callable:
+    """A comparison; `plain` is the operator of Python."""
+    compared = _forward(function)
+
+    def apply(self: ndarray, other: Any) -> Any:
+        if isinstance(other, str | bytes | None):  # NumPy's operator knows what its function refuses
+            return at_once(plain, self, other)
+        return compared(self, other)
+
+    return apply
+
+
+def _in_place(function: Callable, plain: Callable) -> Callable:
+    """The operator of a statement in place; `plain` is that of a scalar."""
+
+    def apply(self: ndarray, other: Any) -> Any:
+        if self._scalar:
+            return plain(self, other)
+        result = _recorded(function, self, other)
+        if result is None or result._shape != self._shape or result._dtype is not self._dtype:
+            function(self, other, out=self)
+        else:
+            self._write(result._cell.node, "same_kind")
+        return self
+
+    return apply
+
+
 def _operators() -> None:
     """Give arrays Python's operators."""
-
-    def recorded(function: Any, *args: Any) -> ndarray | None:
-        """The result of a call like one that was recorded before, or None: nothing else has to be asked then."""
-        return function._recorded(args) if function.__class__ is ufunc else None
-
-    def forward(function: Callable) -> Callable:
-        def apply(self: ndarray, other: Any) -> Any:
-            quickly = recorded(function, self, other)
-            if quickly is not None:
-                return quickly
-            return function(self, other) if _operable(other) else NotImplemented
-
-        return apply
-
-    def backward(function: Callable) -> Callable:
-        def apply(self: ndarray, other: Any) -> Any:
-            quickly = recorded(function, other, self)
-            if quickly is not None:
-                return quickly
-            return function(other, self) if _operable(other) else NotImplemented
-
-        return apply
-
-    def compare(function: Callable, plain: Callable) -> Callable:
-        compared = forward(function)
-
-        def apply(self: ndarray, other: Any) -> Any:
-            if isinstance(other, str | bytes | None):  # NumPy's operator knows what its function refuses
-                return at_once(plain, self, other)
-            return compared(self, other)
-
-        return apply
-
-    def in_place(function: Callable, plain: Callable) -> Callable:
-        def apply(self: ndarray, other: Any) -> Any:
-            if self._scalar:
-                return plain(self, other)
-            result = recorded(function, self, other)
-            if result is None or result._shape != self._shape or result._dtype is not self._dtype:
-                function(self, other, out=self)
-            else:
-                self._write(result._cell.node, "same_kind")
-            return self
-
-        return apply
-
     for short, name in (
         ("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "divide"), ("floordiv", "floor_divide"),
         ("mod", "remainder"), ("pow", "power"), ("and", "bitwise_and"), ("or", "bitwise_or"), ("xor", "bitwise_xor"),
@@ -400,16 +411,16 @@ def _operators() -> None:
     ):  # fmt: skip
         function = functions[name]
         plain = getattr(operator, short + "_" if short in ("and", "or") else short)
-        setattr(ndarray, f"__{short}__", forward(function))
-        setattr(ndarray, f"__r{short}__", backward(function))
-        setattr(ndarray, f"__i{short}__", in_place(function, plain))
+        setattr(ndarray, f"__{short}__", _forward(function))
+        setattr(ndarray, f"__r{short}__", _backward(function))
+        setattr(ndarray, f"__i{short}__", _in_place(function, plain))
     for short, name in (
         ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal"), ("eq", "equal"),
         ("ne", "not_equal"),
     ):  # fmt: skip
-        setattr(ndarray, f"__{short}__", compare(functions[name], getattr(operator, short)))
-    ndarray.__divmod__ = forward(functions["divmod"])  # type: ignore[attr-defined]
-    ndarray.__rdivmod__ = backward(functions["divmod"])  # type: ignore[attr-defined]
+        setattr(ndarray, f"__{short}__", _compare(functions[name], getattr(operator, short)))
+    ndarray.__divmod__ = _forward(functions["divmod"])  # type: ignore[attr-defined]
+    ndarray.__rdivmod__ = _backward(functions["divmod"])  # type: ignore[attr-defined]
     for short, name in (("neg", "negative"), ("pos", "positive"), ("abs", "absolute"), ("invert", "invert")):
         setattr(ndarray, f"__{short}__", lambda self, function=functions[name]: function(self))
 
