@@ -88,6 +88,16 @@ def scattered(
     mine = (jt.program_id(0), n * each, blocks)
     early = rounds * 3 // 4  # rounds of a tile in front of the signal for the one before, which has been copied by then
     sooner = rounds // 4  # rounds of a tile in front of the late pieces of the one before
+
+    def home(t):  # the device that tile t is made for, and its place there
+        return (me + 1 + t // each) % n, *banded(t % each, rows, columns, BAND)
+
+    def send_late(t, late, c: int):
+        to, at, column = home(t)
+        there = box.on(axis, to).tiles(None, half, bk)
+        for p, piece in enumerate(pieces(late, bk)):
+            send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+
     for c in range(2):
         with jt.role(f"consumer{c}", warps=4, registers=232):
             it, before = 0, -1
@@ -98,16 +108,11 @@ def scattered(
                 if sooner:
                     it, acc = consume(A[c], B, full, empty, sooner, it, acc)
                 if before >= 0:
-                    to = (me + 1 + before // each) % n
-                    at, column = banded(before % each, rows, columns, BAND)
-                    there = box.on(axis, to).tiles(None, half, bk)
-                    for p, piece in enumerate(pieces(late, bk)):
-                        send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+                    send_late(before, late, c)
                 if early > sooner:
                     it, acc = consume(A[c], B, full, empty, early - sooner, it, acc, first=not sooner)
                 if before >= 0:
-                    to = (me + 1 + before // each) % n
-                    at, column = banded(before % each, rows, columns, BAND)
+                    to, at, column = home(before)
                     jt.signal(came.on(axis, to)[2 * at + c, column, me])
                 it, acc = consume(A[c], B, full, empty, rounds - early, it, acc, first=not early)
                 if t < (n - 1) * each:
@@ -127,12 +132,9 @@ def scattered(
                             it += 1
                         send(C[c], p, total, o.tiles(half, bk).at[2 * i + c, j * wide + p])
             if before >= 0:
-                to = (me + 1 + before // each) % n
-                at, column = banded(before % each, rows, columns, BAND)
-                there = box.on(axis, to).tiles(None, half, bk)
-                for p, piece in enumerate(pieces(late, bk)):
-                    send(C[c], wide // 2 + p, piece, there.at[me, 2 * at + c, column * wide + wide // 2 + p])
+                send_late(before, late, c)
                 jt.store_wait(0)
+                to, at, column = home(before)
                 jt.signal(came.on(axis, to)[2 * at + c, column, me])
             else:
                 jt.store_wait(0)
