@@ -51,6 +51,57 @@ def place(b, j, bk: int, cache, table):
     return table[b, jax.lax.div(j, of_page)], jax.lax.rem(j, of_page)
 
 
+@jt.function
+def over_keys(
+    q, tile, k, v, lengths, table, scales, n=None,
+    *, splits: int = 1, bk: int, scale: float, softcap: float | None, window: int | None, stages: int,
+):  # fmt: skip
+    """Maxima, sums and unnormalised output of tile `tile` of q [tiles, t, heads, d], of the heads of kv head
+    `program_id(1)`, over the keys of row `program_id(0)`: all of them, or part n of `splits`. k, v, lengths, table,
+    scales: see `decode_splits`."""
+    # The formulas of flash_attention, for keys [lo, hi); token i's query is at position length - t + i.
+    b, g = jt.program_id(0), jt.program_id(1)
+    t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
+    K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
+    units = [x.tiles(None, None, bk) for x in scales]
+    Q = q.tiles(None, t, group, d)[tile, 0, g, 0].reshape(t * group, d)
+    length = jnp.clip(lengths[b], 0, slots_of(k, table))
+    position = length - t + jt.arange(t * group)[:, None] // group
+    lo = 0 if window is None else floordiv(jnp.maximum(length - t + 1 - window, 0), bk)
+    hi = end = jt.cdiv(length, bk)
+    if n is not None:
+        share = jt.cdiv(end - lo, splits)
+        lo = jnp.minimum(lo + n * share, end)
+        hi = jnp.minimum(lo + share, end)
+    plain = (
+        jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi) if window is None else lo
+    )  # blocks that every query sees whole
+
+    def step(j, m, l, acc, edge: bool):
+        row, at = place(b, j, bk, k, table)
+        s = jt.dot(Q, K[row, at, g, 0].astype(q.dtype).T)
+        s = s * units[0][row, g, at][None, :] if units else s
+        s = scores(s, scale if softcap is not None else scale * LOG2_E, softcap)
+        v_j = V[row, at, g, 0].astype(q.dtype)
+        of_values = units[1][row, g, at] if units else None
+        if edge:
+            columns = j * bk + jt.arange(bk)[None, :]
+            seen = columns <= position
+            seen = seen if window is None else seen & (columns > position - window)
+            s = jnp.where(seen, s, -math.inf)
+            v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
+            of_values = None if of_values is None else jnp.where(length > columns[0], of_values, 0.0)
+        return online(s, v_j, m, l, acc, of_values)
+
+    rows, wide = t * group, sums_in(q)
+    m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
+    for j in jt.range(lo, plain, stages=stages):
+        m, l, acc = step(j, m, l, acc, edge=False)
+    for j in jt.range(plain, hi):
+        m, l, acc = step(j, m, l, acc, edge=True)
+    return m, l, acc
+
+
 def _types(q, k, v, lengths, table, scales, *, splits, **_):
     """Types of acc, m and l of every split, [batch, kv heads, splits, t, group(, d)]; with one split that of o."""
     batch, t, heads, d = q.shape
@@ -73,45 +124,10 @@ def decode_splits(
     """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and table
     [batch, pages of a row], else None; lengths int32 [batch]; scales: () or those of 8-bit keys and of values, float32
     [batch or pages, kv heads, slots]. Of several splits o is the part of each, unnormalised."""
-    # The formulas of flash_attention, for keys [lo, hi) of this split; token i's query is at position length - t + i.
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
-    K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
-    units = [x.tiles(None, None, bk) for x in scales]
-    Q = q.tiles(None, t, group, d)[b, 0, g, 0].reshape(t * group, d)
-    length = jnp.clip(lengths[b], 0, slots_of(k, table))
-    position = length - t + jt.arange(t * group)[:, None] // group
-    begin = 0 if window is None else floordiv(jnp.maximum(length - t + 1 - window, 0), bk)
-    end = jt.cdiv(length, bk)
-    share = jt.cdiv(end - begin, splits)
-    lo = jnp.minimum(begin + n * share, end)
-    hi = jnp.minimum(lo + share, end)
-    plain = (
-        jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi) if window is None else lo
-    )  # blocks that every query sees whole
-
-    def step(j, m, l, acc, edge: bool):
-        row, at = place(b, j, bk, k, table)
-        s = jt.dot(Q, K[row, at, g, 0].astype(q.dtype).T)
-        of_keys, of_values = [x[row, g, at] for x in units] or (None, None)
-        s = s if of_keys is None else s * of_keys[None, :]
-        s = scores(s, scale if softcap is not None else scale * LOG2_E, softcap)
-        v_j = V[row, at, g, 0].astype(q.dtype)
-        if edge:
-            columns = j * bk + jt.arange(bk)[None, :]
-            seen = columns <= position
-            seen = seen if window is None else seen & (columns > position - window)
-            s = jnp.where(seen, s, -math.inf)
-            v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
-            of_values = None if of_values is None else jnp.where(length > columns[0], of_values, 0.0)
-        return online(s, v_j, m, l, acc, of_values)
-
-    rows, wide = t * group, sums_in(q)
-    m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
-    for j in jt.range(lo, plain, stages=stages):
-        m, l, acc = step(j, m, l, acc, edge=False)
-    for j in jt.range(plain, hi):
-        m, l, acc = step(j, m, l, acc, edge=True)
+    how = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages}
+    m, l, acc = over_keys(q, b, k, v, lengths, table, scales, n, splits=splits, **how)
     if m_part is None or l_part is None:
         o.tiles(None, t, group, d)[b, 0, g, 0] = normalised(acc, l).reshape(t, group, d).astype(q.dtype)
     else:
