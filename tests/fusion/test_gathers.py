@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import array, index
 
 import jtile as jt
 from jtile.fusion import costs
@@ -14,19 +15,7 @@ from jtile.fusion.chains import Chain
 from jtile.fusion.fused import evaluate
 from jtile.testing.evaluate import evaluated
 
-rng = np.random.default_rng(0)
-
-
 pytestmark = pytest.mark.usefixtures("any_size_and_rows")
-
-
-def array(*shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-def index(n, *shape, dtype="int32", beyond=0):
-    """Numbers from -n to n - 1, and `beyond` more on both sides; of elements from the end those below 0."""
-    return jnp.asarray(rng.integers(0 if dtype[0] == "u" else -n - beyond, n + beyond, shape), dtype)
 
 
 def cross_entropy(x, labels):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import array, index
 
 import jtile as jt
 from jtile.fusion import costs
@@ -14,8 +15,6 @@ from jtile.fusion.bodies import kernel_of
 from jtile.fusion.fused import evaluate
 from jtile.fusion.row_scatters import RowScatter
 from jtile.testing.evaluate import evaluated
-
-rng = np.random.default_rng(0)
 
 pytestmark = pytest.mark.usefixtures("any_size")
 
@@ -25,16 +24,8 @@ def anywhere(monkeypatch):
     monkeypatch.setattr(costs, "ROW_SCATTERS_ANYWHERE", True)
 
 
-def array(*shape, dtype="float32"):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
-
-
 def like(*types):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-
-
-def index(n, *shape, dtype="int32", beyond=0):
-    return jnp.asarray(rng.integers(0 if dtype[0] == "u" else -n - beyond, n + beyond, shape), dtype)
 
 
 def scaled(i, x, w):

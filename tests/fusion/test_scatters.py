@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import array, index
 
 import jtile as jt
 from jtile.fusion import costs
@@ -13,24 +14,12 @@ from jtile.fusion.bodies import kernel_of
 from jtile.fusion.fused import evaluate
 from jtile.testing.evaluate import evaluated
 
-rng = np.random.default_rng(0)
-
-
 pytestmark = pytest.mark.usefixtures("any_size_and_rows")
 
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     monkeypatch.setattr(costs, "SCATTERS_ANYWHERE", True)
-
-
-def array(*shape, dtype="float32"):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
-
-
-def index(n, *shape, dtype="int32", beyond=0):
-    """Numbers from -n to n - 1, and `beyond` more on both sides; of elements from the end those below 0."""
-    return jnp.asarray(rng.integers(0 if dtype[0] == "u" else -n - beyond, n + beyond, shape), dtype)
 
 
 def bins(x):
