@@ -201,11 +201,11 @@ def _depthwise_dw_by_rows(x, g, window: Sides, pads: Pads):
     channels, (height, width) = g.shape[-1], g.shape[1:3]
     bc = fit(channels, 64)
     bh = jt.cdiv(height, jt.cdiv(height, 14))
-    bw, bq = 16, 1
+    bw = 16
     tiles = g.shape[0] * jt.cdiv(height, bh) * jt.cdiv(width, bw)
-    splits = max(1, min(tiles, machine().sums // (jt.cdiv(window[1], bq) * jt.cdiv(channels, bc))))
+    splits = max(1, min(tiles, machine().sums // (window[1] * jt.cdiv(channels, bc))))
     run = tuned(depthwise_weight_rows, num_warps=4)
-    return run(x, g, window=tuple(window), bh=bh, bw=bw, bc=bc, bq=bq, splits=splits, pads=pads).sum(0)
+    return run(x, g, window=tuple(window), bh=bh, bw=bw, bc=bc, splits=splits, pads=pads).sum(0)
 
 
 # -- rules of the kernels ----------------------------------------------------------------------------------------------

@@ -95,36 +95,29 @@ def convolution_weight_rows(
 
 @jt.kernel(
     out_type=lambda x, g, *, window, splits, **_: jax.ShapeDtypeStruct((splits, *window, 1, g.shape[-1]), sums_in(x)),
-    grid=lambda x, g, *, window, bc, bq, splits, **_: (jt.cdiv(window[1], bq), jt.cdiv(g.shape[-1], bc), splits),
+    grid=lambda x, g, *, window, bc, splits, **_: (window[1], jt.cdiv(g.shape[-1], bc), splits),
 )
-def depthwise_weight_rows(
-    x, g, dw, *, window: Sides, bh: int, bw: int, bc: int, bq: int, splits: int, pads: Pads
-):  # fmt: skip
-    """x [batch, h, w, c] without padding, g [batch, h', w', c]; dw [splits, p, q, 1, c]. A program: `bq` columns of the
+def depthwise_weight_rows(x, g, dw, *, window: Sides, bh: int, bw: int, bc: int, splits: int, pads: Pads):
+    """x [batch, h, w, c] without padding, g [batch, h', w', c]; dw [splits, p, q, 1, c]. A program: a column of the
     window, `bc` channels, and every `splits`-th tile of bh x bw points; a row of x meets all rows of g of the tile."""
     # dw[a, b, c] = sum_nij x[n, i + a - p, j + b - q, c] g[n, i, j, c]
-    first, channel, split = jt.program_id(0) * bq, jt.program_id(1), jt.program_id(2)
-    (batch, height, width, _), (p, q) = g.shape, window
+    column, channel, split = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    (batch, height, width, _), p = g.shape, window[0]
     down, across = jt.cdiv(height, bh), jt.cdiv(width, bw)
     lanes, shape = (channel * bc + jt.arange(bc))[None, :], (bw, bc)
-    sums = (jt.zeros(shape, dw.dtype),) * (p * bq)
+    sums = (jt.zeros(shape, dw.dtype),) * p
     for t in jt.range(jt.cdiv(batch * down * across - split, splits)):
         n, i, j = apart(split + t * splits, (down, across))
         i, columns = i * bh, j * bw + jt.arange(bw)
         rows = [_row(g, n, i + k, columns, lanes, height % bh == 0) for k in range(bh)]
-        added = list(sums)
-        for b in range(bq):
-            for r in range(bh + p - 1):
-                there = columns + (first + b - pads[1][0])
-                X = _row(x, n, i + (r - pads[0][0]), there, lanes, False)
-                for k in range(max(0, r - p + 1), min(bh, r + 1)):
-                    at = (r - k) * bq + b
-                    added[at] = added[at] + X * rows[k]
+        added, there = list(sums), columns + (column - pads[1][0])
+        for r in range(bh + p - 1):
+            X = _row(x, n, i + (r - pads[0][0]), there, lanes, False)
+            for k in range(max(0, r - p + 1), min(bh, r + 1)):
+                added[r - k] = added[r - k] + X * rows[k]
         sums = tuple(added)
-    for at, acc in enumerate(sums):
-        column = first + at % bq
-        here = split, at // bq, jnp.minimum(column, q - 1), 0, jt.ds(channel * bc, bc)
-        jt.store(dw, here, acc.sum(0), mask=jnp.broadcast_to(column < q, (bc,)) if q % bq else None)
+    for a, acc in enumerate(sums):
+        dw[split, a, column, 0, jt.ds(channel * bc, bc)] = acc.sum(0)
 
 
 def _row(x, n, row, columns, lanes, inside: bool):
