@@ -3,6 +3,8 @@ left to XLA."""
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +105,8 @@ def test_for_a_gpu(monkeypatch):
     with jt.config(arch="sm_90"):
         (unit,) = scattered(*CASES["rows"])
         types = like(((70, 37), "float32"), ((70,), "int32"), ((9, 37), "float32"))
-        assert "red.global" in kernel_of(unit).kernel.lower(*types, target="cuda:sm_90").texts["ptx"]
+        ptx = kernel_of(unit).kernel.lower(*types, target="cuda:sm_90").texts["ptx"]
+        assert re.search(r"(red|atom)\.\S*add", ptx)  # older versions of triton keep the unused result
         assert scattered(*CASES["set"]) and not scattered(*ON_CPUS["last wins"])
         f, *args = ON_CPUS["last wins"]
         assert "programs of a kernel for GPUs write them in any order" in str(jt.fuse(f).explain(*args))
@@ -124,12 +127,14 @@ def test_what_stays_with_xla(monkeypatch):
     monkeypatch.setattr(costs, "LEAST", 4096)
     assert not scattered(f, t, i, x)
     of = lambda v, n, d: like(((v, d), "float32"), ((n,), "int32"), ((n, d), "float32"))
+    said = lambda f, *args: str(jt.fuse(f).explain(*args))
     with jt.config(arch=None):
         if "warps" not in jt.target().features:
             assert scattered(f, *of(100, 1000, 64))
-            said = str(jt.fuse(f).explain(*of(100, 1000, 64)))
-            assert "programs, each scatters 16 elements of every row" in said
-    said = lambda f, *args: str(jt.fuse(f).explain(*args))
+            assert "programs, each scatters 16 elements of every row" in said(f, *of(100, 1000, 64))
+            assert "nothing computes its rows" in said(lambda t, i, x: t.at[i].add(x), *of(100, 1000, 64))
+            assert "whose copy takes most of the time" in said(f, *of(10000, 1000, 64))
+            assert "too few to repay a kernel" in said(f, *of(100, 10000, 4))
     with jt.config(arch="sm_90"):
         sums = lambda i, x: jnp.zeros((3200, 1024), x.dtype).at[i].add(x)
         of_type = lambda d: like(((4096,), "int32"), ((4096, 1024), d))
@@ -139,6 +144,3 @@ def test_what_stays_with_xla(monkeypatch):
         few = like(((512,), "int32"), ((512, 1024), "bfloat16"))
         assert not scattered(sums, *few)
         assert "XLA's code for GPUs scatters rows as quickly" in said(sums, *of_type("float32"))
-    assert "nothing computes its rows" in said(lambda t, i, x: t.at[i].add(x), *of(100, 1000, 64))
-    assert "whose copy takes most of the time" in said(f, *of(10000, 1000, 64))
-    assert "too few to repay a kernel" in said(f, *of(100, 10000, 4))
