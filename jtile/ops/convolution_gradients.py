@@ -162,9 +162,10 @@ def _dw_in_points(x, g, window: Sides, **options):
     taps = max(n for n in range(1, most + 1) if math.prod(window) % n == 0)
     warps = 8 if bc * bo * taps > _SUMS else 2 if narrow and bo < 64 else 4
     blocks = math.prod(window) // taps * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
-    splits = _splits(cotangents.shape[0], 64, blocks, 4 if narrow else 2)
-    run = tuned(convolution_weight_points, num_warps=warps, num_stages=3, specialize=False)
-    sums = {"bm": 64, "bc": bc, "bo": bo, "taps": taps, "splits": splits}
+    stages, bm = (2, 128) if warps == 2 else (3, 64)  # longer rounds in little more memory: four programs a processor
+    splits = _splits(cotangents.shape[0], bm, blocks, 4 if narrow else 2)
+    run = tuned(convolution_weight_points, num_warps=warps, num_stages=stages, specialize=False)
+    sums = {"bm": bm, "bc": bc, "bo": bo, "taps": taps, "splits": splits}
     dw = run(flat, cotangents, **sums, sides=x.shape[1:-1], points=g.shape[1:-1], window=tuple(window), **options)
     return dw[0] if splits == 1 else dw.sum(0)
 

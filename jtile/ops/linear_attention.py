@@ -137,7 +137,7 @@ def linear_attention(
       state: float array [batch, v_heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
       scale: default 1 / sqrt(dk).
-      chunk: positions of a chunk, a power of two; default 64 on GPUs (16 or 32 in float32 with `beta`; fewer where
+      chunk: positions of a chunk, a power of two; default 64 on GPUs (16 in float32 with `beta`; fewer where
         a block holds no more), fewer on CPUs.
     Returns:
       o, an array like `v`; with `return_state` (o, last), last [batch, v_heads, dk, dv] in float32. The state is kept
@@ -203,13 +203,13 @@ def _steps(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | No
 def _chunk(v, g, beta, chunk: int | None) -> int:
     """The positions of a chunk."""
     # Work that grows with the length of chunks costs tensor cores little; a CPU has it besides the states' products.
-    # (In float32 it has other units: 2 x 16 heads with the delta rule take an H200 1.1 ms in chunks of 16, 2.4 of 64.)
+    # (In float32 it has other units: 2 x 16 heads with the delta rule take an H200 1.1 ms in chunks of 16, 2.4 of 64;
+    # with a decay for each row 1.18 ms, 1.36 of 32.)
     simple = beta is None and (g is None or g.shape[3] == 1)
     usual = (32 if simple else 16) if machine().whole else 16 if vector_cores() and beta is not None else 64
     if small_tiles():
-        rows = g is not None and g.shape[3] > 1
-        usual = min(usual, 32 if rows else 16) if beta is not None and v.dtype.itemsize > 2 else usual
-        usual = held_chunk(usual, g.shape[3], v.dtype.itemsize) if rows else usual
+        usual = min(usual, 16) if beta is not None and v.dtype.itemsize > 2 else usual
+        usual = held_chunk(usual, g.shape[3], v.dtype.itemsize) if g is not None and g.shape[3] > 1 else usual
     return chunk_of(known(v.shape[1]), chunk or usual)
 
 
@@ -226,14 +226,18 @@ def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | N
     c, bv = _chunk(v, g, beta, chunk), columns(k.shape[3], v.shape[3])
     mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
     one_decay = g is None or g.shape[3] == 1
-    if mix is not None and v.dtype.itemsize > 2 and small_tiles():
-        bv = min(bv, 32)
+    bv = bv if mix is None else _of_products(bv, v)
     run = linear_attention_chunks if mix is None or not one_decay or machine().whole or vector_cores() else _with_states
     return run(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
 
 
+def _of_products(bv: int, v) -> int:
+    """Columns of the state of a program whose products are instructions for each number: few, in float32 on a GPU."""
+    return min(bv, 32) if v.dtype.itemsize > 2 and small_tiles() else bv
+
+
 def _with_decays(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
-    sides = {"c": _chunk(v, g, beta, chunk), "bv": columns(k.shape[3], v.shape[3])}
+    sides = {"c": _chunk(v, g, beta, chunk), "bv": _of_products(columns(k.shape[3], v.shape[3]), v)}
     return gated_delta.in_parts(q, k, v, g, beta, state, scale=scale, save=save, **sides)
 
 
