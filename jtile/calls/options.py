@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "consumers": (1, 2, 3, 4),
     "persistent": (True, False),
     "specialize": (True, False),
+    "multicast": (1, 2, 4),
 }
 
 

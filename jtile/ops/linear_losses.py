@@ -1,8 +1,10 @@
 """Cross-entropy of a linear layer whose logits are never in memory as a whole (Wijmans et al. 2024, Hsu et al. 2024).
 
 A tile of logits is made, reduced to two numbers a row, and forgotten. Backwards it is made again, for as many classes
-at a time as a fixed amount of memory holds, but for the logits that the forward pass of a gradient keeps: as many as
-another amount holds, none on GPUs if the caller does not say more.
+at a time as a fixed amount of memory holds, but for those whose logits the forward pass of a gradient keeps: as many as
+another amount holds. What is kept is how far a logit lies below the log-sum-exp of its block, which is all that its
+cotangent needs: the larger its weight, the smaller that number, so that half precision says as much as the products
+behind it keep.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from jtile.ops.matmul import tiles
 from jtile.ops.parts import BLOCK, summed
 
 # Bytes of cotangents of logits that the backward pass holds at a time. On a CPU, where a product takes longer than
-# reading what it has given, it holds a fourth of KEPT, and the forward pass keeps KEPT bytes of logits for it.
+# reading what it has given, it holds a fourth of KEPT, and the forward pass keeps KEPT bytes for it; on a GPU as many
+# as x and the weight have.
 HELD, KEPT = 96 << 20, 64 << 20
 
 
@@ -49,7 +52,11 @@ def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
 
 def _parts_type(x, w, *_, bn: int, kept: int, **__):
     part = jax.ShapeDtypeStruct((jt.cdiv(w.shape[0], bn), x.shape[0]), sums_in(x))
-    return (part, part, jax.ShapeDtypeStruct((x.shape[0], kept), part.dtype)) if kept else (part, part)
+    return (part, part, jax.ShapeDtypeStruct((x.shape[0], kept), _kept_dtype(x))) if kept else (part, part)
+
+
+def _kept_dtype(x):
+    return jnp.dtype(jnp.float16) if x.dtype.itemsize == 2 else sums_in(x)
 
 
 @jt.kernel(
@@ -57,18 +64,18 @@ def _parts_type(x, w, *_, bn: int, kept: int, **__):
     grid=lambda x, w, *_, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(w.shape[0], bn)),
 )
 def linear_cross_entropy_parts(
-    x, w, bias, labels, lse, aim, logits=None, *,
+    x, w, bias, labels, lse, aim, below=None, *,
     bm: int, bn: int, bk: int, smoothing: float, kept: int, memory: int | None = None,
 ):  # fmt: skip
     """x [rows, k], w [vocab, k], bias [vocab] or None, labels int32 [rows], -1 for none; lse, aim [blocks of `bn`
     classes, rows]: the log-sum-exp of a row's logits in a block, and their sum weighted by the target; with `kept`
-    also the logits [rows, kept] of the first classes. `memory`: bytes of logits that a gradient keeps."""
+    also how far those of the first classes lie below it, [rows, kept] and not above 0. `memory`: bytes of it that a
+    gradient keeps."""
     # z = x w^T + b     lse_ji = log sum_{v in block j} exp z_iv     aim_ji = sum_{v in block j} q_iv z_iv
+    # below_iv = z_iv - lse_ji
     # q_iv = (1 - a) [v = label_i] + a / vocab
     i, j = jt.program_id(0), jt.program_id(1)
     z, inside = _logits(x, w, bias, i, j, bm, bn, bk)
-    if logits is not None:
-        logits.tiles(bm, bn)[i, j] = z
     at = jt.arange(bn)[None, :] + j * bn
     aimed = jnp.where(at == labels.tiles(bm)[i][:, None], z, 0.0).sum(1)
     if smoothing:
@@ -76,7 +83,10 @@ def linear_cross_entropy_parts(
     z = jnp.where(inside, z, -math.inf)
     top = z.max(1)
     base = jnp.where(top == -math.inf, 0.0, top)
-    lse.tiles(None, bm)[j, i] = base + jnp.log(jnp.exp(z - base[:, None]).sum(1))
+    here = base + jnp.log(jnp.exp(z - base[:, None]).sum(1))
+    if below is not None:
+        below.tiles(bm, bn)[i, j] = (z - here[:, None]).astype(below.dtype)
+    lse.tiles(None, bm)[j, i] = here
     aim.tiles(None, bm)[j, i] = aimed
 
 
@@ -85,24 +95,25 @@ def linear_cross_entropy_parts(
     grid=lambda x, *_, bm, bn, classes, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(classes, bn)),
 )
 def linear_cross_entropy_cotangents(
-    x, w, bias, labels, logits, lse, ct_lse, ct_aim, first, d, *,
+    x, w, bias, labels, below, lse, ct_lse, ct_aim, first, d, *,
     bm: int, bn: int, bk: int, classes: int, smoothing: float,
 ):  # fmt: skip
     """d [rows, classes], cotangents of the logits of `classes` classes from block `first` on, for those of the
-    first two results of `linear_cross_entropy_parts`; logits: the third one, or None where these classes have none;
+    first two results of `linear_cross_entropy_parts`; below: the third one, or None where these classes have none;
     rows without a label have no cotangents, whatever their logits are."""
     # d_iv = exp(z_iv - lse_ji) lse'_ji + q_iv aim'_ji
     i, j = jt.program_id(0), jt.program_id(1)
     block = first[...] + j
-    if logits is None:
+    of_lse, of_aim = (a.tiles(None, bm)[block, i][:, None] for a in (ct_lse, ct_aim))
+    if below is None:
         z, inside = _logits(x, w, bias, i, block, bm, bn, bk)
+        z = z - lse.tiles(None, bm)[block, i][:, None]
     else:
-        z, inside = logits.tiles(bm, bn)[i, block], (block * bn + jt.arange(bn) < w.shape[0])[None, :]
+        z, inside = below.tiles(bm, bn)[i, block], (block * bn + jt.arange(bn) < w.shape[0])[None, :]
     label = labels.tiles(bm, pad=-1)[i]
-    here, of_lse, of_aim = (a.tiles(None, bm)[block, i][:, None] for a in (lse, ct_lse, ct_aim))
     target = jnp.where(jt.arange(bn)[None, :] + block * bn == label[:, None], 1.0 - smoothing, 0.0)
     target = target + smoothing / w.shape[0] if smoothing else target
-    cotangent = jnp.exp(z - here) * of_lse + target * of_aim
+    cotangent = jnp.exp(z.astype(of_lse.dtype)) * of_lse + target * of_aim
     d.tiles(bm, bn)[i, j] = jnp.where(inside & (label >= 0)[:, None], cotangent, 0.0).astype(d.dtype)
 
 
@@ -170,18 +181,21 @@ def _forward(x, w, bias, labels, *, kept: int, bm: int, bn: int, memory: int | N
 
 
 def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kept: int, **_):
-    x, w, bias, labels, lse, logits = residuals
+    x, w, bias, labels, lse, below = residuals
     (rows, k), vocab, itemsize = x.shape, w.shape[0], x.dtype.itemsize
     blocks, per = jt.cdiv(vocab, bn), _blocks_at_a_time(x, w, bm, bn)
     make = linear_cross_entropy_cotangents
     make = tuned(make, **gpu_tiles.product_options(bm, bn, itemsize)) if small_tiles() else make
     wide, options = sums_in(x), {"bm": bm, "bn": bn, "bk": bk, "smoothing": smoothing}
-    further = jnp.pad(ct[2], ((0, 0), (0, blocks * bn - kept))) if kept else None
+    further, of_lse = None, ct[0]
+    if kept:  # below_iv = z_iv - lse_ji, so that its cotangents are those of both
+        further = jnp.pad(ct[2], ((0, 0), (0, blocks * bn - kept)))
+        of_lse -= further.reshape(rows, blocks, bn).sum(2, dtype=wide).T
 
-    def step(block, so_far, blocks, logits):
+    def step(block, so_far, blocks, below):
         dx, dw, db = so_far
         classes = min(blocks * bn, vocab)
-        d = make(x, w, bias, labels, logits, lse, *ct[:2], block, classes=classes, **options)
+        d = make(x, w, bias, labels, below, lse, of_lse, ct[1], block, classes=classes, **options)
         if further is not None:
             d += jax.lax.dynamic_slice_in_dim(further, block * bn, classes, 1).astype(d.dtype)
         add, sides = _tuned(linear_cross_entropy_dx, itemsize, rows, k, classes)
@@ -194,9 +208,9 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kep
         return dx, dw, db
 
     so_far = None, None, None if bias is None else jnp.zeros(blocks * bn, wide)
-    for first, times, n, held in _stretches(blocks, per, 0 if logits is None else jt.cdiv(logits.shape[1], bn)):
+    for first, times, n, held in _stretches(blocks, per, 0 if below is None else jt.cdiv(below.shape[1], bn)):
 
-        def run(m, so_far, first=first, n=n, there=logits if held else None):
+        def run(m, so_far, first=first, n=n, there=below if held else None):
             return step(jnp.int32(first) + jnp.asarray(m, jnp.int32) * jnp.int32(n), so_far, n, there)
 
         so_far = run(0, so_far) if times == 1 else jax.lax.fori_loop(0, times, run, so_far)
@@ -232,8 +246,10 @@ def _blocks_at_a_time(x, w, bm: int, bn: int) -> int:
 
 def _classes_to_keep(x, w, bm: int, bn: int, memory: int | None) -> int:
     """Of how many classes the forward pass keeps the logits: whole steps of the backward pass, or all."""
-    memory = memory if memory is not None else KEPT if machine().whole else 0
-    per, most = _blocks_at_a_time(x, w, bm, bn), memory // (bn * known(x.shape[0]) * sums_in(x).itemsize)
+    if memory is None:
+        own = (known(x.shape[0]) + w.shape[0]) * w.shape[1] * w.dtype.itemsize
+        memory = KEPT if machine().whole else own if small_tiles() else 0
+    per, most = _blocks_at_a_time(x, w, bm, bn), memory // (bn * known(x.shape[0]) * _kept_dtype(x).itemsize)
     return w.shape[0] if most * bn >= w.shape[0] else most // per * per * bn
 
 
@@ -255,7 +271,8 @@ def linear_cross_entropy(
     """`cross_entropy(x @ weight.T + bias, labels)` of each row, with no array of logits.
 
     Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 96 MiB
-    of logits at a time (16 MiB on CPUs), which are computed again but for those that `memory` keeps. Differentiable in
+    of logits at a time (16 MiB on CPUs), which are computed again but for those that `memory` keeps, by default as many
+    bytes as x and the weight have on GPUs. Differentiable in
     x, weight and bias; a row that is ignored, or has no such label, has no gradient. Products of 16-bit operands round
     the cotangents of logits to their dtype.
 
@@ -267,9 +284,10 @@ def linear_cross_entropy(
       ignore: the label whose rows cost 0; None for none.
       label_smoothing: the part of the target that is spread over the whole vocabulary (Szegedy et al. 2016).
       z_loss: times the squared log-sum-exp of the logits, added to the loss (Chowdhery et al. 2022).
-      memory: bytes of logits, in float32, that the forward pass of a gradient keeps, so that the backward pass does
-        not compute them again: with all of them a gradient is three products, with none four. None: 64 MiB on CPUs,
-        and nothing on others.
+      memory: bytes that the forward pass of a gradient keeps of logits, so that the backward pass does not compute
+        them again: with all of them a gradient is three products, with none (0) four. It keeps how far they lie below
+        the log-sum-exp of their block, in float16 for operands of 16 bits. None: 64 MiB on CPUs, as many as x and
+        weight have together on GPUs (all, where there are no more rows than features), none on others.
     Returns:
       float32 (float64 for float64) [...], the loss of each row; NaN where a label is neither `ignore` nor in
       [0, vocab).

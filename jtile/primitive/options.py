@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-COMPILER = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent", "specialize")
+COMPILER = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent", "specialize", "multicast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Options:
       consumers: warpgroups that share the rows of a program's products, where a kernel runs at the block level (sm_90).
       persistent: whether blocks take several programs there, one after the other.
       specialize: False: no plan of roles is made for this kernel; True: also for float32 products as tf32.
+      multicast: blocks of a cluster that share what all of them copy alike, at the block level (sm_90).
       overlap: True where `Config.overlap` was where the kernel was called, since it is compiled later; no user gives
         it, and only launches on GPUs go by it.
     """
@@ -32,6 +33,7 @@ class Options:
     consumers: int | None = None
     persistent: bool | None = None
     specialize: bool | None = None
+    multicast: int | None = None
     overlap: bool | None = None
 
     @property

@@ -32,6 +32,7 @@ class Choice:
       registers: registers of a thread, at most, so that two blocks share a multiprocessor; 0: no limit.
       evict: (position of a parameter, "first" or "last") of tensor maps; see `ptx.py`.
       columns: (columns of an instruction as triton writes it, those that it is to have); see `ptx.py`.
+      blocks: blocks of a cluster, each of which runs a program of its own; see `clusters.py`.
     """
 
     num_warps: int
@@ -41,6 +42,7 @@ class Choice:
     registers: int = 0
     evict: tuple[tuple[int, str], ...] = ()
     columns: tuple[tuple[int, int], ...] = ()
+    blocks: int = 1
 
 
 def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice:

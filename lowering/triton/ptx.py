@@ -49,7 +49,7 @@ def through_first_cache(text: str) -> str:
 def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
     """PTX whose copies by some tensor maps say when the second-level cache forgets what they read; triton has no words
     for it. `evict`: (position of the map among the parameters, "first" or "last"). "ahead": these copies are none, but
-    bring what they name to that cache only."""
+    bring what they name to that cache only; "blocks 2": to the same place in both blocks of a cluster."""
     policies: dict[str, str] = {}  # register with the address of a map -> when the cache forgets what copies by it read
     for position, when in evict:
         policies |= dict.fromkeys(re.findall(_MAP.format(position), text), when)
@@ -62,12 +62,19 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
         when = policies.get(m[3])
         if when == "ahead":
             return f"cp.async.bulk.prefetch.tensor.{m[1].split('.')[4]}.L2.global {_PLACE.search(m[2])[0]};"  # type: ignore
+        if when and when.startswith("blocks"):
+            return f"{m[1].replace('::cta', '::cluster')}.multicast::cluster {m[2]}, %cluster_blocks;"
         return f"{m[1]}.L2::cache_hint {m[2]}, %evict_{when};" if when else m[0]
 
     text = _LOAD.sub(spelt, text)
     made = [
         f"\t.reg .b64 %evict_{when};\n\tcreatepolicy.fractional.L2::evict_{when}.b64 %evict_{when}, 1.0;\n"
-        for when in sorted(set(policies.values()) - {"ahead"})
+        for when in sorted(set(policies.values()) & {"first", "last"})
+    ]
+    made += [
+        f"\t.reg .b16 %cluster_blocks;\n\tmov.b16 %cluster_blocks, {(1 << int(when.split()[1])) - 1};\n"
+        for when in sorted(set(policies.values()))
+        if when.startswith("blocks")
     ]
     return _START.sub(lambda m: m[0] + "".join(made), text, count=1)
 

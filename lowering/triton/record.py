@@ -77,7 +77,7 @@ class Record:
         fields = {k: getattr(self, k) for k in ("params", "grid", "zeroed", "sites", "dims", "attributes")}
         fields |= {"devices": self.devices} if self.devices else {}
         fields |= {"name": name, "symbol": symbol, "arch": f.arch, "threads": built.threads, "shared": built.shared,
-                   "cluster": built.choice.num_ctas}  # fmt: skip
+                   "cluster": max(built.choice.num_ctas, built.choice.blocks)}  # fmt: skip
         fields["attributes"] |= {"programmatic": True} if built.waits else {}
         fields["attributes"] |= {"node": True} if f.dependents and current().overlap else {}
         # Every kernel of triton ends in two pointers: scratch of its own, which jtile's kernels do not use.

@@ -15,7 +15,7 @@ from typing import Any
 from jtile import ir
 from jtile._errors import UnsupportedError
 
-from . import contraction, layouts, ptx, ptxas, resources, sparse, versions
+from . import clusters, contraction, layouts, ptx, ptxas, resources, sparse, versions
 from .features import Features
 from .heuristics import Choice
 
@@ -125,6 +125,7 @@ def _staged(
                 cached = "cacheModifier = ca" in str(value)
             if name == "ptx":
                 value = ptx.narrowed(sparse.products(ptx.evicting(ptx.mended(value), choice.evict)), choice.columns)
+                value = clusters.met(value, choice.blocks, choice.num_warps) if choice.blocks > 1 else value
                 value = ptx.letting(value) if f.dependents else value
                 value = ptx.through_first_cache(value) if cached else value
                 waits = ptx.WAITS in value

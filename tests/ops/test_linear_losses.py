@@ -64,11 +64,13 @@ def test_gradients_with_logits_that_are_kept(monkeypatch, held):
     gradients_agree(*both(np.abs(LABELS) % 100, **OPTIONS), x, w, b)
 
 
-@pytest.mark.parametrize("memory", [11 * 4 * 64, 1 << 20])
-def test_gradients_with_memory_on_gpus(memory):
-    """For logits of 64 classes, and of all."""
+@pytest.mark.parametrize(("memory", "kept"), [(0, 0), (11 * 2 * 64, 64), (None, 100)])
+def test_gradients_with_memory_on_gpus(monkeypatch, memory, kept):
+    """For logits of no class, of 64, and of all, which are no more bytes than those of x and the weight."""
+    monkeypatch.setattr(linear_losses, "HELD", 11 * 2 * 64)
     with jt.config(arch="sm_90"):
         x, w, b = operands("float16")
+        assert linear_losses._classes_to_keep(x, w, 16, 64, memory) == kept
         keep = both(np.abs(LABELS) % 100, **OPTIONS)
         ours = biased(ops.linear_cross_entropy, np.abs(LABELS) % 100, memory=memory, **OPTIONS)
         gradients_agree(ours, list(keep)[1], x, w, b)
@@ -89,14 +91,22 @@ def test_rows_without_a_label_have_no_gradient():
     assert dx[[0, 1, 2, 4]].any(1).all()
 
 
-def test_forward_mode_and_the_gradient_of_a_gradient():
-    labels, (x, w, _) = np.abs(LABELS) % 100, operands()
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_forward_mode_and_the_gradient_of_a_gradient(dtype, tolerance):
+    labels, (x, w, _) = np.abs(LABELS) % 100, operands(dtype)
     slopes = lambda f: lambda x: jax.grad(lambda x: (f(x, w, labels) ** 2).sum())(x)
     ours, theirs = (
         evaluated(lambda x, f=f: jax.jvp(slopes(f), (x,), (x,)))(x)
         for f in (ops.linear_cross_entropy, linear_cross_entropy_reference)
     )
-    assert relative_error(ours, theirs) < 1e-5
+    assert relative_error(ours, theirs) < tolerance
+
+
+def test_reverse_mode_of_what_is_kept():
+    labels, (x, w, _) = np.abs(LABELS) % 100, operands("bfloat16")
+    slope = lambda f: lambda x: (jax.grad(lambda x: (f(x, w, labels) ** 2).sum())(x).astype("float32") ** 2).sum()
+    both = (evaluated(jax.grad(slope(f)))(x) for f in (ops.linear_cross_entropy, linear_cross_entropy_reference))
+    assert relative_error(*both) < 2e-2
 
 
 def test_errors():

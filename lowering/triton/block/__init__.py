@@ -41,14 +41,15 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
                 "buffers their slots: call it without",
                 (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
             )
-        return compile_block_kernel(kernel, target, texts=texts)
+        return compile_block_kernel(kernel, target, texts=texts, multicast=options.get("multicast") or 1)
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
     try:
         planned = steps(kernel, Machine.of(target), options)
         if isinstance(planned, NoPlan):
             return f"tile level: {planned}\n"
-        artifact = compile_block_kernel(planned.kernel, target, texts=texts)
+        multicast = options.get("multicast") or 1
+        artifact = compile_block_kernel(planned.kernel, target, texts=texts, multicast=multicast)
     except UnsupportedError as e:
         return f"tile level: the plan of the block level does not compile: {e}\n"
     except (OSError, MemoryError):  # the machine's fault, gone next time: the slow form must not be kept for ever

@@ -27,12 +27,15 @@ from . import (  # noqa: F401  their emitters register themselves
     emit_roles,
     emit_shared,
 )
+from .alike import Shared, shared
 from .emit_roles import registers_at_start, roles_of
 from .emitter import BlockEmitter
 from .layouts import aliased
 
 
-def emit_block_kernel(kernel: ir.Kernel, f: Features, marks: Marks | None = None) -> tuple[str, Record, str]:
+def emit_block_kernel(
+    kernel: ir.Kernel, f: Features, marks: Marks | None = None, cluster: Shared | None = None
+) -> tuple[str, Record, str]:
     """TTGIR text of a kernel at the block level, its launch record, and the kernel's own text with the layout of every
     value. Equal kernels give equal text.
 
@@ -41,13 +44,14 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features, marks: Marks | None = None
     """
     record = Record()
     em = BlockEmitter(kernel, f, record, marks=marks)
+    em.cluster = cluster
     parameters(em)
     if kernel.devices:
         em.memo["devices"] = emit_devices.BlockDevices(em)
     programs = math.prod(kernel.grid) if all(isinstance(n, int) for n in kernel.grid) else None
     if programs is None or programs > MAX_BLOCKS:
         em.refuse(kernel.body.ops[0], f"grids of at most {MAX_BLOCKS} blocks, known when it is compiled")
-    record.grid = programs
+    record.grid = programs // (cluster.blocks if cluster else 1)
     with paused():
         warps = emit_roles.emit_body(em)
     if kernel.devices:
@@ -68,7 +72,9 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features, marks: Marks | None = None
     return module, record, "".join(f"// {line}\n" for line in head.split("\n") if line) + text
 
 
-def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: stages.Texts = False) -> Artifact:
+def compile_block_kernel(
+    kernel: ir.Kernel, target: Target, *, texts: stages.Texts = False, multicast: int = 1
+) -> Artifact:
     """Compile a kernel at the block level for a target with warpgroup products.
 
     Args:
@@ -86,11 +92,13 @@ def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: stages.Tex
             "at tile level",
             (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
         )
-    text, record, block = emit_block_kernel(kernel, f)
+    cluster = shared(kernel, multicast)
+    text, record, block = emit_block_kernel(kernel, f, cluster=cluster)
     roles = roles_of(kernel)
     narrow = tuple((n, columns) for n, columns in sorted(record.columns.items()) if n != columns)
     evict = tuple(sorted(record.evict.items()))
-    choice = Choice(roles.warps[0], 1, 1, ("num_stages",), evict=evict, columns=narrow)
+    choice = Choice(roles.warps[0], 1, 1, ("num_stages",), evict=evict, columns=narrow,
+                    blocks=cluster.blocks if cluster else 1)  # fmt: skip
     others = [body for body in roles.bodies[1:] if any(isinstance(op, ir.DotAsync) for op in body.walk())]
     tool = ptxas.mended() if len(others) > 1 else None
     built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir", tool=tool)

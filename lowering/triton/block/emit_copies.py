@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from jtile import ir
@@ -27,6 +28,8 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
         em.refuse(op, f"asynchronous loads with zeros or NaN outside the array, not {op.pad}")
     if op.ref.type.role == "symmetric":  # type: ignore[union-attr]
         (((handle, _),), where) = _boxes_of_devices(em, op, nan=nan)
+    elif em.cluster is not None and op in em.cluster.loads:
+        return _shared_load(em, op, nan)
     else:
         handle, where = _box(em, op, nan=nan)
     m, ring = em.env[op.buffer], em.env[op.barrier]
@@ -34,6 +37,34 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
     go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
     names = f"{handle.name}[{where}] {m.name}, {b.name}, {go.name}"
     em.code.do(f"ttng.async_tma_copy_global_to_local {names} : {handle.elem}, {b.type} -> {m.type}")
+
+
+def _shared_load(em: BlockEmitter, op: ir.AsyncLoad, nan: bool) -> None:
+    """A copy that all blocks of a cluster make alike: each brings a part of it to all of them."""
+    assert em.cluster is not None
+    code, (axis, size) = em.code, em.cluster.loads[op]
+    m, b = em.env[op.buffer], slot(em, em.env[op.barrier], em.env[op.at])
+    place = code.op("arith.remui", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(em.cluster.blocks))
+    shape = tuple(size if k == axis else n for k, n in enumerate(m.shape))
+    axes = _axes(em, op, em.refs[op.ref].param is not None)
+    along = len(axes) - 2 + axis
+    if axes[along].box != m.shape[axis]:
+        em.refuse(op, "copies that a cluster shares of two axes that are those of their buffer")
+    axes[along] = dataclasses.replace(axes[along], box=size)
+    layout = _layout(em, op, m, len(axes))
+    how = f"blocks {em.cluster.blocks}"
+    handle = tma.descriptor(em, em.refs[op.ref], axes, m.elem, nan=nan, layout=layout, evict=how)
+    if handle is None:
+        em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each array and shape of box that is copied")
+    handle, first = em.use(handle), [tma.coordinate(em, a, op.checked) for a in axes]
+    for block in range(em.cluster.blocks):
+        part = dataclasses.replace(m, name=code.name(), shape=shape, whole=m.whole or m.shape)
+        starts = ", ".join(str(block * size if k == axis else 0) for k in range(2))
+        code.do(f"{part.name} = ttg.memdesc_subslice {m.name}[{starts}] : {m.type} -> {part.type}")
+        where = [code.add(v, code.i32(block * size)) if k == along else v for k, v in enumerate(first)]
+        go = code.cmp("eq", place, code.i32(block))
+        names = f"{handle.name}[{', '.join(v.name for v in where)}] {part.name}, {b.name}, {go.name}"
+        code.do(f"ttng.async_tma_copy_global_to_local {names} : {handle.elem}, {b.type} -> {part.type}")
 
 
 @emits(ir.Prefetch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from jtile import ir
 
+from .. import clusters
 from ..ttir import Val
 from . import emit_posts
 from .analysis import COLUMNS, product_layout
@@ -40,6 +41,8 @@ def emit_body(em: BlockEmitter) -> int:
             barriers |= isinstance(op, ir.AllocBarriers)
     if barriers:  # asynchronous copies count on the barriers
         em.code.do("ttng.fence_async_shared {bCluster = false}")
+    if em.cluster is not None:
+        em.say_cluster(clusters.READY)
     parts = [_role(em, roles, k) for k in range(len(roles.bodies))]
     if len(parts) == 1:
         em.code.do("gpu.barrier")

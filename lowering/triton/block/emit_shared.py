@@ -6,6 +6,7 @@ import dataclasses
 
 from jtile import ir
 
+from .. import clusters
 from ..emitter import memory_elem, padded
 from ..features import Features
 from ..tma import FP8
@@ -62,9 +63,10 @@ def _alloc_barriers(em: BlockEmitter, op: ir.AllocBarriers) -> Mem:
         what = f"barriers of less than {ARRIVALS} arrivals, and shared memory for {em.features.shared // 8} of them"
         em.refuse(op, f"{what}; got {op.count} of {op.arrivals}")
     ring = _allocated(em, Mem("", (1,), "i64", Plain(), op.count))
+    everyone = em.cluster.blocks if em.cluster is not None and op.result in em.cluster.rings else 1
     for k in range(op.count):
         one = slot(em, ring, em.code.i32(k))
-        em.code.do(f"ttng.init_barrier {one.name}, {op.arrivals} : {one.type}")
+        em.code.do(f"ttng.init_barrier {one.name}, {op.arrivals * everyone} : {one.type}")
     return ring
 
 
@@ -177,6 +179,8 @@ def _expect(em: BlockEmitter, op: ir.Expect) -> None:
 @emits(ir.Arrive)
 def _arrive(em: BlockEmitter, op: ir.Arrive) -> None:
     b = slot(em, em.env[op.barrier], em.env[op.at])
+    if em.cluster is not None and op.barrier in em.cluster.rings:
+        em.say_cluster(clusters.ARRIVE)
     em.code.do(f"ttng.arrive_barrier {b.name}, {op.count}, {_when(em, op.when).name} : {b.type}")
 
 

@@ -13,6 +13,7 @@ from jtile import ir
 
 from ...emitting import Marks, into
 from .. import versions
+from ..clusters import MARK
 from ..combine import reduce
 from ..emit_basics import start_program
 from ..emitter import EMITTERS, Buffer, Emitter, elem_of, padded
@@ -21,6 +22,7 @@ from ..hazards import PAIRS, may_repeat
 from ..layouts import in_order
 from ..record import Record
 from ..ttir import Val
+from .alike import Shared
 from .analysis import COLUMNS, Homes, dims_of, is_free
 from .code import LaidCode, Mem
 from .layouts import Layout, Linear, blocked, origin, sliced
@@ -53,6 +55,7 @@ class BlockEmitter(Emitter):
         self.within: ir.Block | None = None  # the block whose ops are being emitted
         self.layouts: dict[ir.Value, str] = {}  # layouts of all values that were defined, for texts that people read
         self.flying: list[ir.Value] = []  # products of the current block that nobody has waited for
+        self.cluster: Shared | None = None  # what blocks of a cluster share
         self.held: list[Val] = []  # places of sparse products of the current block that may run
 
     # -- values from outside ------------------------------------------------------------------------------------------
@@ -247,6 +250,11 @@ class BlockEmitter(Emitter):
     def launches(self, what: str) -> None:
         """Emit `wait` (until the kernels in front end) or `launch_dependents` (which lets the one behind start)."""
         asm = f'"griddepcontrol.{what}; // $0" {{constraints = "=r", packed_element = 1 : i32, pure = false}}'
+        self.code.let(f"tt.elementwise_inline_asm {asm} -> i32", (), "i32")
+
+    def say_cluster(self, what: str) -> None:
+        """Mark what comes next in the PTX; see `lowering/triton/clusters.py`."""
+        asm = f'"mov.b32 $0, 0; {MARK} {what}" {{constraints = "=r", packed_element = 1 : i32, pure = false}}'
         self.code.let(f"tt.elementwise_inline_asm {asm} -> i32", (), "i32")
 
     def _remake(self, body: ir.Block) -> None:

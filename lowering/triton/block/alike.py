@@ -1,0 +1,137 @@
+"""What neighbouring blocks of a kernel at the block level copy alike: one copy brings it to all of them.
+
+Blocks of a cluster run at the same time and reach each other's shared memory. Where a copy does not depend on which of
+them a block is, each of them brings a part of what it copies to the same place in all. A slot of a ring may then be
+filled when it has been read in all blocks, so that their consumers arrive at the barriers of all of them. The PTX says
+so: see `lowering/triton/clusters.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jtile import ir
+from jtile.ir.types import DTYPES, SharedType
+from jtile.passes.order import grouped_axes
+
+WIDTH, ROWS = 128, 8  # bytes of a row of a swizzled box; rows after which its pattern begins anew
+_SCALAR = (ir.Map, ir.Select, ir.Cast, ir.Bitcast)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What blocks of a cluster share.
+
+    Attributes:
+      blocks: of a cluster; neighbours in the grid.
+      loads: copies that all of them make alike -> (axis of the buffer, elements along it) of the part of each block.
+      rings: barriers at which the consumers of all of them arrive: of the slots that these copies fill.
+    """
+
+    blocks: int
+    loads: dict[ir.AsyncLoad, tuple[int, int]]
+    rings: frozenset[ir.Value]
+
+
+def shared(kernel: ir.Kernel, blocks: int) -> Shared | None:
+    """What clusters of `blocks` blocks share; None where they have nothing in common that could be shared."""
+    sides = kernel.grid if all(isinstance(n, int) for n in kernel.grid) else (0,)
+    if blocks < 2 or sides[-1] % blocks or not all(sides) or kernel.devices or grouped_axes(kernel):
+        return None
+    found = _Alike(kernel, blocks)
+    loads: dict[ir.AsyncLoad, tuple[int, int]] = {}
+    rings: dict[ir.Value, list[ir.AsyncLoad]] = {}
+    for block in found.even:
+        emptied: ir.Value | None = None
+        for op in block.ops:
+            if isinstance(op, ir.Wait):
+                emptied = op.barrier
+            if isinstance(op, ir.AsyncLoad) and emptied is not None and emptied is not op.barrier:
+                rings.setdefault(emptied, []).append(op)
+    even = {id(op) for block in found.even for op in block.ops}
+    used = set()
+    for ring, copies in rings.items():
+        ends = [op for op in kernel.body.walk() if isinstance(op, ir.Arrive) and op.barrier is ring]
+        parts = {op: part for op in copies if (part := _part(op, blocks)) and found.same(op)}
+        if parts and ends and all(id(op) in even and found.alike(op.when) and found.alike(op.at) for op in ends):
+            loads |= parts
+            used.add(ring)
+    return Shared(blocks, loads, frozenset(used)) if loads else None
+
+
+def _part(op: ir.AsyncLoad, blocks: int) -> tuple[int, int] | None:
+    """(axis, elements) of the part of a copy that one block makes; None where it has no such parts."""
+    t = op.buffer.type
+    if not isinstance(t, SharedType) or len(t.shape) != 2 or op.ref.type.role == "symmetric":  # type: ignore[union-attr]
+        return None
+    rows, columns = t.shape
+    pieces, rest = divmod(columns * DTYPES[t.dtype].bits, 8 * WIDTH)
+    if pieces > 1 and not rest and pieces % blocks == 0:
+        return 1, columns // blocks
+    return None if rows % (ROWS * blocks) else (0, rows // blocks)
+
+
+class _Alike:
+    """Which values of a kernel are the same in all blocks of a cluster, whose numbers begin at a multiple of theirs."""
+
+    def __init__(self, kernel: ir.Kernel, blocks: int):
+        self.grid, self.blocks = kernel.grid, blocks
+        self.known: dict[ir.Value, bool] = {}
+        self.loops: dict[ir.Value, tuple[ir.For, int]] = {}
+        for op in kernel.body.walk():
+            if isinstance(op, ir.For):
+                self.loops |= {p: (op, k - 1) for k, p in enumerate(op.body.params)}
+        self.even: list[ir.Block] = []  # blocks of ops that all blocks of a cluster go through equally often
+        self._enter(kernel.body)
+
+    def _enter(self, block: ir.Block) -> None:
+        self.even.append(block)
+        for op in block.ops:
+            bounds = (op.lo, op.hi, op.step) if isinstance(op, ir.For) else (op.cond,) if isinstance(op, ir.If) else ()
+            if isinstance(op, ir.For | ir.If | ir.Roles) and all(map(self.alike, bounds)):
+                for inner in op.blocks():
+                    self._enter(inner)
+
+    def same(self, op: ir.AsyncLoad) -> bool:
+        """Whether all blocks of a cluster copy the same in the same rounds."""
+        return op.when is None and all(self.alike(ir.dim_value(d)) for d in op.index) and self.alike(op.at)
+
+    def alike(self, v: ir.Value | None) -> bool:
+        if v is None:
+            return True
+        if v not in self.known:
+            self.known[v] = True  # of what a loop carries, if what follows from it is
+            self.known[v] = self._alike(v)
+        return self.known[v]
+
+    def _alike(self, v: ir.Value) -> bool:
+        if v in self.loops:
+            loop, k = self.loops[v]
+            bounds = all(map(self.alike, (loop.lo, loop.step)))
+            return bounds and (k < 0 or (self.alike(loop.inits[k]) and self.alike(loop.body.yields[k])))
+        op = v.op
+        if isinstance(op, ir.Full | ir.NumPrograms | ir.SizeOf):
+            return True
+        if isinstance(op, ir.ProgramId):
+            return op.axis >= len(self.grid) or self._behind(op.axis) % self.blocks == 0
+        if isinstance(op, ir.For):
+            k = op.results.index(v)
+            return all(map(self.alike, (op.lo, op.hi, op.step, op.inits[k], op.body.yields[k])))
+        if isinstance(op, ir.Map) and op.fn == "div" and self._counts(op.args[0]) and self._multiple(op.args[1]):
+            return True
+        return isinstance(op, _SCALAR) and not v.shape and all(map(self.alike, op.operands()))
+
+    def _behind(self, axis: int) -> int:
+        return math.prod(self.grid[axis + 1 :])
+
+    def _counts(self, v: ir.Value) -> bool:
+        """Whether a value is a multiple of `blocks`, alike in a cluster, plus the place of the block in it."""
+        if isinstance(v.op, ir.ProgramId):
+            return v.op.axis == len(self.grid) - 1
+        if isinstance(v.op, ir.Map) and v.op.fn == "rem":
+            return self._counts(v.op.args[0]) and self._multiple(v.op.args[1])
+        return False
+
+    def _multiple(self, v: ir.Value) -> bool:
+        return isinstance(v.op, ir.Full) and isinstance(v.op.value, int) and v.op.value % self.blocks == 0

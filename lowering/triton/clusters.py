@@ -1,0 +1,67 @@
+"""PTX of blocks that run in clusters and bring each other what all of them need; triton 3.6 has no words for it.
+
+Copies by tensor maps become multicasts where the record says so: `ptx.evicting`. Here stand the meetings of the blocks:
+
+- Before a block may write to another one, the barriers of that must be there: all threads meet once they are.
+- An arrival that says that a slot has been read goes to the barriers of all blocks.
+- A block must not end while another may still reach its shared memory: all threads meet at the end.
+
+The emitter marks where barriers are there, and the arrivals. A text of which anything is not understood is refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+MARK = "// jtile.cluster"
+READY, ARRIVE = "ready", "arrive"
+_START = re.compile(r"^\{\n", re.M)
+_ARRIVE = re.compile(r"^\s*(@!?%p\d+ )?\s*mbarrier\.arrive\.shared::cta\.b64 _, \[(%r\d+)\](, \d+)?;\s*$")
+_THREADS = re.compile(r"^\.reqntid ", re.M)
+_RETURN = re.compile(r"^\s*ret;\s*$")
+_WAIT = "\tbarrier.cluster.wait.aligned;"
+
+
+def met(text: str, blocks: int, warps: int) -> str:
+    """PTX of a kernel in clusters of `blocks` blocks, whose first role has `warps` warps.
+
+    Raises:
+      ValueError: something stands where it was not expected.
+    """
+    out: list[str] = []
+    waits, ready = False, 0
+    for line in text.split("\n"):
+        if waits and (found := _ARRIVE.match(line)):
+            out += _at_all(found[1] or "", found[2], found[3] or "", blocks)
+            waits = False
+            continue
+        if waits and (line.strip().startswith("$L") or "mbarrier" in line):
+            raise ValueError(f"the arrival of a cluster is not understood: {line.strip()}")
+        if _RETURN.match(line):
+            out += ["\t@%cluster_worker barrier.cluster.wait.aligned;", "\tbarrier.cluster.arrive.aligned;", _WAIT]
+        out.append(line)
+        if MARK in line:
+            what = line.split(MARK)[1].strip()
+            waits = what == ARRIVE
+            if what == READY:
+                ready += 1
+                out += ["\tfence.mbarrier_init.release.cluster;", "\tbarrier.cluster.arrive.relaxed.aligned;", _WAIT]
+    if waits or ready != 1 or not any(map(_RETURN.match, out)):
+        raise ValueError("the meetings of a cluster are not where they were expected")
+    # Threads of other roles arrive at the first meeting at once: they hear of its end from the first role.
+    begin = (
+        "\t.reg .pred %cluster_worker;\n\t.reg .b32 %cluster_thread;\n\tmov.u32 %cluster_thread, %tid.x;\n"
+        f"\tsetp.ge.u32 %cluster_worker, %cluster_thread, {32 * warps};\n"
+        "\t@%cluster_worker barrier.cluster.arrive.relaxed.aligned;\n"
+    )
+    text = _START.sub(lambda m: m[0] + begin, "\n".join(out), count=1)
+    return _THREADS.sub(lambda m: f".explicitcluster\n{m[0]}", text, count=1)
+
+
+def _at_all(when: str, barrier: str, count: str, blocks: int) -> list[str]:
+    """An arrival at the barrier of each block of a cluster."""
+    lines = ["\t{", "\t.reg .b32 %there;"]
+    for block in range(blocks):
+        lines.append(f"\tmapa.shared::cluster.u32 %there, {barrier}, {block};")
+        lines.append(f"\t{when}mbarrier.arrive.shared::cluster.b64 _, [%there]{count};")
+    return [*lines, "\t}"]
