@@ -167,17 +167,17 @@ class Slots:
 
     def attend_and_multiply(
         self, qkv, cos, sin, heads: int, kv_heads: int, weight, norms: HeadNorms | None = None, *,
-        window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None,
+        window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None, residual=None,
     ):  # fmt: skip
-        """(what `append_and_attend` gives each new token times the transposed weight, [batch, out]; the slots), where
-        kernels do both; else None."""
+        """(what `append_and_attend` gives each new token times the transposed weight, [batch, out], plus the residual;
+        the slots), where kernels do all of it; else None."""
         entry, plain = self.entry, isinstance(weight, jax.Array | QuantizedTensor)
         extras = norms, window, softcap, sinks, self.splits, self.tiles, self.context, self.table
         if isinstance(qkv, Parts) or not plain or entry.scales or entry.ring or any(x is not None for x in extras):
             return None
         qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
-        keys, values = entry.arrays
-        found = attention_product(qkv, cos, sin, self.lengths, keys, values, weight, heads=heads, scale=scale)
+        (keys, values), more = entry.arrays, {"scale": scale, "residual": residual}
+        found = attention_product(qkv, cos, sin, self.lengths, keys, values, weight, heads=heads, **more)
         return None if found is None else (found[0], self._with(found[1:]))
 
     def attend(

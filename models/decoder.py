@@ -24,7 +24,7 @@ from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
 from .parallel import ALONE, Axes
-from .sums import Unmade
+from .sums import Added, Unmade
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -108,20 +108,21 @@ class Attention(nnx.Module):
             mixed = layers.chunked_attention(q, k, v, c.chunk, **options)
         return self._leave(mixed.reshape(*qkv.shape[:2], -1), gates), (k, v)
 
-    def step(self, qkv, cos, sin, slots: kv.Slots, following: tuple = ()):
+    def step(self, qkv, cos, sin, slots: kv.Slots, following: tuple = (), x=None):
         """Attention of the next t tokens of each row, from their projection [batch * t, ...], to this layer's part of
         the cache; returns (output [batch * t, hidden], the part of the cache with these tokens). following: see
-        `layers.linear`."""
+        `layers.linear`; x: [batch * t, hidden], which may be added to the output: it is `Added` then."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         if gates is None and self.output_bias is None and self.over.tensor is None:
+            residual = x if self.parts and layers.ADDED else None
             together = slots.attend_and_multiply(
-                qkv, cos, sin, c.heads, c.kv_heads, self.output.get_value(), self._norms(), **options
+                qkv, cos, sin, c.heads, c.kv_heads, self.output.get_value(), self._norms(), residual=residual, **options
             )
             if together is not None:
-                return together
+                return together if residual is None else (Added(together[0]), together[1])
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
         return self._leave(mixed.reshape(qkv.shape[0], -1), gates, following), slots
 
@@ -246,10 +247,11 @@ class Block(nnx.Module):
                 attention.parts = True
 
     def _run(self, x, delta, attend, at=None, hold: bool = False, following: tuple = (), of=None):
-        """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered)` runs
-        the attention; at: see `prefill`; hold: see `enter`; of: see `step`."""
+        """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered, x)`
+        runs the attention, which may give its output `Added` to that sum; at: see `prefill`; hold: see `enter`; of: see `step`."""
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps, hold)
-        attended, entry = attend(entered)
+        attended, entry = attend(entered, x)
+        x, attended = (attended.total, None) if isinstance(attended, Added) else (x, attended)
         x, attended = rows_of(tokens_at((x, attended), at), of)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps, following), entry
 
@@ -260,14 +262,15 @@ class Block(nnx.Module):
         keys and values may be made in at once, see `Attention.prefill`."""
         more = {"lengths": lengths} if self.recurrent else {}
         more |= {"slots": slots} if isinstance(self.attention, Attention) else {}
-        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more), at)
+        return self._run(x, delta, lambda entered, _: self.attention.prefill(entered, cos, sin, **more), at)
 
     def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, following: tuple = (), of=None):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
         longer part of the cache). hold: see `enter`; following: see `layers.linear`; of, int32 [n]: only these tokens
         go through the MLP, and x and delta behind the block are [n, hidden]."""
         more = {"following": first_matrices(self.mlp)} if type(self.attention) is Attention else {}
-        attend = lambda entered: self.attention.step(entered, cos, sin, slots, **more)
+        added = (lambda x: {"x": x}) if type(self.attention) is Attention else (lambda x: {})
+        attend = lambda entered, x: self.attention.step(entered, cos, sin, slots, **more, **added(x))
         return self._run(x, delta, attend, hold=hold, following=following, of=of)
 
 

@@ -55,6 +55,7 @@ class Routed:
 
 
 Weight = jax.Array | QuantizedTensor | tuple | Adapted | Routed
+ADDED = True  # whether products of small matrices add what the norm behind them is of
 
 
 def rms_norm(x, weight, eps: float):
@@ -86,11 +87,12 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, part
             return delta.norm_product(x, norm, eps, weight)
         x, normed = add_norm(x, delta, norm, eps)
         return x, in_parts(normed, weight)
-    if delta is None or isinstance(delta, Term | Unmade) or isinstance(weight, tuple | Adapted | Routed):
+    if isinstance(delta, Term | Unmade) or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
     with _made_before(x, weight):
-        y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
+        first, residual = (x, None) if delta is None else (delta, x)
+        y, x = ops.rms_norm_matmul(first, norm, _beside(x, weight), residual=residual, eps=eps, out_dtype=dtype)
     return x, y
 
 
@@ -226,19 +228,29 @@ def add_norm_gated_mlp(
     x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu",
     last: Callable = linear, following: tuple = (),
 ):  # fmt: skip
-    """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`). following: see `linear`."""
+    """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`); or (the sum of both, None), where what is
+    behind takes `Unmade` and one kernel adds them. following: see `linear`."""
     more = {"following": following} if following else {}
     if isinstance(delta, Product) and delta.reaches(gate, up):
         x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation)
         return x, last(hidden, down, **more)
-    if delta is None or isinstance(delta, Term | Unmade) or _apart(gate, up):
+    if isinstance(delta, Term | Unmade) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation, last)
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)
-        options = {"residual": x, "eps": eps, "activation": activation, "following": asked_for(down)}
-        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, **options)
-    return x, last(hidden, down, **more)
+        first, residual = (x, None) if delta is None else (delta, x)
+        options = {"residual": residual, "eps": eps, "activation": activation, "following": asked_for(down)}
+        hidden, x = ops.rms_norm_gated_mlp(first, norm, gate, up, **options)
+    total = product_and_residual(hidden, down, x) if last is linear_or_unmade else None
+    return (x, last(hidden, down, **more)) if total is None else (total, None)
+
+
+def product_and_residual(x, weight: Weight, residual):
+    """x times the transposed weight, plus the residual, where one kernel does both (`ops.product_and_residual`); else
+    None."""
+    known = isinstance(weight, QuantizedTensor) or (isinstance(weight, jax.Array) and weight.dtype == x.dtype)
+    return ops.product_and_residual(x, weight, residual) if ADDED and known else None
 
 
 def _apart(gate: Weight, up: Weight) -> bool:

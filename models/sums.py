@@ -26,6 +26,13 @@ class Unmade(abc.ABC):
         """(x + the sum, the RMS norm of that with this weight)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """A projection whose kernel has added it to what it is for: `total` is that sum."""
+
+    total: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parts(Unmade):

@@ -246,7 +246,8 @@ def _outputs(x, weights, *_, out_dtype, **__):
 
 
 def _normed_outputs(x, weights, norm, **options):
-    return _outputs(x, weights, **options), jt.like(norm.residual)
+    y = _outputs(x, weights, **options)
+    return y if norm.residual is None else (y, jt.like(norm.residual))
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
@@ -262,11 +263,11 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     program(Rows(x), weights, epilogue, y, None, following=epilogue.following, **options)
 
 
-def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
-                 eps: float, rows: int, roles: int, slots: int, early: bool = False,
+def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, kind: str, activation,
+                 out_dtype: str, eps: float, rows: int, roles: int, slots: int, early: bool = False,
                  beside: bool = False):  # fmt: skip
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
-    [in / n, n]; and that sum, `total`, in the dtype of the residual."""
+    [in / n, n]; and that sum, `total`, in the dtype of the residual. Without a residual it is the norm of x."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
     program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, following=norm.following, **options)
 
@@ -316,9 +317,10 @@ def _kernel(arrays: int, has_bias: bool, has_residual: bool, following: int = 0)
 
 
 @functools.cache
-def normed_kernel(arrays: int, following: int = 0) -> jt.Kernel:
-    """The kernel with a norm in front, for weights of so many arrays."""
-    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _{', _ _' * following} -> m o, m _ _"
+def normed_kernel(arrays: int, following: int = 0, summed: bool = True) -> jt.Kernel:
+    """The kernel with a norm in front, for weights of so many arrays; summed: the norm has a residual."""
+    sums = ", m _ _" * summed
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _{sums}{', _ _' * following} -> m o{sums}"
     return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
 
 
@@ -417,15 +419,19 @@ def product(
 def normed_product(
     x, weights: tuple[Weight, ...], norm: Norm, *, kind: str, eps: float, activation=None, out_dtype=jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """`product` of the RMS norm of x + norm.residual [m, in], and that sum in the residual's dtype."""
+    """`product` of the RMS norm of x + norm.residual [m, in], and that sum in the residual's dtype; without a residual
+    of the norm of x, and x."""
     (m, inner), n = x.shape, 128 // bits_of(kind)
-    rows = hopper_held.choice(x, weights, kind)
+    given, rows, summed = x, hopper_held.choice(x, weights, kind), norm.residual is not None
     x, options = _arguments(x, weights, kind, rows)
     following = norm.following if rows is None else ()
-    norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n), following)
+    in_lanes = lambda a: None if a is None else a.reshape(*a.shape[:-1], inner // n, n)
+    norm = Norm(in_lanes(norm.weight), in_lanes(norm.residual), following)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
     arrays = len(jax.tree.leaves(weights))
-    found = normed_kernel(arrays, len(following)) if rows is None else hopper_held.normed_kernel(arrays)
+    found = normed_kernel(arrays, len(following), summed) if rows is None else hopper_held.normed_kernel(arrays, summed)
+    if not summed:
+        return found(x, weights, norm, **options), given
     y, total = found(x, weights, norm, **options)
     return y, total.reshape(m, inner)
 

@@ -75,8 +75,9 @@ def _planes(x: Rows, i: int, kind: str, total, tile):
     `total`, at once, lest the kernel ends later for it."""
     parts = [x.parts(i, at, True) for at in range(x.pieces)]
     squares = None
-    if x.norm is not None:
+    if total is not None:
         _write_sums(x, total, i, parts, tile)
+    if x.norm is not None:
         squares = functools.reduce(jnp.add, [part * part for of in parts for part in of]).sum(1)
     return [field_planes(of, kind) for of in parts], squares
 
@@ -123,7 +124,8 @@ def _outputs(x, weights, *_, out_dtype, **__):
 
 
 def _normed_outputs(x, weights, norm, **options):
-    return _outputs(x, weights, **options), jt.like(norm.residual)
+    y = _outputs(x, weights, **options)
+    return y if norm.residual is None else (y, jt.like(norm.residual))
 
 
 def _grid(x, weights, *_, rows: int, **__) -> int:
@@ -136,9 +138,9 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     _program(Rows(x), weights, epilogue, y, None, kind=kind, activation=activation, rows=rows, hold=hold)
 
 
-def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
+def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, kind: str, activation, out_dtype: str,
                  eps: float, rows: int, hold: bool = False):  # fmt: skip
-    """The same behind an RMS norm of x + residual, whose sum it writes to `total`."""
+    """The same behind an RMS norm of x, or of x + residual, whose sum it writes to `total`."""
     options = dict(kind=kind, activation=activation, rows=rows, hold=hold)
     _program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
@@ -151,8 +153,9 @@ def kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
 
 
 @functools.cache
-def normed_kernel(arrays: int) -> jt.Kernel:
-    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
+def normed_kernel(arrays: int, summed: bool = True) -> jt.Kernel:
+    """The kernel behind a norm; summed: the norm has a residual."""
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _{', m _ _' * summed} -> m o{', m _ _' * summed}"
     return jt.kernel(out_type=_normed_outputs, grid=_grid, sharding=specs, name="hopper_norm_held")(_normed_body)
 
 

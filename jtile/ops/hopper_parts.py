@@ -80,22 +80,22 @@ def _attend(w: _Work, qkv, cos, sin, lengths, new_keys, new_values, o, lse, head
     half, dtype, group = d // 2, qkv.dtype, heads // kvs
     for buffer in (w.K[-1], w.V[-1]):
         buffer.store(jnp.zeros((UNIT, d), dtype))
-    jt.wait_for_kernels()
+    c, n = cos[0, :], sin[0, :]
     length, first = jnp.clip(lengths[0], 0, slots), w.part * (w.units * UNIT)
     # the part that has read the unit in which the new key stands
     mine = (w.part == jax.lax.div(length, jnp.int32(w.units * UNIT))) & (lengths[0] >= 0) & (lengths[0] < slots)
+    for u in range(w.units):
+        w.full[u].wait(0)
+        w.full[w.units + u].wait(0)
+        _zero_behind(w.V[u], first + u * UNIT, length)
+    jt.role_barrier()  # the last unit is zero
+    jt.wait_for_kernels()
     there = lambda count: jnp.broadcast_to(jt.arange(QUERIES)[:, None] < count, (QUERIES, half))
     load = lambda row, count: [
         jt.load(qkv, (0, jt.ds(row, QUERIES), jt.ds(i * half, half)), mask=there(count)) for i in range(2)
     ]
     q, k, v = load(w.head * group, group), load(heads + w.head, 1), load(heads + kvs + w.head, 1)
-    c, n = cos[0, :], sin[0, :]
-    for u in range(w.units):
-        w.full[u].wait(0)
-        w.full[w.units + u].wait(0)
-        _zero_behind(w.V[u], first + u * UNIT, length)
     q, k = _turned(q, c, n), _turned(k, c, n)
-    jt.role_barrier()  # the last unit is zero
     for buffer, x in ((w.Q, q), (w.K[-1][0:QUERIES, :], k), (w.V[-1][0:QUERIES, :], v)):
         buffer.store(jnp.concatenate(x, axis=1))
     jt.fence_shared()
@@ -181,12 +181,12 @@ def _eights(o, lse, d: int) -> list[list]:
 
 
 @jt.kernel(
-    out_type=lambda o, lse, weight, *, out_dtype, **_: jax.ShapeDtypeStruct((1, weight.codes.shape[0]), out_dtype),
-    grid=lambda o, lse, weight, *, rows, **_: jt.cdiv(weight.codes.shape[0], rows),
+    out_type=lambda o, lse, weight, *_, out_dtype, **__: jax.ShapeDtypeStruct((1, weight.codes.shape[0]), out_dtype),
+    grid=lambda o, lse, weight, *_, rows, **__: jt.cdiv(weight.codes.shape[0], rows),
 )
-def hopper_joined(o, lse, weight: Weight, y, *, kind: str, d: int, rows: int, out_dtype: str):
+def hopper_joined(o, lse, weight: Weight, residual, y, *, kind: str, d: int, rows: int, out_dtype: str):
     """`hopper_held` of the parts o [parts, in / n, n] of attention, n weights to a lane, and their lse float32 [parts,
-    heads]; heads of d numbers."""
+    heads]; heads of d numbers. residual: [1, out], which is added, or None."""
     tile, inner = jt.program_id(0), o.shape[1] * o.shape[2]
     pieces = jt.cdiv(inner, PIECE)
     with jt.role("rows", warps=WARPS, registers=_REGISTERS[1], early=True):
@@ -198,6 +198,7 @@ def hopper_joined(o, lse, weight: Weight, y, *, kind: str, d: int, rows: int, ou
         planes = [field_planes(of, kind) for of in _eights(o, lse, d)]
         out = functools.reduce(jnp.add, [float_sums(numbers, x) for numbers, x in zip(held, planes)]).sum(1)
         out = out if of_rows is None else out * of_rows
+        out = out if residual is None else out + residual.tiles(None, rows)[0, tile].astype(jnp.float32)
         y.tiles(None, rows)[0, tile] = out.astype(y.dtype)
 
 
@@ -228,13 +229,14 @@ def misfit(qkv, lengths, keys, heads: int, scale: float) -> str | None:
     )
 
 
-def step(qkv, cos, sin, lengths, keys, values, weight: Weight, *, heads: int, scale: float, kind: str, rows: int,
-         units: int, parts: int):  # fmt: skip
-    """(the product [1, out] of the attention of a new token, keys, values), by what `choice` gives."""
+def step(qkv, cos, sin, lengths, keys, values, weight: Weight, residual=None, *, heads: int, scale: float, kind: str,
+         rows: int, units: int, parts: int):  # fmt: skip
+    """(the product [1, out] of the attention of a new token, to which a residual is added, keys, values), by what
+    `choice` gives."""
     o, lse, keys, values = hopper_parts(
         qkv, cos, sin, lengths.astype(jnp.int32), keys, values, heads=heads, scale=scale, units=units, parts=parts
     )
     n, d = 128 // bits_of(kind), qkv.shape[2]
     o, lse = o.reshape(parts, heads * d // n, n), lse.reshape(parts, heads)
-    y = hopper_joined(o, lse, weight, kind=kind, d=d, rows=rows, out_dtype=qkv.dtype.name)
+    y = hopper_joined(o, lse, weight, residual, kind=kind, d=d, rows=rows, out_dtype=qkv.dtype.name)
     return y, keys, values

@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import float8_rows, hopper_gemv
+from jtile.ops import float8_rows, hopper_gemv, hopper_held
 from jtile.ops._shapes import check_float, check_shape, float_dtype
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
 from jtile.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from jtile.ops.matmul import matmul, matmul_reference
 from jtile.ops.norms import rms_norm, rms_norm_reference
-from jtile.ops.operands import Norm, Weight
+from jtile.ops.operands import Epilogue, Norm, Weight
 from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 
 
 def rms_norm_matmul(
-    x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None, following: tuple = ()
+    x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None, following: tuple = ()
 ) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual) @ b.T, x + residual)`, with statistics and sums in float32.
 
@@ -36,13 +36,13 @@ def rms_norm_matmul(
       x: float [..., k].
       weight: float [k], the weight of the norm.
       b: float [n, k], or a `QuantizedTensor` [n, k].
-      residual: float [..., k].
+      residual: float [..., k], or None: then it is the norm of x.
       eps: added to the mean square.
       out_dtype: dtype of the product; by default that of x.
       following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
-      The product [..., n], and the sum [..., k] in the residual's dtype.
+      The product [..., n], and the sum [..., k] in the residual's dtype; without a residual x.
 
     Raises:
       KernelTypeError: x, weight or residual is no float array.
@@ -52,7 +52,8 @@ def rms_norm_matmul(
 
 
 def rms_norm_gated_mlp(
-    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None, following: tuple = ()
+    x, weight, gate, up, *, residual=None, eps: float = 1e-6, activation: str = "silu", out_dtype=None,
+    following: tuple = (),
 ) -> tuple[jax.Array, jax.Array]:
     """`(gated_mlp(rms_norm(x + residual), gate, up, transpose=True), x + residual)`; see `rms_norm_matmul`.
 
@@ -60,14 +61,14 @@ def rms_norm_gated_mlp(
       x: float [..., k].
       weight: float [k], the weight of the norm.
       gate, up: two weights [n, k] of one kind: float, or `QuantizedTensor`.
-      residual: float [..., k].
+      residual: float [..., k], or None: then it is the norm of x.
       eps: added to the mean square.
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
       out_dtype: dtype of the product; by default that of x.
       following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
-      The product [..., n], and the sum [..., k] in the residual's dtype.
+      The product [..., n], and the sum [..., k] in the residual's dtype; without a residual x.
 
     Raises:
       KernelTypeError: an array is not of a float dtype, or the two weights are of different kinds.
@@ -79,9 +80,29 @@ def rms_norm_gated_mlp(
     return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype, following)
 
 
-def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None):
+def product_and_residual(x, b, residual) -> jax.Array | None:
+    """`x @ b.T + residual` where a kernel for few rows and a small matrix adds what a norm behind it is of, so that the
+    norm has one array to read.
+
+    Args:
+      x: float [rows, k].
+      b: float [n, k], or a `QuantizedTensor` [n, k].
+      residual: float [rows, n].
+    Returns:
+      The sum in the residual's dtype; None where there is no such kernel for the call.
+    """
+    plain = not isinstance(b, QuantizedTensor)
+    if x.ndim != 2 or (b.dtype != x.dtype if plain else b.is_super or b.activations is not None):
+        return None
+    kind, stored = _stored(x, (b,))
+    if hopper_gemv.misfit(x, stored[0], kind) is not None or hopper_held.choice(x, stored, kind) is None:
+        return None
+    return hopper_gemv.product(x, stored, Epilogue(residual=residual), kind=kind, out_dtype=residual.dtype)
+
+
+def rms_norm_matmul_reference(x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None):
     """The same function in `jnp`, at the highest precision, with a norm that is not rounded."""
-    y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
+    y, total = _norm_and_sum(rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual), x)
     options = {"out_dtype": out_dtype or x.dtype}
     if isinstance(b, QuantizedTensor):
         return quantized_matmul_reference(y, b, **options), total
@@ -89,10 +110,10 @@ def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_
 
 
 def rms_norm_gated_mlp_reference(
-    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
+    x, weight, gate, up, *, residual=None, eps: float = 1e-6, activation: str = "silu", out_dtype=None
 ):
     """The same function in `jnp`, at the highest precision, with a norm that is not rounded."""
-    y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
+    y, total = _norm_and_sum(rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual), x)
     y = gated_mlp_reference(y, gate, up, activation=activation, transpose=True)
     return y.astype(out_dtype or x.dtype), total
 
@@ -100,12 +121,14 @@ def rms_norm_gated_mlp_reference(
 def _call(
     name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype, following: tuple
 ) -> tuple[jax.Array, jax.Array]:
-    x, weight, residual = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(residual)
+    x, weight = jnp.asarray(x), jnp.asarray(weight)
+    residual = None if residual is None else jnp.asarray(residual)
     weights = tuple(w if isinstance(w, QuantizedTensor) else jnp.asarray(w) for w in weights)
     check_float(name, x=x, weight=weight, residual=residual)
     k, n = x.shape[-1:], weights[0].shape[0]
     check_shape(name, "weight", weight, k)
-    check_shape(name, "residual", residual, x.shape)
+    if residual is not None:
+        check_shape(name, "residual", residual, x.shape)
     for w in weights:
         if tuple(w.shape) != (n, *k):
             raise jt.errors.KernelValueError(
@@ -113,19 +136,25 @@ def _call(
             )
     rows = (math.prod(x.shape[:-1]), *k)
     options = dict(eps=float(eps), activation=activation, out_dtype=float_dtype(name, out_dtype, x.dtype).name)
-    y, total = _product(x.reshape(rows), residual.reshape(rows), weight, weights, following, **options)
+    added = None if residual is None else residual.reshape(rows)
+    y, total = _product(x.reshape(rows), added, weight, weights, following, **options)
     return y.reshape(*x.shape[:-1], n), total.reshape(x.shape)
 
 
 def _one_by_one(x, residual, weight, weights, following=(), *, eps: float, activation: str | None, out_dtype: str):
     del following
-    normed, total = rms_norm(x, weight, eps=eps, residual=residual)
+    normed, total = _norm_and_sum(rms_norm(x, weight, eps=eps, residual=residual), x)
     if activation is not None:
         options = dict(activation=activation, transpose=True, out_dtype=out_dtype)
         return gated_mlp(normed, *weights, **options), total
     if isinstance(weights[0], QuantizedTensor):
         return quantized_matmul(normed, weights[0], out_dtype=out_dtype), total
     return matmul(normed, weights[0], transpose_b=True, out_dtype=out_dtype), total
+
+
+def _norm_and_sum(found, x) -> tuple:
+    """What a norm of x gave, beside the sum that it is of: x itself, unless it had a residual."""
+    return found if isinstance(found, tuple) else (found, x)
 
 
 def _streamed(x, residual, weight, weights, following=(), **options):
@@ -153,6 +182,8 @@ def _rounded(x, residual, weight, weights, following=(), **options):
 
 
 def _not_rounded(x, residual, weight, weights, following=(), **_) -> str | None:
+    if residual is None:
+        return "nothing is added in front of the norm"
     kinds = {(w.activations, w.is_packed) for w in weights if isinstance(w, QuantizedTensor)}
     if len(kinds) != 1 or next(iter(kinds))[0] != "rows":
         return "the rows of the norm are not to be rounded by one scale each"

@@ -68,10 +68,10 @@ class Norm[T: Shaped](NamedTuple):
 
     Attributes:
       weight: float [in].
-      residual: like x.
+      residual: like x, or None.
       following: see `Epilogue`.
     """
 
     weight: T
-    residual: T
+    residual: T | None = None
     following: tuple[T, ...] = ()

@@ -66,7 +66,7 @@ def step_attention(
 
 
 def attention_product(
-    qkv, cos, sin, lengths, keys, values, weight, *, heads: int, scale: float | None = None
+    qkv, cos, sin, lengths, keys, values, weight, *, heads: int, scale: float | None = None, residual=None
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:  # fmt: skip
     """`step_attention`, and its output times the transposed `weight`, where kernels for few keys and small matrices do
     both. `jt.config(overlap=True)` promises the same as there, and that no kernel in front makes the weight.
@@ -74,6 +74,7 @@ def attention_product(
     Args:
       qkv, cos, sin, lengths, keys, values, heads, scale: see `step_attention`.
       weight: float [out, heads * d] of qkv's dtype, or a `QuantizedTensor`.
+      residual: [batch, out] of qkv's dtype, which is added to the product, or None.
     Returns:
       The product [batch, out] of qkv's dtype, keys and values; None where there are no such kernels for the call.
     """
@@ -84,7 +85,7 @@ def attention_product(
     if found is None:
         return None
     options = {"heads": heads, "scale": scale, "kind": kind} | found
-    return _product(**options)(qkv, cos, sin, lengths.astype(jnp.int32), keys, values, stored)
+    return _product(**options)(qkv, cos, sin, lengths.astype(jnp.int32), keys, values, stored, residual)
 
 
 def _stored(weight) -> tuple[str, Weight]:
@@ -98,14 +99,16 @@ def _product(**options):
     """`hopper_parts.step`, in whose place other kernels stand under vmap, as in `_mapped`."""
     run = jax.custom_batching.custom_vmap(functools.partial(hopper_parts.step, **options))
 
-    def apart(qkv, cos, sin, lengths, keys, values, weight):
+    def apart(qkv, cos, sin, lengths, keys, values, weight, residual):
         given = {"heads": options["heads"], "eps": 0.0, "scale": options["scale"]}
         y, keys, values = _apart(qkv, cos, sin, lengths, keys, values, (), None, **given)
         y = y.reshape(y.shape[0], -1)
         if options["kind"] == y.dtype.name:
-            return matmul(y, weight.codes, transpose_b=True), keys, values
-        matrix = QuantizedTensor(weight.codes, weight.scale, weight.minimum, options["kind"])
-        return quantized_matmul(y, matrix, out_dtype=y.dtype), keys, values
+            y = matmul(y, weight.codes, transpose_b=True)
+        else:
+            matrix = QuantizedTensor(weight.codes, weight.scale, weight.minimum, options["kind"])
+            y = quantized_matmul(y, matrix, out_dtype=y.dtype)
+        return y if residual is None else y + residual, keys, values
 
     @run.def_vmap
     def _(size: int, batched, *operands):

@@ -46,7 +46,7 @@ def in_lines(weight: Weight, kind: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual."""
+    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x, or of x + norm.residual."""
 
     x: jt.Ref
     norm: Norm | None = None
@@ -76,7 +76,8 @@ class Rows:
         view = lambda ref: ref.tiles(None, *sizes)
         place = (i, at, 0) if eight is None else (i, *eight)
         x = view(self.x)[place].astype(jnp.float32)
-        return x if self.norm is None else x + view(self.norm.residual)[place].astype(jnp.float32)
+        residual = None if self.norm is None else self.norm.residual
+        return x if residual is None else x + view(residual)[place].astype(jnp.float32)
 
     def scale(self, squares: list):
         """1 / sqrt(mean of the squares + eps) of a row, from the sums of squares that its roles found."""
