@@ -248,7 +248,8 @@ class Block(nnx.Module):
 
     def _run(self, x, delta, attend, at=None, hold: bool = False, following: tuple = (), of=None):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered, x)`
-        runs the attention, which may give its output `Added` to that sum; at: see `prefill`; hold: see `enter`; of: see `step`."""
+        runs the attention, which may give its output `Added` to that sum; at: see `prefill`; hold: see `enter`; of:
+        see `step`."""
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps, hold)
         attended, entry = attend(entered, x)
         x, attended = (attended.total, None) if isinstance(attended, Added) else (x, attended)

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_held
+from jtile.ops import gpu_tiles, held_words, hopper_held
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_held import WARPS, _load, _made
+from jtile.ops.hopper_held import WARPS, _load, _made, _made_of_words
 from jtile.ops.hopper_step import QUERIES, UNIT, _zero_behind
 from jtile.ops.operands import Weight
 from jtile.ops.streamed_numbers import EIGHT, LANES, bits_of, field_planes, float_sums
@@ -161,7 +161,6 @@ def hopper_parts(
 
 def _eights(o, lse, d: int) -> list[list]:
     """The output of attention, put together of its parts: the pieces of a row, each in four tiles [lanes, `EIGHT`]."""
-    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
     parts, lines, n = o.shape
     groups, eights = PIECE // n // LANES, n // EIGHT
     pieces, each = jt.cdiv(lines * n, PIECE), range(parts)
@@ -171,10 +170,7 @@ def _eights(o, lse, d: int) -> list[list]:
     tiles = [[[tile(p, group, k) for p in each] for k in range(eights)] for group in range(pieces * groups)]
     whole = []
     for of_group, of_tiles in zip(sums, tiles):
-        top = functools.reduce(jnp.maximum, of_group)
-        shares = [jnp.exp2(x - top) for x in of_group]
-        unit = 1.0 / functools.reduce(jnp.add, shares)
-        shares = [(x * unit)[:, None] for x in shares]
+        shares = [share[:, None] for share in _shares(of_group)]
         terms = [[x.astype(jnp.float32) * share for x, share in zip(of, shares)] for of in of_tiles]
         whole.append([functools.reduce(jnp.add, of) for of in terms])
     return [[x for of in whole[at * groups : (at + 1) * groups] for x in of] for at in range(pieces)]
@@ -189,6 +185,10 @@ def hopper_joined(o, lse, weight: Weight, residual, y, *, kind: str, d: int, row
     heads]; heads of d numbers. residual: [1, out], which is added, or None."""
     tile, inner = jt.program_id(0), o.shape[1] * o.shape[2]
     pieces = jt.cdiv(inner, PIECE)
+    if hopper_held.in_words((weight,), inner, kind):
+        with jt.role("rows", warps=WARPS, registers=_REGISTERS[1], early=True):
+            _joined_words(o, lse, weight, residual, y, kind, d, rows, tile)
+        return
     with jt.role("rows", warps=WARPS, registers=_REGISTERS[1], early=True):
         stored = _load(weight, tile, rows, kind, inner, pieces)
         last = bits_of(kind) < 16 and weight.scaled_last(kind)
@@ -200,6 +200,50 @@ def hopper_joined(o, lse, weight: Weight, residual, y, *, kind: str, d: int, row
         out = out if of_rows is None else out * of_rows
         out = out if residual is None else out + residual.tiles(None, rows)[0, tile].astype(jnp.float32)
         y.tiles(None, rows)[0, tile] = out.astype(y.dtype)
+
+
+def _joined_words(o, lse, weight: Weight, residual, y, kind: str, d: int, rows: int, tile):
+    """`hopper_joined` of packed weights that lie in lanes word by word."""
+    inner, parts, last = (
+        o.shape[1] * o.shape[2],
+        rows // held_words.ROWS,
+        weight.scale is not None and weight.scaled_last(kind),
+    )
+    at = [tile * parts + part for part in range(parts)]
+    strips = held_words.strips_of(inner, kind)
+    of_rows = [weight.scale.tiles(held_words.ROWS, 1)[k, 0][:, 0] if last else None for k in at]
+    stored = [held_words.load(weight, tile, rows, kind, inner)]
+    (held,) = _made_of_words(stored, [None] * len(strips), kind)
+    jt.wait_for_kernels()
+    planes = [held_words.planes(of) for of in _strips(o, lse, d, strips)]
+    for k, numbers, scale in zip(at, held, of_rows):
+        out = held_words.sums(numbers, planes)
+        out = out if scale is None else out * scale
+        out = out if residual is None else out + residual.tiles(None, held_words.ROWS)[0, k].astype(jnp.float32)
+        y.tiles(None, held_words.ROWS)[0, k] = out.astype(y.dtype)
+
+
+def _strips(o, lse, d: int, strips: range) -> list[list]:
+    """The output of attention, put together of its parts, by strip: tiles [units, `EIGHT`]."""
+    each, n, units = range(o.shape[0]), o.shape[2], held_words.UNITS
+    head = lambda k: jnp.minimum((k * units + jt.arange(units)) // (d // n), lse.shape[1] - 1)
+    sums = [[lse[p, head(k)] for p in each] for k in strips]
+    tile = lambda p, k, q: o.tiles(None, units, EIGHT)[p, k, q].astype(jnp.float32)
+    tiles = [[[tile(p, k, q) for p in each] for q in range(n // EIGHT)] for k in strips]
+    whole = []
+    for of_strip, of_tiles in zip(sums, tiles):
+        shares = [share[:, None] for share in _shares(of_strip)]
+        whole.append([functools.reduce(jnp.add, [x * share for x, share in zip(of, shares)]) for of in of_tiles])
+    return whole
+
+
+def _shares(sums: list) -> list:
+    """What each part of attention counts, from the logarithms of its sums."""
+    # 2^(lse_p - M) / sum_p 2^(lse_p - M)     M = max_p lse_p
+    top = functools.reduce(jnp.maximum, sums)
+    shares = [jnp.exp2(x - top) for x in sums]
+    root = jax.lax.rsqrt(functools.reduce(jnp.add, shares))  # of a number from 1 on: sooner done than a quotient
+    return [x * root * root for x in shares]
 
 
 def choice(qkv, lengths, keys, weight: Weight, kind: str, heads: int, scale: float) -> dict | None:

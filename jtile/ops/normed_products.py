@@ -52,7 +52,15 @@ def rms_norm_matmul(
 
 
 def rms_norm_gated_mlp(
-    x, weight, gate, up, *, residual=None, eps: float = 1e-6, activation: str = "silu", out_dtype=None,
+    x,
+    weight,
+    gate,
+    up,
+    *,
+    residual=None,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    out_dtype=None,
     following: tuple = (),
 ) -> tuple[jax.Array, jax.Array]:
     """`(gated_mlp(rms_norm(x + residual), gate, up, transpose=True), x + residual)`; see `rms_norm_matmul`.

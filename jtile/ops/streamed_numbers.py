@@ -209,17 +209,16 @@ def floats_of(pieces: list, of_blocks: list, kind: str) -> list[list]:
     for group, stored in enumerate(pieces):
         scales = [spread(a[group], stored.shape[0])[:, :, None] for a in of_blocks]
         if integers(kind):
-            out.append(_whole_fields(stored, scales, kind))
+            out.append(_whole_fields(stored.reshape(stored.shape[0], LANES, 4), scales, kind))
         else:
             out.append([field * scales[0] if scales else field for field in _fields(stored, kind)])
     return out
 
 
-def _whole_fields(stored, scales: list, kind: str) -> list:
+def _whole_fields(words, scales: list, kind: str) -> list:
     """Weights of integer codes, which become float32 by their bits, for an instruction that converts takes as long as
     eight others. A field that stands k bits higher than the lowest counts 2^k times, and is scaled down."""
-    words, bits = stored.reshape(stored.shape[0], LANES, 4), bits_of(kind)
-    out = []
+    bits, out = bits_of(kind), []
     for k in range(32 // bits):
         at = k % _in_place(kind) * bits
         word = words >> np.uint32(k * bits - at) if k * bits > at else words

@@ -106,7 +106,9 @@ def _watched(em: Emitter) -> Watched:
     roots = {
         ref
         for ref, ops in writes.items()
-        if ref in reads or len(ops) > 1 or (ops[0] in looped and not _same_or_apart(ops[0], fixed))
+        if ref in reads
+        or any(not _places_apart(a, b) for k, a in enumerate(ops) for b in ops[:k])
+        or any(op in looped and (len(ops) > 1 or not _same_or_apart(op, fixed)) for op in ops)
     }
     return Watched(root, roots, reads & set(writes), block)
 
@@ -116,7 +118,7 @@ def _accesses(b: ir.Block, loop: bool) -> Iterator[tuple[Access, ir.Block, bool]
         if isinstance(op, Access):
             yield op, b, loop
         for inner in op.blocks():
-            yield from _accesses(inner, loop or not isinstance(op, ir.If))
+            yield from _accesses(inner, loop or not isinstance(op, ir.If | ir.Roles))
 
 
 def _same_or_apart(op: Access, fixed: set[ir.Value]) -> bool:
@@ -135,13 +137,33 @@ def _collide(watched: Watched, a: Access, b: Access) -> bool:
         return False
     if ir.root(a.ref, watched.root) is not ir.root(b.ref, watched.root):
         return False
-    return not any(_apart(x, y) for x, y in zip(a.index, b.index, strict=True))
+    return not _places_apart(a, b)
+
+
+def _places_apart(a: Access, b: Access) -> bool:
+    """Whether two accesses to one memory have no element in common, in one run of the block that has both."""
+    return any(_apart(x, y) for x, y in zip(a.index, b.index, strict=True))
 
 
 def _apart(a: ir.Dim, b: ir.Dim) -> bool:
-    """Whether two dimensions with constant starts have no element in common."""
+    """Whether two dimensions have no element in common: with constant starts, or tiles whose numbers are one value and
+    different constants."""
+    if isinstance(a, ir.Tile) and isinstance(b, ir.Tile) and (a.step, a.size) == (b.step, b.size) and a.step >= a.size:
+        (x, n), (y, m) = _sum_of(a.index), _sum_of(b.index)
+        return x is y and n != m
     x, y = _reach(a), _reach(b)
     return x is not None and y is not None and (x[1] < y[0] or y[1] < x[0])
+
+
+def _sum_of(v: ir.Value) -> tuple[ir.Value | None, int]:
+    """A number as a value, if it has one, and a constant that is added to it."""
+    if isinstance(v.op, ir.Full):
+        return None, int(v.op.value)
+    if isinstance(v.op, ir.Map) and v.op.fn == "add":
+        for x, y in (v.op.args, reversed(v.op.args)):
+            if isinstance(y.op, ir.Full):
+                return x, int(y.op.value)
+    return v, 0
 
 
 def _reach(d: ir.Dim) -> tuple[int, int] | None:

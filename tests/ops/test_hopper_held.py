@@ -22,6 +22,11 @@ CASES = {  # kind, rows of x, out, in
 }
 
 
+@pytest.fixture(autouse=True)
+def words(monkeypatch):
+    monkeypatch.setattr(hopper_held, "STRIPS", True)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_products(case):
     kind, m, out, inner = CASES[case]
@@ -69,17 +74,17 @@ def test_which_matrices():
 
 
 def test_what_it_compiles_to():
-    """Nothing goes through shared memory; codes and x come sixteen bytes at a time, and codes before the wait."""
+    """Nothing goes through shared memory and barriers; codes come before the wait, x behind it, a word a lane."""
     sd = jax.ShapeDtypeStruct
     weight = Weight(sd((64, 72), jnp.uint32), *[sd((64, 18), jnp.float16)] * 2)
-    options = dict(kind="q4_1", activation=None, out_dtype="bfloat16", rows=4)
+    options = dict(kind="q4_1", activation=None, out_dtype="bfloat16", rows=8)
     with jt.config(overlap=True):
         kernel = hopper_held.kernel(3, False, False)
         lowered = kernel.lower(sd((1, 18, 32), jnp.bfloat16), (weight,), NO_EPILOGUE, target="cuda:sm_90", **options)
     ptx = lowered.texts["ptx"]
-    assert "shared" not in ptx.split("griddepcontrol.wait")[1]
-    before, behind = (part.count("ld.global.v4.b32") for part in ptx.split("griddepcontrol.wait"))
-    assert before == 1 and behind == 4 and "ld.global.b16" not in ptx.split("griddepcontrol.wait")[1]
+    _, behind = ptx.split("griddepcontrol.wait")
+    assert "shared" not in behind and "bar.sync" not in behind and "ld.global.b16" not in behind
+    assert behind.count("ld.global.b32") == 12  # 18 blocks of four words are three strips, of four pairs of x
 
 
 def test_words_behind_the_end_of_a_row():

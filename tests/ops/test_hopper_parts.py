@@ -61,7 +61,7 @@ def test_results(sizes, kind, length, parts):
     stored = Weight(w.codes, w.scale, w.minimum) if isinstance(w, QuantizedTensor) else Weight(w)
     parts_of = o.reshape(parts, heads * D // n, n), lse.reshape(parts, heads)
     options = dict(kind=kind, d=D, rows=4, out_dtype="bfloat16")
-    y = hopper_parts.hopper_joined.interpret(*parts_of, stored, **options)
+    y = hopper_parts.hopper_joined.interpret(*parts_of, stored, None, **options)
     _check((y, keys, values), operands, heads)
 
 
