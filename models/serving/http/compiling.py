@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from .errors import BUSY, ApiError
 
 AT_ONCE = 4  # grammars that are made at a time
 SECONDS = 30.0  # that a request waits for a place, and then for its grammar
+KNOWN = 1024  # grammars that are remembered to have an end
+PROGRAM = Path(__file__).with_name("try_grammar.py")
 MESSAGE = "the schema of the answer takes more than {:.0f} s to compile; give a simpler one"
 
 
 class Compilers:
     """Does work that may take for ever, a few pieces at a time.
 
-    Nothing stops such work: what is given up goes on, and keeps its place from others of its kind. So it has threads of
-    its own, whose end a server that stops does not wait for.
+    Nothing stops work of this process: what is given up goes on, and keeps its place from others of its kind. So it has
+    threads of its own, whose end a server that stops does not wait for; and grammars are compiled here only if another
+    process, which can be ended, has done so before.
     """
 
     def __init__(self, at_once: int = AT_ONCE, seconds: float = SECONDS):
         self._free, self._seconds = at_once, seconds
         self._lock = threading.Lock()
+        self._known: collections.OrderedDict[str, None] = collections.OrderedDict()  # the last ones asked for come last
+
+    def prove(self, grammar: str) -> None:
+        """Returns if it does not take too long to compile a grammar, right or wrong, given in llguidance's own form.
+
+        Raises:
+          ApiError: it does (400).
+        """
+        with self._lock:
+            known = grammar in self._known
+            self._known.pop(grammar, None)
+            if known:
+                self._known[grammar] = None
+                return
+        command = [sys.executable, "-P", str(PROGRAM), str(math.ceil(self._seconds))]
+        try:
+            ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=self._seconds)
+        except subprocess.TimeoutExpired:
+            raise self._too_long() from None
+        if ended.returncode < 0:  # by the system: it has used up its time, or the memory
+            raise self._too_long()
+        with self._lock:
+            self._known[grammar] = None
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+
+    def _too_long(self) -> ApiError:
+        return ApiError(400, MESSAGE.format(self._seconds), param="response_format")
 
     async def run[T](self, work: Callable[[], T]) -> T:
         """The result of `work()`, in a thread.
@@ -58,7 +94,7 @@ class Compilers:
             # Counted from here on: a schema is not to blame for the time that others held all places.
             await asyncio.wait_for(ended.wait(), self._seconds)
         except TimeoutError:
-            raise ApiError(400, MESSAGE.format(self._seconds), param="response_format") from None
+            raise self._too_long() from None
         result, error = found[0]
         if error is not None:
             raise error

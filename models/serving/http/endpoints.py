@@ -201,6 +201,8 @@ class Server:
                 )
             eos, limit, made = None if body.ignore_eos else "model", self.engine.settings.length, []
             grammar = body.grammar()
+            if grammar is not None:
+                self.compilers.prove(grammar.text)
             for prompt in found:
                 for i in range(body.n):
                     of = {**options, "seed": (options["seed"] + i) & 0xFFFFFFFF}
@@ -306,6 +308,11 @@ def cancel(streams: Sequence[Stream]) -> None:
 
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Token | None]]:
     """Yields (number of a stream, its next token, or None at its end) as tokens come."""
+    if len(streams) == 1:  # without a task for each token
+        async for token in streams[0]:
+            yield 0, token
+        yield 0, None
+        return
     following = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
         while following:

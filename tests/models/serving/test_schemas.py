@@ -1,6 +1,10 @@
 """Schemas that no answer fits, or that take for ever: requests are refused, and nobody else waits for them."""
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,11 +15,20 @@ from jtile.models import Grammar
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 
+from jtile.models.serving.http import compiling
 from jtile.models.serving.http.compiling import SECONDS, Compilers
 from jtile.models.serving.http.errors import ApiError
 from jtile.models.serving.http.schema import ChatBody
 
 ENDLESS = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+
+
+def forever() -> str:
+    """A grammar that takes 2^40 times as long as one with a single pattern; `Grammar.json` would refuse it."""
+    from llguidance import LLMatcher
+
+    schema = {"allOf": [{"pattern": f".*{i}.*"} for i in range(40)]}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
 
 
 def test_schemas_that_no_answer_fits(engine):
@@ -54,6 +67,28 @@ def test_work_that_takes_for_ever():
         return slow.value.status, full.value.status, both
 
     assert asyncio.run(main()) == (400, 429, [0, 1, 2])
+
+
+def test_grammars_are_compiled_elsewhere_first(monkeypatch):
+    """Where a process can be ended: one that takes for ever leaves its place. What has an end is remembered."""
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **more: started.append(popen(*a, **more)) or started[-1])
+    compilers = Compilers(at_once=1, seconds=1.0)
+    with pytest.raises(ApiError) as slow:
+        compilers.prove(forever())
+    assert slow.value.status == 400 and started[-1].returncode == -signal.SIGKILL
+    patient, few = Compilers(), [Grammar.json({"const": i}).text for i in range(2)]
+    monkeypatch.setattr(compiling, "KNOWN", 1)
+    for text, more in zip([few[0], few[0], few[1], few[0], "no grammar"], (1, 0, 1, 1, 1), strict=True):
+        before = len(started)
+        patient.prove(text)
+        assert len(started) == before + more and started[-1].returncode == 0
+
+
+def test_a_process_that_nobody_ends():
+    """The system ends it after some seconds of work."""
+    command = [sys.executable, "-P", str(compiling.PROGRAM), "1"]
+    assert subprocess.run(command, input=forever().encode(), check=False).returncode == -signal.SIGXCPU
 
 
 def test_time_and_places_that_others_took(monkeypatch):
