@@ -149,7 +149,7 @@ def _value(param: nnx.Param | None):
 def _last(module: Attention | GatedMLP) -> Callable:
     """What multiplies by the last matrix of a module: a function of the rows and the matrix."""
     if module.over.tensor is not None:
-        return functools.partial(layers.summed, over=module.over)
+        return functools.partial(layers.summed, over=module.over, parts=module.parts)
     return layers.linear_or_unmade if module.parts else layers.linear
 
 

@@ -103,10 +103,13 @@ def linear_or_unmade(x, weight: Weight, following: tuple = ()) -> jax.Array | Un
     return unmade(x, weight)
 
 
-def summed(x, weight: Weight, over: Axes, following: tuple = ()) -> jax.Array | Term:
-    """`linear` of what this device has of x and of the weight, as its `Term` of the sum over devices."""
+def summed(x, weight: Weight, over: Axes, following: tuple = (), parts: bool = False) -> jax.Array | Term | Unmade:
+    """`linear` of what this device has of x and of the weight: its `Term` of the sum over devices, or, where product
+    and sum are one kernel, the sum. parts: what is behind it takes `Unmade` terms, too."""
     del following
-    return over.term(linear(x, weight))
+    found = over.reduced(x, weight)
+    found = over.unmade(x, weight) if found is None and parts else found
+    return over.term(linear(x, weight)) if found is None else found
 
 
 def linear(x, weight: Weight, dtype=None, following: tuple = ()):

@@ -16,7 +16,9 @@ from flax import nnx
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import collectives
+from jtile.models.sums import Parts, Product
+from jtile.ops import collectives, hopper_normed_sums
+from jtile.ops.collective_products import in_one_kernel
 
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
@@ -55,6 +57,32 @@ class Term:
         else:
             normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
         return x, normed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TermOfProduct(Product):
+    """This device's term of a sum over the devices along an axis, a `Product` that is not made yet: the kernel that
+    makes it may also make the sum, and begin the norm behind that."""
+
+    axis: str = dataclasses.field(metadata=dict(static=True))
+
+    def _term(self) -> Term:
+        return Term(ops.matmul(self.x, self.weight, transpose_b=True, out_dtype=self.x.dtype), self.axis)
+
+    def whole(self) -> jax.Array:
+        return self._term().whole()
+
+    def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
+        return self._term().add_norm(x, weight, eps)
+
+    def reaches(self, *weights) -> bool:
+        return hopper_normed_sums.misfit(self.x, self.weight, weights, self.axis) is None
+
+    def norm_product(self, x, norm, eps: float, *weights, activation=None):
+        options = {"eps": eps, "activation": activation}
+        total, y = hopper_normed_sums.products(self.x, self.weight, x, norm, weights, self.axis, **options)
+        return total, y if y.ndim == 2 else Parts(y, x.dtype.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +146,24 @@ class Axes:
     def term(self, y):
         """What a product over heads or features of this device gives: a `Term` of the sum over devices, or y itself."""
         return y if self.tensor is None else Term(y, self.tensor, self.steady, self.talk)
+
+    def reduced(self, x, weight):
+        """x [rows, in] times the transposed weight [out, in], summed over the devices that share heads or features, if
+        that is one kernel. Else None."""
+        if self.tensor is None or self.steady or not self.talk or not isinstance(weight, jax.Array):
+            return None
+        if x.ndim != 2 or x.dtype != weight.dtype or not in_one_kernel(x, weight, self.tensor):
+            return None
+        return collective("matmul_all_reduce", self.talk)(x, weight, self.tensor, transpose_b=True)
+
+    def unmade(self, x, weight) -> TermOfProduct | None:
+        """This device's term of the same sum, if its product is best left to the kernel that makes the sum. Else
+        None."""
+        if self.tensor is None or self.steady or not self.talk or not isinstance(weight, jax.Array):
+            return None
+        fits = x.ndim == 2 and x.dtype == weight.dtype == jnp.bfloat16
+        fits = fits and hopper_normed_sums.misfit_of_first(x, weight, self.tensor) is None
+        return TermOfProduct(x, weight, self.tensor) if fits else None
 
     def embedding(self, table, ids, dtype):
         """Rows `ids` of the table [vocab, features], of which this device has its share."""

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jtile as jt
-from jtile.ops import hopper_rows, hopper_wide
+from jtile.ops import hopper_normed_sums, hopper_rows, hopper_wide
 
 from . import cache as kv
 from . import next_tokens, sampling
 from .decoder import Decoder
 from .host import on_host
-from .parallel import ALONE
+from .parallel import ALONE, Axes
 
 LONG = 4096  # see `_most_that_overlap`
 
@@ -91,18 +91,26 @@ def overlapping(rows: int, most: int = hopper_rows.FEW):
             yield
 
 
-def _most_that_overlap(rows: int, weights, alone: bool = True) -> int:
+def _devices(over: Axes) -> int:
+    """How many devices share heads and features, if nothing else is cut; else 0."""
+    if over == ALONE:
+        return 1
+    return jt.axis_size(over.tensor) if over.names == (over.tensor,) else 0
+
+
+def _most_that_overlap(rows: int, weights, devices: int = 1) -> int:
     """Up to how many rows steps of a model with these weights overlap, where there are `rows`: up to more than a few
     where all of its products are those of 16-bit matrices with rows of `LONG` numbers or more, and in mixtures of
-    16-bit experts; others were not measured. alone: the model is on one device."""
+    16-bit experts; others were not measured. devices: see `_devices`."""
     sixteen = lambda w: w.dtype in (jnp.bfloat16, jnp.float16)
     matrices = [w for w in weights if w.ndim > 1]
     small = lambda w: w.ndim == 2 and w.dtype == jnp.float32  # the router of a mixture, biases of its experts
     if any(w.ndim == 3 for w in matrices) and all(sixteen(w) or small(w) for w in matrices):
         return hopper_rows.MOST
-    if not all(w.ndim == 2 and sixteen(w) and w.shape[1] >= LONG for w in matrices):
+    if not all(w.ndim == 2 and sixteen(w) and w.shape[1] * max(devices, 1) >= LONG for w in matrices):
         return hopper_rows.FEW
-    return rows if alone and rows in hopper_wide.TAKEN else hopper_rows.MOST
+    many = devices == 1 or (devices > 1 and hopper_normed_sums.POSTED)
+    return rows if many and rows in hopper_wide.TAKEN else hopper_rows.MOST
 
 
 @functools.partial(
@@ -123,7 +131,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     def step(i, carry):
         tokens, done, out, memory, filled = carry
         filled = filled + unfinished(i, carry).astype(jnp.int32)
-        with overlapping(len(tokens), _most_that_overlap(len(tokens), weights, model.over == ALONE)):
+        with overlapping(len(tokens), _most_that_overlap(len(tokens), weights, _devices(model.over))):
             logits, cache = model.step(tokens, memory.cache, shares=not logprobs)
         tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
         new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]

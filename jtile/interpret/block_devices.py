@@ -14,6 +14,7 @@ import numpy as np
 
 from jtile.ir import Atomic, AxisBarrier, LastArrival, Load, Op, Post, Receive, Roles, Signal, Store, WaitSignal
 
+from . import posts
 from .block import Crew, Role
 from .block_agents import CopyIn, CopyOut, Product
 from .turns import Standing, Steps, Voice
@@ -67,7 +68,7 @@ class CrewOfDevice(Crew):
         if isinstance(op, WaitSignal | Receive):
             role, world = self.role, self.part.world
             assert role is not None
-            standing = world.wait(self.part, op) if isinstance(op, WaitSignal) else world.receive(self.part, op)
+            standing = world.wait(self.part, op) if isinstance(op, WaitSignal) else posts.receive(self.part, op)
             if not standing.passes():
                 role.stands = standing
                 yield

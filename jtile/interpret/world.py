@@ -34,6 +34,7 @@ from jtile.ir import (
     WaitSignal,
 )
 
+from . import posts
 from .block_devices import STOPS, crew_of
 from .block_memory import place
 from .machine import Machine, rule
@@ -74,6 +75,8 @@ class Held(Buffer):
 
     value: Value
     at: Place
+    by: np.ndarray | None = None  # which device has posted each element
+    known: dict[int, np.ndarray]  # what such a device knew when its call began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,8 @@ class Part(Walker):
         self.world, self.rank, self.call = world, rank, call
         self.number = rank * world.programs + linear
         self.first = self.number * world.width
-        known = world.ended[rank].copy()
+        self.begun = world.ended[rank]
+        known = self.begun.copy()
         known[self.first] += 1
         self.alone = self.voice = Voice(self.first, lambda: known)
         self.machine = m = copy.copy(machine)
@@ -164,7 +168,7 @@ class Part(Walker):
         if isinstance(op, WaitSignal):
             self.waits = self.world.wait(self, op)
         elif isinstance(op, Receive):
-            self.waits = self.world.receive(self, op)
+            self.waits = posts.receive(self, op)
         elif isinstance(op, AxisBarrier):
             self.waits = self.world.come(self, op)
         if self.waits is not None and not self.waits.passes():
@@ -266,7 +270,7 @@ class World:
                 first = self.of(v, at, call - SETS)
                 assert isinstance(first, Held)
                 held.data, held.plain, held.atomic, held.reader = first.data, first.plain, first.atomic, first.reader
-            held.value, held.at = v, at
+            held.value, held.at, held.known = v, at, {}
             self.memory[key] = held
         return self.memory[key]  # type: ignore[return-value]
 
@@ -289,12 +293,15 @@ class World:
         if op.fn == "set" and value <= counter.value:
             why = f"{name} is set to {value}, and stands at {counter.value}: numbers that are set go up"
             raise part.machine.error(ProtocolError, op, why)
-        before = part.clock[self.line_of_calls(self.places.index(at))]
-        if self.check and before < part.call - SETS + 1:
-            why = f"race: it signals {name}, which may still be in the call before the last: nothing orders the end "
-            raise part.machine.error(RaceError, op, why + "of that one before (jt.axis_barrier at the end does)")
+        self.in_time(part, op, at, f"it signals {name}")
         counter.value = value if op.fn == "set" else counter.value + value
         counter.log.append((counter.value, part.advance(), op))
+
+    def in_time(self, part: Part, op: Op, at: Place, what: str) -> None:
+        """Check that a device to which something is handed is not two calls behind."""
+        if self.check and part.clock[self.line_of_calls(self.places.index(at))] < part.call - SETS + 1:
+            why = f"race: {what}, which may still be in the call before the last: nothing orders the end of that one "
+            raise part.machine.error(RaceError, op, why + "before (jt.axis_barrier at the end does)")
 
     def wait(self, part: Part, op: WaitSignal) -> Standing:
         counter, name = self.counter(op, part)
@@ -310,30 +317,6 @@ class World:
             part.learn(clock)
             if value >= wanted:
                 break
-
-    # -- posts --------------------------------------------------------------------------------------------------
-    def post(self, part: Part, op: Post) -> None:
-        """Hand over elements, each of which knows who posted it: nothing but the element itself is handed over."""
-        m = part.machine
-        held, lanes = m.lanes(op)
-        at = lanes.elements
-        if self.check and held.defined[at].any():
-            element = held.unravel(int(at[np.argmax(held.defined[at])]))
-            why = f"it posts element {element} a second time in this call, and someone may have received it"
-            raise m.error(ProtocolError, op, why, op.ref)
-        m.touch(op, held, lanes, "write")
-        held.data[at] = m.env[op.value].reshape(-1)[lanes.active]
-        held.defined[at] = True
-
-    def receive(self, part: Part, op: Receive) -> Standing:
-        held, lanes = part.machine.lanes(op)
-        at = lanes.elements
-
-        def what() -> str:
-            missing = held.unravel(int(at[np.argmin(held.defined[at])]))
-            return f"element {missing} of {op.ref.name or 'what is posted'} to be posted"
-
-        return Standing(op, what, lambda: bool(held.defined[at].all()))
 
     # -- barriers, and counters of a device ---------------------------------------------------------------------
     def come(self, part: Part, op: AxisBarrier) -> Standing:
@@ -469,16 +452,13 @@ def _wait_signal(m: Machine, op: WaitSignal):
 
 @rule(Post)
 def _post(m: Machine, op: Post):
-    _part(m).world.post(_part(m), op)
+    posts.post(_part(m), op)
     return ()
 
 
 @rule(Receive)
 def _receive(m: Machine, op: Receive):
-    held, lanes = m.lanes(op)
-    out = np.zeros(lanes.active.shape, held.data.dtype)
-    out[lanes.active] = held.data[lanes.elements]
-    return out.reshape(lanes.shape)
+    return posts.received(_part(m), op)
 
 
 @rule(AxisBarrier)

@@ -55,6 +55,7 @@ from .devices import (
     Signal,
     WaitSignal,
     alone,
+    posts,
     root,
     waits,
 )

@@ -128,9 +128,9 @@ def _posted(r: Value, index: Index, mask: Value | None) -> TileType:
 
 @dataclasses.dataclass(eq=False)
 class Post(Op):
-    """Write a tile to symmetric memory of this device, for the programs that receive it: each element at most once a
-    call. Lanes outside of the array, and masked lanes, are not written. It orders nothing else. A NaN stays one, its
-    other bits do not.
+    """Write a tile to symmetric memory of this device or of another, for the programs that receive it there: each
+    element at most once a call. Lanes outside of the array, and masked lanes, are not written. It orders nothing else
+    of this call. A NaN stays one, its other bits do not.
     """
 
     ref: Value
@@ -152,8 +152,8 @@ class Post(Op):
 @dataclasses.dataclass(eq=False)
 class Receive(Op):
     """Wait until every element of a tile has been posted in this call, and read it. Lanes outside of the array, and
-    masked lanes, are not waited for and give 0. It orders nothing else: what their posts had done before may not be
-    seen yet.
+    masked lanes, are not waited for and give 0. It orders nothing else of this call: what their posts had done before
+    in it may not be seen yet. What their devices did in calls before has happened.
     """
 
     ref: Value
@@ -196,6 +196,11 @@ def alone(kernel: Kernel) -> bool:
 def waits(kernel: Kernel) -> bool:
     """Whether programs of a kernel wait for others, so that all of them have to run at once."""
     return any(isinstance(op, WAITING) for op in kernel.body.walk())
+
+
+def posts(kernel: Kernel) -> bool:
+    """Whether programs of a kernel hand over elements one by one."""
+    return any(isinstance(op, Post) for op in kernel.body.walk())
 
 
 def root(v: Value, roots: Mapping[Value, Value] | None = None) -> Value:

@@ -218,9 +218,9 @@ class _Scope:
     def posts(self, op: Post | Receive) -> None:
         """Check that memory through which programs hand over elements serves for nothing else."""
         name = op.ref.name or "what it names"
-        if op.ref not in self.kernel.refs("symmetric"):
-            self.fail(op, f"{name} is of another device: what is posted is for the programs of this one")
-        if any(isinstance(o, ACCESSES) and root(o.ref) is op.ref for o in self.kernel.body.walk()):
+        if isinstance(op, Receive) and op.ref not in self.kernel.refs("symmetric"):
+            self.fail(op, f"{name} is of another device, and programs receive what is posted to their own")
+        if any(isinstance(o, ACCESSES) and root(o.ref) is root(op.ref) for o in self.kernel.body.walk()):
             self.fail(op, f"{name} is posted to and received from, and is loaded or stored, too: use other memory")
 
     def constants(self, op: Op) -> None:

@@ -159,11 +159,12 @@ def wait(on: Signals, at_least: Any = 1) -> None:
 
 
 def post(x: Ref | TileView, index: Any, value: Any, mask: Any = None) -> None:
-    """Write elements of symmetric memory for the programs of this device that receive them (`jt.receive`).
+    """Write elements of symmetric memory of this device, or of another (`box.on(axis, i)`), for the programs there that
+    receive them (`jt.receive`).
 
     Each element is posted at most once a call, and handed over by itself: whoever receives it knows nothing else of
-    what this program did. So it takes neither a fence nor a counter: on an H200 an element is there within half a
-    microsecond. Memory that is posted to is for this alone. A NaN comes as a NaN, with other bits.
+    what this program did in this call. So it takes neither a fence nor a counter: on an H200 an element is there within
+    half a microsecond. Memory that is posted to is for this alone. A NaN comes as a NaN, with other bits.
 
     Only kernels with roles post ([the block level](block_level.md)).
 
@@ -181,7 +182,7 @@ def post(x: Ref | TileView, index: Any, value: Any, mask: Any = None) -> None:
 
 
 def receive(x: Ref | TileView, index: Any, mask: Any = None) -> Any:
-    """Wait until elements of symmetric memory have been posted in this call (`jt.post`), and read them.
+    """Wait until elements of this device's symmetric memory have been posted in this call (`jt.post`), and read them.
 
     Args:
       x: symmetric memory of this device, or a tile view of it.

@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_shape
 from jtile.ops.collective_parts import UNROLLED, programs_at_most, signal_others, summed_cotangent
+from jtile.ops.collective_posts import not_posted, posted_to_all
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
-AT_ONCE = False  # whether few rows have a program each, which loads all that it can before it waits: not timed yet
+POSTED = False  # whether rows are posted (`jt.post`) where kernels at the block level run: not timed yet
+WIDEST = 16384  # numbers of a row that a program of eight warps has in registers
 
 
 def all_reduce_rms_norm(
@@ -53,12 +57,28 @@ def all_reduce_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(axis: str, eps: float, x, residual, weight):
-    if AT_ONCE and x.shape[0] <= programs_at_most() and jt.axis_size(axis) <= UNROLLED:
-        outs = normed_sum_of_row(x, residual, weight, axis=axis, eps=eps)
-    else:
-        programs = min(programs_at_most(), x.shape[0])
-        outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
+    outs = _normed_sums(x, residual, weight, axis=axis, eps=eps)
     return tuple(jt.same_along(y, axis) for y in outs)
+
+
+def _by_signals(x, residual, weight, *, axis: str, eps: float):
+    if x.shape[0] <= programs_at_most() and jt.axis_size(axis) <= UNROLLED:
+        return normed_sum_of_row(x, residual, weight, axis=axis, eps=eps)
+    programs = min(programs_at_most(), x.shape[0])
+    return normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
+
+
+def _by_posts(x, residual, weight, *, axis: str, eps: float):
+    ahead = gpu_tiles.overlaps()
+    return posted_sum_of_row(x, residual, weight, axis=axis, eps=eps, ahead=ahead)
+
+
+def _not_by_posts(x, residual, weight, *, axis: str, eps: float) -> str | None:
+    return not_posted(x, axis) or first_unmet(
+        (POSTED, "no GPU has timed it"),
+        (x.shape[0] <= programs_at_most(), "there are many rows"),
+        (x.shape[1] <= WIDEST and x.shape[1] % 8 == 0, "rows are long, or no whole lines"),
+    )
 
 
 def _forward(axis, eps, x, residual, weight):
@@ -84,6 +104,11 @@ def _varying_as(ct: jax.Array, of: jax.Array) -> jax.Array:
 
 
 _normed.defvjp(_forward, _backward)
+_normed_sums = Op(
+    "sum over devices and its norm",
+    Implementation("rows that are posted", _by_posts, _not_by_posts, BLOCK_LEVEL, portable=False),
+    Implementation("rows that are signalled", _by_signals),
+)
 
 
 @jt.kernel(
@@ -145,3 +170,30 @@ def normed_sum_of_row(x, r, w, y, s, box, came, *, axis: str, eps: float):
     s[p] = total.astype(s.dtype)
     scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
     y[p] = (total * scale * weight).astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
+    grid=lambda x, r, w, **_: x.shape[0],
+    scratch=lambda x, r, w, *, axis, **_: [
+        jt.symmetric((jt.axis_size(axis), x.shape[0], jt.next_power_of_2(x.shape[1])), x.dtype)
+    ],
+)
+def posted_sum_of_row(x, r, w, y, s, box, *, axis: str, eps: float, ahead: bool = False):
+    """`normed_sum_of_row` by posts. ahead: the kernels in front do not make w."""
+    # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
+    p, width = jt.program_id(0), box.shape[2]
+    columns = jt.arange(width)
+    inside = None if width == x.shape[1] else columns < x.shape[1]
+    of_row = lambda ref: jt.load(ref, (p, columns), mask=inside, other=None if inside is None else 0)
+    of_norm = lambda: jt.load(w, (columns,), mask=inside, other=None if inside is None else 0).astype(jnp.float32)
+    with jt.role("row", warps=8, early=True):
+        weight = of_norm() if ahead else None
+        jt.wait_for_kernels()
+        own, total = of_row(x), of_row(r)
+        weight = of_norm() if weight is None else weight
+        terms = posted_to_all(box, (p, slice(None)), own, axis)
+        total = functools.reduce(jnp.add, [term.astype(jnp.float32) for term in terms], total.astype(jnp.float32))
+        scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
+        jt.store(s, (p, columns), total.astype(s.dtype), mask=inside)
+        jt.store(y, (p, columns), (total * scale * weight).astype(y.dtype), mask=inside)

@@ -194,8 +194,9 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places, following: tup
 
 @jt.function
 def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, walk: Walk, places: Places,
-           share):  # fmt: skip
-    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
+           share, others):  # fmt: skip
+    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product; others: see
+    `hopper_gemv_sums`."""
     rows, roles, tiles, first, programs = walk.rows, walk.roles, walk.tiles, walk.first, walk.programs
     m, bias, residual = x.x.shape[0], epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
@@ -230,7 +231,12 @@ def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, 
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
             row, column = places.of_result(i, tile)
             out = out if share is None else out * share[row]
-            y.tiles(None, rows)[row, column] = out.astype(y.dtype)
+            if others is None:
+                y.tiles(None, rows)[row, column] = out.astype(y.dtype)
+            else:
+                others.post(walk, i, n, out)
+    if others is not None:
+        others.add(walk, y)
 
 
 @jt.function
@@ -275,8 +281,9 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, k
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
             places: Places = IN_ORDER, count: int | None = None, share=None,
-            following: tuple = ()):  # fmt: skip
-    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
+            following: tuple = (), others=None):  # fmt: skip
+    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y; others:
+    y is summed over devices."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
@@ -294,7 +301,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
-        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
+        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share, others)
 
 
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:

@@ -142,9 +142,13 @@ def _into(x, w, r, norm, *, form: Form):
 
 
 def _into_whole(x, w, r, norm, *, form: Form):
-    y = r.astype(jnp.float32) + jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
-    squares = jnp.zeros((jt.cdiv(w.shape[0], form.columns), ROWS), jnp.float32)
-    squares = squares.at[0, : x.shape[0]].set((y * y).sum(1))
+    return of_sum(r.astype(jnp.float32) + jnp.matmul(x, w.T, preferred_element_type=jnp.float32), r, norm, form)
+
+
+def of_sum(y, r, norm, form: Form) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `into_norm` gives for the sum y, float32 [m, n]."""
+    squares = jnp.zeros((jt.cdiv(y.shape[1], form.columns), ROWS), jnp.float32)
+    squares = squares.at[0, : y.shape[0]].set((y * y).sum(1))
     return y.astype(r.dtype), (y * norm.astype(jnp.float32)[None, :]).astype(r.dtype), squares
 
 
@@ -186,9 +190,16 @@ _behind_op = Op(
 
 def products(x, w, r, norm, weights: tuple, *, eps: float, activation=None) -> tuple[jax.Array, jax.Array]:
     """(y = r + x wᵀ, what the RMS norm of y gives times the weights): the latter as `hopper_wide.product` gives it."""
-    first, then = choice(*w.shape), hopper_wide.choice(*weights[0].shape, len(weights))
-    assert first is not None, "misfit says where these products are"
-    assert then is not None, "misfit says where these products are"
-    y, scaled, squares = _into_op(x, w, r, norm, form=first)
-    out = _behind_op(scaled, squares, *weights, form=then, activation=activation, eps=eps)
-    return y, out[0] if then.parts == 1 else out
+    form = choice(*w.shape)
+    assert form is not None, "misfit says where these products are"
+    y, scaled, squares = _into_op(x, w, r, norm, form=form)
+    return y, behind(scaled, squares, weights, eps=eps, activation=activation)
+
+
+def behind(scaled, squares, weights: tuple, *, eps: float, activation=None) -> jax.Array:
+    """What the RMS norm of a sum gives times the weights, as `hopper_wide.product` gives it: from the sum times the
+    weight of the norm, and its squares."""
+    form = hopper_wide.choice(*weights[0].shape, len(weights))
+    assert form is not None, "misfit says where these products are"
+    out = _behind_op(scaled, squares, *weights, form=form, activation=activation, eps=eps)
+    return out[0] if form.parts == 1 else out

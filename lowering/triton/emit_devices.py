@@ -13,11 +13,11 @@ them (`ffi/csrc/gpu_devices.cc` makes the block, and writes what is the host's):
     ..   i32 epochs    for each program the calls in which it has ended: the number of the call at hand
     ..   i32 barriers  for each axis with barriers and each program: arrivals, and rounds begun here; never cleared
     ..   i32 signals   four sets
-    ..   memory        two sets
+    ..   memory        two sets; four, where programs hand over elements (`jt.post`)
 
-Call c has memory of set c % 2 and signals of set c % 4, and clears the signals of set (c + 2) % 4. No peer sends any of
-these: it would be in call c + 2, and nobody is two calls ahead of another. So no program has to know which of them ends
-last, and a call ends without atomics.
+Call c has signals of set c % 4, and clears those of set (c + 2) % 4. No peer sends any of these: it would be in call
+c + 2, and nobody is two calls ahead of another. So no program has to know which of them ends last, and a call ends
+without atomics. Memory takes turns likewise; only that to which elements are posted has to be cleared.
 
 Signals of which nothing but arithmetic stands between share one fence: each fence waits until what was stored before
 has come to where it goes, the signal in front of it too.
@@ -48,7 +48,7 @@ FAULT, CLAIMED, TIMEOUT, REPORT, PLACE = 0, 4, 16, 24, 32
 # A report begins with the index of its fault here.
 FAULTS = ("", "wait", "barrier", "device", "signal", "value", "post")
 CLEARED = 1024  # signals that a program clears with one store
-SETS = 4  # sets of signals
+SETS = 4  # sets of signals, and of memory where elements are posted
 KEPT = 4  # devices up to which a program has the whole table in registers from its beginning
 
 # One thread polls. $0 is 0 where the counter at $1 has come to $2, 1 where $4 ns have passed, 2 where the flag at $3
@@ -92,7 +92,7 @@ class Layout:
       table, epochs, barriers, signals, memory: where these begin; end: bytes of the whole block.
       axes: the axes of the kernel's barriers, in their order.
       first: where each symmetric Ref begins in a set.
-      signal_set, memory_set: bytes of a set.
+      signal_set, memory_set: bytes of a set; memory_sets: how many of memory there are.
     """
 
     table: int
@@ -105,6 +105,7 @@ class Layout:
     first: dict[ir.Value, int]
     signal_set: int
     memory_set: int
+    memory_sets: int
 
 
 def layout(kernel: ir.Kernel) -> Layout:
@@ -122,7 +123,8 @@ def layout(kernel: ir.Kernel) -> Layout:
         first[v] = memory
         memory += _up(-(-math.prod(v.shape) * ir.DTYPES[v.dtype].bits // 8), ALIGN)
     start = _up(signals + 4 * SETS * count, ALIGN)
-    return Layout(table, epochs, barriers, signals, start, start + 2 * memory, axes, first, 4 * count, memory)
+    sets = SETS if ir.posts(kernel) else 2
+    return Layout(table, epochs, barriers, signals, start, start + sets * memory, axes, first, 4 * count, memory, sets)
 
 
 def _up(n: int, to: int) -> int:
@@ -170,7 +172,7 @@ class Devices:
         with self.branch(code.cmp("ne", fault, code.i32(0))):
             self.instruction(EXIT)
         self.signals = self.set_of(self.epoch, SETS, at.signals, at.signal_set)
-        self.memory = self.set_of(self.epoch, 2, at.memory, at.memory_set)
+        self.memory = self.set_of(self.epoch, at.memory_sets, at.memory, at.memory_set)
         for v in em.kernel.shared:
             self.put(v, v, self.here, None)
 
@@ -364,7 +366,7 @@ class Devices:
         """The entry `devices` of the launch record, which the launcher reads: see `record.py`."""
         at, kernel = self.layout, self.kernel
         names = [[v.name, list(v.shape)] for v in kernel.refs("signal")]
-        posts = any(isinstance(op, ir.Post) for op in kernel.body.walk())  # behind a fault their memory is cleared
+        posts = ir.posts(kernel)  # behind a fault their memory is cleared
         return {
             "axes": [list(pair) for pair in kernel.devices], "signals": names, "table": at.table,
             "counters": at.epochs, "memory": at.end if posts else at.memory, "bytes": at.end,

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 import jtile as jt
-from jtile.errors import DeadlockError, KernelTypeError, KernelValueError, ProtocolError, UnsupportedError
+from jtile.errors import (
+    DeadlockError,
+    KernelTypeError,
+    KernelValueError,
+    ProtocolError,
+    RaceError,
+    UnsupportedError,
+)
 
 X = np.arange(4 * 8 * 64, dtype=np.float32).reshape(32, 64) % 251
 
@@ -147,7 +154,7 @@ def test_too_much_memory():
             jt.post(box, (0, jt.ds(0, 64)), x[0, :])
             o[0, :] = jt.receive(box, (0, jt.ds(0, 64)))
 
-    with pytest.raises(UnsupportedError, match="less than 1 GiB"):
+    with pytest.raises(UnsupportedError, match="less than 512 MiB"):
         _ = far.lower(X, target="cuda:sm_90").image
 
 
@@ -176,3 +183,46 @@ def test_on_the_gpu(dtype):
     run = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: turned(y), x))
     for _ in range(3):
         np.testing.assert_array_equal(run(x), x)  # twice around
+
+
+@jt.kernel(
+    out_type=lambda x, **_: jt.like(x),
+    grid=2,
+    scratch=lambda x, **_: [jt.symmetric((jt.axis_size("x"), *x.shape), x.dtype)],
+)
+def handed_on(x, o, box, *, fault: str = ""):
+    """Each device posts its rows to the next one, and receives those of the one before."""
+    n, me, p = jt.axis_size("x"), jt.axis_index("x"), jt.program_id(0)
+    there, before = (me + 1) % n, (me + n - 1) % n
+    rows = (slice(None), jt.ds(p * 2, 2), slice(None))
+    with jt.role("one", warps=4):
+        if fault == "receives there":
+            jt.receive(box.on("x", there), (before, *rows[1:]))
+        jt.post(box.on("x", there), (me, *rows[1:]), x[rows[1:]])
+        if fault != "does not wait":
+            o[rows[1:]] = jt.receive(box, (before, *rows[1:]))
+
+
+PARTS = X.reshape(-1)[: 3 * 4 * 8].reshape(3, 4, 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_posted_to_another_device(seed):
+    # each device waits for one other only, so that three calls need two devices
+    got = handed_on.interpret(PARTS[:2], mesh={"x": 2}, seed=seed)
+    np.testing.assert_array_equal(got, PARTS[[1, 0]])
+
+
+def test_planted_faults_between_devices():
+    with pytest.raises(RaceError, match="it posts to box of device .*, which may still be in the call before the last"):
+        handed_on.interpret(PARTS[:2], mesh={"x": 2}, fault="does not wait")
+    with pytest.raises(KernelValueError, match="is of another device, and programs receive what is posted to their own"):
+        handed_on.interpret(PARTS[:2], mesh={"x": 2}, fault="receives there")
+
+
+def test_machine_code_of_posts_to_another_device():
+    """Whoever waits looks at what other devices have written, and nobody waits until it has come there."""
+    shape = jax.ShapeDtypeStruct((4, 8), np.float32)
+    ptx = handed_on.lower(shape, mesh={"x": 2}, target="cuda:sm_90").texts["ptx"]
+    posts = ptx[ptx.index("st.global") :]
+    assert "ld.relaxed.sys.global" in ptx and "fence" not in posts[: posts.index("JT_POLL")]

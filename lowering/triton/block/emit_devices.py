@@ -3,7 +3,7 @@
 The function begins with what a program reads of its block of memory, which roles capture, and ends with what a program
 does at its end. A role never ends before its time, since others wait for it: behind a wait that has failed it goes on
 with whatever is there, and all further waits pass. Asynchronous copies to other devices have a tensor map for each
-device, which covers both sets of memory.
+device, which covers all sets of memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from jtile import ir
 
 from .. import emit_devices, tma, versions
-from ..emit_devices import FAULT, SETS, Devices
+from ..emit_devices import FAULT, RAISE, SETS, Devices
 from ..ttir import Val, bits
 from .emitter import BlockEmitter, emits
 
@@ -71,7 +71,8 @@ class BlockDevices(Devices):
         at = self.layout
         epoch = self.em.code.let(f"tt.load {self.epoch_at.name} : !tt.ptr<i32>", (), "i32")
         signals = self.set_of(epoch, SETS, at.signals, at.signal_set)
-        return {"epoch": epoch, "signals": signals, "memory": self.set_of(epoch, 2, at.memory, at.memory_set)}
+        memory = self.set_of(epoch, at.memory_sets, at.memory, at.memory_set)
+        return {"epoch": epoch, "signals": signals, "memory": memory}
 
     def renew(self) -> None:
         """Read the number of the call once more, in a role that has waited for the kernels in front: where launches
@@ -85,6 +86,12 @@ class BlockDevices(Devices):
         self._inside = {}
 
     def end(self) -> None:
+        if not self.layout.signal_set:  # nothing to clear: nobody has to know the number
+            self.em.barrier()
+            self.instruction(
+                RAISE["add", False], "=r,l,r,~{memory}", (self.address(self.epoch_at), self.em.code.i32(1))
+            )
+            return
         if self.early:  # all roles have waited by now
             self.epoch = self._of_call()["epoch"]
         super().end()
@@ -190,7 +197,7 @@ class BlockDevices(Devices):
             if key not in kept:
                 record = {
                     "kind": "tensormap", "device": rank, "offset": self.layout.memory + self.layout.first[param],
-                    "dims": [*(a.size for a in reversed(axes)), 2],
+                    "dims": [*(a.size for a in reversed(axes)), self.layout.memory_sets],
                     "strides": [*(a.stride * width for a in reversed(axes[:-1])), self.layout.memory_set],
                     "fill": "nan" if nan else "zero",
                 }  # fmt: skip
@@ -199,8 +206,8 @@ class BlockDevices(Devices):
         return out
 
     def set(self) -> Val:
-        """Which of the two sets of memory this call has."""
-        return self.em.code.op("arith.andi", self.epoch, self.em.code.i32(1))
+        """Which set of memory this call has."""
+        return self.em.code.op("arith.andi", self.epoch, self.em.code.i32(self.layout.memory_sets - 1))
 
 
 _CAPTURED = ("base", "here", "waits", "table", "program", "epoch_at", "epoch", "signals", "memory")

@@ -4,7 +4,8 @@ A word of memory is zero until it has been posted: its bits come inverted, and t
 another. So the element itself says that it is there, and whoever waits for it has it as soon as its load shows it:
 there is neither a fence nor a counter, and no further load behind a wait. Each thread waits for its own elements.
 
-A call has one of two sets of memory, and clears the other, which the call before it used, while it runs.
+Words go to another device as they do to this one: whoever waits polls its own memory. A call has one of four sets, and
+clears that of the next call but one, as it does with signals: nobody posts to that yet.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .linear import in_vectors, linear
 
 VECTOR = 16  # bytes that a thread loads at once
 TURNS = 256  # after which a thread looks at the clock, and whether another program has failed
+STORES = 16  # of a program that clears without a loop
 ABSENT = -1  # the offset of a lane that is not waited for
 
 
@@ -81,7 +83,9 @@ def _receive(em: BlockEmitter, op: ir.Receive) -> Val:
         em.refuse(op, "whole lines of the last axis, of a multiple of 8 numbers, where these are of 16 bits, and masks "
                       "of whole lines")  # fmt: skip
     if devices(em).layout.end >= 1 << 31:
-        em.refuse(op, "symmetric memory of less than 1 GiB, of which there are two sets")
+        em.refuse(op, "symmetric memory of less than 512 MiB, of which there are four sets")
+    if em.memo.get("clear in front of") is op:
+        clear(em, devices(em))
     with code.within({len(out.shape): layout}):
         places = addresses.resolve(em, buf, addresses.lines(em, buf, op.index), ir.index_shape(op.index))
         mask = code.both(places.mask, em.mask(op))  # type: ignore[arg-type]
@@ -132,7 +136,8 @@ def _poll(em: BlockEmitter, op: ir.Receive, far: Val, base: Val, side: int, size
     d.sites.append({"kind": "assert", "message": op.mnemonic, "where": str(op.loc), "args": [],
                     "axes": max(3, len(em.kernel.grid) - em.kernel.lanes), "lanes": em.kernel.lanes})  # fmt: skip
     words = count * size // 4
-    text = _text(words, side * size // 4, side, count, size, len(d.sites) - 1)
+    scope = "gpu" if ir.alone(em.kernel) else "sys"
+    text = _text(words, side * size // 4, side, count, size, len(d.sites) - 1, scope)
     ties = ",".join(["=r"] * words + ["r"] * count + ["l"] * count + ["~{memory}"])
     attributes = f'constraints = "{ties}", packed_element = {count} : i32, pure = false'
     kinds = f"{far.name}, {base.name} : {far.type}, {base.type}"
@@ -141,7 +146,7 @@ def _poll(em: BlockEmitter, op: ir.Receive, far: Val, base: Val, side: int, size
     return em.code.let(right, far.shape, elem)
 
 
-def _text(words: int, per: int, side: int, count: int, size: int, site: int) -> str:
+def _text(words: int, per: int, side: int, count: int, size: int, site: int, scope: str) -> str:
     """The loop of one thread, for `words` words in loads of `per`."""
     loads = words // per
     far, base = [f"${words + k * side}" for k in range(loads)], f"${words + count}"
@@ -157,7 +162,7 @@ def _text(words: int, per: int, side: int, count: int, size: int, site: int) -> 
     kind, least = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[per], "min.u16x2" if size == 2 else "min.u32"
     group = lambda k: ", ".join(f"%jw{k * per + i}" for i in range(per))
     into = lambda k: "{" + group(k) + "}" if per > 1 else group(k)
-    polls = [f"@%jp{k} ld.relaxed.gpu.global.{kind} {into(k)}, [%ja{k}];" for k in range(loads)]
+    polls = [f"@%jp{k} ld.relaxed.{scope}.global.{kind} {into(k)}, [%ja{k}];" for k in range(loads)]
     lines += ["JT_POLL: " + polls[0], *polls[1:], "mov.b32 %jm, %jw0;"]
     lines += [f"{least} %jm, %jm, %jw{k};" for k in range(1, words)]
     if size == 2:
@@ -181,29 +186,33 @@ def _text(words: int, per: int, side: int, count: int, size: int, site: int) -> 
 
 
 def clear(em: BlockEmitter, d: BlockDevices) -> None:
-    """Clear this program's part of the memory that was posted to in the call before this one. Other memory stays: in
-    that of the next call other devices may write already."""
+    """Clear this program's part of the memory that is posted to in the next call but one."""
     code, at = em.code, d.layout
     lanes = em.warps * 32 * 4
-    later = d.at(d.base, d.set_of(code.shift(d.epoch, 1), 2, at.memory, at.memory_set), "i32")
+    later = d.at(d.base, d.set_of(code.shift(d.epoch, 2), at.memory_sets, at.memory, at.memory_set), "i32")
     layout, first = Blocked((4,), (32,), (em.warps,), (0,)), code.scale(d.program, lanes)
-    for ref in dict.fromkeys(op.ref for op in em.kernel.body.walk() if isinstance(op, ir.Post)):
+    for ref in dict.fromkeys(ir.root(op.ref) for op in em.kernel.body.walk() if isinstance(op, ir.Post)):
         begin, size = at.first[ref] // 4, math.prod(ref.shape) * ir.DTYPES[ref.dtype].bits // 8
-        end = begin + -(-size // 4)
-        for start in range(begin, end, math.prod(em.kernel.grid) * lanes):
-            with code.within({1: layout}):
-                number = code.add(code.splat(code.shift(first, start), (lanes,)), code.arange(lanes))
-                inside = code.cmp("slt", number, code.const(end, "i32", (lanes,)))
-                many = code.splat(later, (lanes,))
-                text = f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}"
-                where = code.let(text, (lanes,), many.elem)
-                zero = code.const(0, "i32", (lanes,))
-                code.do(f"tt.store {where.name}, {zero.name}, {inside.name} : {where.type}")
+        end, step = begin + -(-size // 4), math.prod(em.kernel.grid) * lanes
+        if end - begin <= STORES * step:
+            for start in range(begin, end, step):
+                _zeros(em, later, code.shift(first, start), end, lanes, layout)
+        else:
+            with d.loop(code.i32(begin), code.i32(end), code.i32(step)) as start:
+                _zeros(em, later, code.add(first, start), end, lanes, layout)
 
 
-def posts(kernel: ir.Kernel) -> bool:
-    """Whether programs of a kernel hand over elements."""
-    return any(isinstance(op, ir.Post) for op in kernel.body.walk())
+def _zeros(em: BlockEmitter, later: Val, start: Val, end: int, lanes: int, layout: Blocked) -> None:
+    """Clear words from `start` on, so many as there are lanes, that are in front of `end`."""
+    code = em.code
+    with code.within({1: layout}):
+        number = code.add(code.splat(start, (lanes,)), code.arange(lanes))
+        inside = code.cmp("slt", number, code.const(end, "i32", (lanes,)))
+        many = code.splat(later, (lanes,))
+        text = f"tt.addptr {many.name}, {number.name} : {many.type}, {number.type}"
+        where = code.let(text, (lanes,), many.elem)
+        zero = code.const(0, "i32", (lanes,))
+        code.do(f"tt.store {where.name}, {zero.name}, {inside.name} : {where.type}")
 
 
 def clearing_role(roles: ir.Roles) -> int:

@@ -63,9 +63,12 @@ def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
     with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0, asks=asks) as code:
         if devices and "wait" in asks:
             devices.renew()
+        clears = ir.posts(em.kernel) and k == emit_posts.clearing_role(roles)
+        wait = next((op for op in roles.bodies[k].ops if isinstance(op, ir.Receive)), None) if clears else None
+        em.memo["clear in front of"] = wait  # while nothing has come
         em.block(roles.bodies[k])
         if devices:
-            if emit_posts.posts(em.kernel) and k == emit_posts.clearing_role(roles):
+            if clears and wait is None:
                 emit_posts.clear(em, devices)
             devices.leave()
         return code, em.captures or {}

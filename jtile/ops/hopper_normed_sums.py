@@ -1,0 +1,129 @@
+"""The product before a norm (`hopper_normed.into_norm`) whose sum goes over devices: the program that comes last to a
+tile posts its sums to the others, and adds what they post. So a sum over devices costs no kernel, and no second pass
+over its terms.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import gpu_tiles, hopper_normed, hopper_wide
+from jtile.ops.collective_posts import not_posted, post_to_others, receive_terms
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, has
+from jtile.ops.hopper_columns import piece, pieces
+from jtile.ops.hopper_normed import PIECE
+from jtile.ops.hopper_wide import ROWS, Form, bring_rows, bring_weights, memory, sums_of
+
+POSTED = False  # whether such sums are made so: not timed yet
+_REGISTERS = 216
+
+
+def _boxes(x, w, r, norm, *, axis: str, form: Form, **_):
+    tiles = jt.cdiv(w.shape[0], form.columns)
+    return [jt.symmetric((jt.axis_size(axis), tiles, form.columns // PIECE, ROWS, PIECE), x.dtype)]
+
+
+def _finish(sums, r, norm, y, scaled, squares, shared, box, tile, form: Form, axis: str) -> None:
+    """Post a tile of this device's product, and write the sum of those of all devices and of r, and what the norm needs
+    of it."""
+    there, own = jt.arange(ROWS)[:, None] < y.shape[0], []
+    for at, width in pieces(form.columns, PIECE):
+        if form.parts == 1:
+            total = piece(sums, at, width)
+        else:  # in one order, whichever program comes last
+            total = functools.reduce(jnp.add, [shared[tile, part, :, at : at + width] for part in range(form.parts)])
+        own.append(total.astype(box.dtype))
+        post_to_others(box, (tile, at // PIECE, slice(None), slice(None)), own[-1], axis)
+    square = jt.zeros((ROWS,), jnp.float32)
+    for (at, width), part in zip(pieces(form.columns, PIECE), own):
+        first = tile * form.columns + at
+        columns = first + jt.arange(width)
+        place, inside = (jt.ds(0, ROWS), jt.ds(first, width)), there & (columns[None, :] < y.shape[1])
+        total = jt.load(r, place, mask=inside, other=0).astype(jnp.float32)
+        weight = jt.load(norm, (jt.ds(first, width),), mask=columns < y.shape[1], other=0).astype(jnp.float32)
+        for term in receive_terms(box, (tile, at // PIECE, slice(None), slice(None)), part, axis):
+            total = total + term.astype(jnp.float32)
+        kept = jnp.where(inside, total, 0.0)  # a tile over the edge has rows of W twice
+        square = square + (kept * kept).sum(1)
+        jt.store(y, place, total.astype(y.dtype), mask=inside)
+        jt.store(scaled, place, (total * weight[None, :]).astype(scaled.dtype), mask=inside)
+    squares[tile, :] = square
+
+
+@jt.kernel(
+    out_type=hopper_normed._into_types,
+    grid=lambda x, w, *_, form, **__: form.parts * jt.cdiv(w.shape[0], form.columns),
+    scratch=_boxes,
+)
+def sum_into_norm(x, w, r, norm, y, scaled, squares, shared, box, *, axis: str, form: Form, early: bool = False):
+    """`hopper_normed.into_norm` where y is r + the sum over devices of x Wᵀ; a tile has a multiple of `PIECE`
+    columns."""
+    # Y = R + sum over d of sum_s X_s W_sᵀ of device d
+    tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
+    mem = memory((w,), x.dtype, form)
+    first, count = hopper_wide.rounds_of(part, x.shape[1], form)
+    with jt.role("consumer", warps=4, registers=_REGISTERS):
+        (sums,) = sums_of(mem, count, form)
+        done = jt.counters("tiles", squares.shape[0])
+        if form.parts == 1:
+            _finish(sums, r, norm, y, scaled, squares, shared, box, tile, form, axis)
+        else:
+            for at, width in pieces(form.columns, 64):
+                shared[tile, part, :, at : at + width] = piece(sums, at, width)
+            if jt.arrive(done, tile, form.parts):
+                _finish(None, r, norm, y, scaled, squares, shared, box, tile, form, axis)
+    with jt.role("producer", warps=1, registers=24, early=early):
+        bring_weights(mem, (w,), tile, first, count, form)
+    with jt.role("feeder", warps=1, registers=24):
+        bring_rows(mem, x, first, count)
+
+
+def misfit(x, w, weights: tuple, axis: str) -> str | None:
+    """Why the two kernels do not compute x [m, k] times w [n, k], its sum over devices, a norm and `weights`."""
+    return misfit_of_first(x, w, axis) or hopper_normed.misfit(x, w, weights)
+
+
+def misfit_of_first(x, w, axis: str) -> str | None:
+    """Why the first of the two kernels is not for x [m, k] times w [n, k]."""
+    why = not_posted(x, axis) or hopper_wide.misfit(x, (w,))
+    form = None if why else hopper_normed.choice(*w.shape)
+    return why or first_unmet(
+        (has(jt.target(), *BLOCK_LEVEL), "the target has no products of warpgroups"),
+        (POSTED, "no GPU has timed it"),
+        (form is not None and form.columns % PIECE == 0, f"tiles have no multiple of {PIECE} columns"),
+    )
+
+
+def _into(x, w, r, norm, *, axis: str, form: Form):
+    return sum_into_norm(x, w, r, norm, axis=axis, form=form, early=gpu_tiles.overlaps())[:3]
+
+
+def _not_into(x, w, r, norm, *, axis: str, form: Form) -> str | None:
+    del r, norm, form
+    return not_posted(x, axis) or hopper_wide.misfit(x, (w,))
+
+
+def _into_whole(x, w, r, norm, *, axis: str, form: Form):
+    from jtile.ops.collectives import sum_of  # that module has these products, too
+
+    total = sum_of(jnp.matmul(x, w.T, preferred_element_type=jnp.float32).astype(x.dtype), axis)
+    return hopper_normed.of_sum(r.astype(jnp.float32) + total.astype(jnp.float32), r, norm, form)
+
+
+_into_op = Op(
+    "product before a norm, summed over devices",
+    Implementation("wide tiles that are posted", _into, _not_into, BLOCK_LEVEL, portable=False),
+    Implementation("whole sums", _into_whole),
+)
+
+
+def products(x, w, r, norm, weights: tuple, axis: str, *, eps: float, activation=None) -> tuple[jax.Array, jax.Array]:
+    """`hopper_normed.products` with y = r + the sum over devices of x wᵀ; each device has weights of its own."""
+    form = hopper_normed.choice(*w.shape)
+    assert form is not None, "misfit says where these products are"
+    y, scaled, squares = (jt.same_along(one, axis) for one in _into_op(x, w, r, norm, axis=axis, form=form))
+    return y, hopper_normed.behind(scaled, squares, weights, eps=eps, activation=activation)

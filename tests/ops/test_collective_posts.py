@@ -1,0 +1,94 @@
+"""Sums over devices whose elements say themselves that they have come: their kernels in the interpreter, whose races and
+deadlocks it would find, and for sm_90."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile.ops import collective_norms as norms
+from jtile.ops import collective_posts as posts
+from jtile.ops import gpu_tiles, hopper_gemv_sums, hopper_normed_sums, hopper_summed
+from jtile.ops.hopper_wide import Form
+from jtile.ops.operands import Weight
+
+
+def whole(*shape, dtype=np.float32) -> np.ndarray:
+    """Whole numbers, whose sums are exact in any order."""
+    return np.random.default_rng(shape).integers(-2, 3, shape).astype(dtype)
+
+
+PARTS = {
+    "gather_posts": (lambda n: whole(n, 13), lambda x: np.broadcast_to(x, (len(x), *x.shape))),
+    "exchange_posts": (lambda n: whole(n, n, 13), lambda x: x.swapaxes(0, 1)),
+    "sum_posts": (lambda n: whole(n, n, 13), lambda x: x.sum(0)),
+    "sum_all_posts": (lambda n: whole(n, 13), lambda x: np.broadcast_to(x.sum(0), x.shape)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_parts(name, n):
+    made, want = PARTS[name]
+    x = made(n)
+    got = getattr(posts, name).interpret(x, axis="x", bn=4, mesh={"x": n}, seed=n)
+    np.testing.assert_array_equal(got, want(x))
+
+
+@pytest.mark.parametrize(("n", "width"), [(2, 8), (3, 12)])
+def test_a_sum_and_its_norm(n, width):
+    x, r, w = whole(n, 3, width), np.broadcast_to(whole(3, width), (n, 3, width)), np.ones((n, width), np.float32)
+    y, s = norms.posted_sum_of_row.interpret(x, r, w, axis="x", eps=0.5, mesh={"x": n}, seed=n)
+    total = r[0] + x.sum(0)
+    np.testing.assert_array_equal(s, np.broadcast_to(total, s.shape))
+    want = total / np.sqrt((total * total).mean(1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5)
+
+
+def _products(x, w) -> np.ndarray:
+    """The sum over devices of x [m, k] times w [n, k] transposed."""
+    return np.einsum("dmk,dnk->mn", x.astype(np.float32), w.astype(np.float32))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_products_of_few_rows(n):
+    x, w = whole(n, 6, 40, dtype=jnp.bfloat16), whole(n, 40, 16, dtype=jnp.bfloat16)
+    got = hopper_summed.posted_rows.interpret(x, w, axis="x", mesh={"x": n}, seed=n, bm=8, bn=8, bk=16, slots=2)
+    want = _products(x, w.swapaxes(1, 2))
+    np.testing.assert_array_equal(got.astype(np.float32), np.broadcast_to(want, got.shape))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_products_of_one_row(n, monkeypatch):
+    """A program has several tiles, and the last ones have fewer."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
+    x, w = whole(n, 1, 512, dtype=jnp.bfloat16), whole(n, 28, 512, dtype=jnp.bfloat16)
+    options = dict(kind="bfloat16", out_dtype="float32", rows=4, roles=1, slots=2)
+    got = hopper_gemv_sums.summed_product.interpret(
+        x.reshape(n, 1, -1, 8), (Weight(w),), axis="x", mesh={"x": n}, seed=n, **options
+    )
+    np.testing.assert_array_equal(got, np.broadcast_to(_products(x, w), got.shape))
+
+
+@pytest.mark.parametrize(("n", "parts"), [(2, 2), (3, 1)])
+def test_products_before_a_norm(n, parts):
+    x, w = whole(n, 5, 256, dtype=jnp.bfloat16), whole(n, 128, 256, dtype=jnp.bfloat16)
+    r, norm = np.broadcast_to(whole(5, 128, dtype=jnp.bfloat16), (n, 5, 128)), np.full((n, 128), 2, np.float32)
+    form = Form(64, parts, 2, 64)
+    y, scaled, squares, _ = hopper_normed_sums.sum_into_norm.interpret(
+        x, w, r, norm, axis="x", mesh={"x": n}, form=form, seed=n
+    )
+    want = r[0].astype(np.float32) + _products(x, w)
+    np.testing.assert_array_equal(y, np.broadcast_to(want, y.shape).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(scaled, np.broadcast_to(2 * want, y.shape).astype(jnp.bfloat16))
+    np.testing.assert_allclose(squares.sum(1)[:, :5], np.broadcast_to((want * want).sum(1), (n, 5)), rtol=1e-5)
+
+
+def test_machine_code():
+    """Nothing of a row waits for what was stored; only whoever receives waits."""
+    row = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    options = dict(axis="x", eps=1e-5, mesh={"x": 2}, target="cuda:sm_90")
+    with jt.config(arch="sm_90"):
+        ptx = norms.posted_sum_of_row.lower(row(1, 1024), row(1, 1024), row(1024), **options).texts["ptx"]
+    assert "fence" not in ptx[: ptx.index("JT_POLL")] and "griddepcontrol.wait" in ptx
