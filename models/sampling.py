@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypedDict
@@ -63,6 +64,11 @@ _RANGES: dict[str, tuple[float, str, Callable[[float], bool]]] = {
     "frequency_penalty": (0.0, "must be a finite number; 0 is none", math.isfinite),
     "seed": (0, "must be an int that fits 32 bits", lambda x: -(2**31) <= x < 2**32),
 }
+INTEGERS = ("top_k", "seed")
+# what `Sampling._values` gives for None
+_DEFAULTS = {
+    name: np.asarray([default], np.int64 if name in INTEGERS else np.float32) for name, (default, *_) in _RANGES.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +109,9 @@ class Sampling:
     def _values(self, name: str) -> np.ndarray:
         """The numbers of an option, [1] or [rows]."""
         default, wanted, fits = _RANGES[name]
-        value, integers = getattr(self, name), name in ("top_k", "seed")
+        value, integers = getattr(self, name), name in INTEGERS
+        if value is None:
+            return _DEFAULTS[name]
         kinds = (int, np.integer) if integers else REAL
         rows = list(value) if np.iterable(value) and not isinstance(value, str) else [value]
         rows = [default if x is None else x for x in rows]
@@ -128,10 +136,10 @@ class Sampling:
         """Whether the token of each row is drawn, bool [rows]."""
         return (self._values("temperature") > 0) & (self._values("top_k") > 1)
 
-    @property
+    @functools.cached_property
     def static(self) -> Steps:
         """The steps that the options need, for which a program is compiled."""
-        differs = lambda name: bool((self._values(name) != _RANGES[name][0]).any())
+        differs = lambda name: getattr(self, name) is not None and bool((self._values(name) != _RANGES[name][0]).any())
         draws = bool(self._draws.any())
         return Steps(
             draws=draws,
@@ -220,6 +228,8 @@ def _fits_float32(x) -> bool:
 def _of_rows(name: str, values: np.ndarray, batch: int) -> np.ndarray:
     if len(values) not in (1, batch):
         raise PromptError(f"{name} is one value, or one a row; got {len(values)} for {batch} rows")
+    if len(values) == batch:
+        return values
     return np.broadcast_to(values, (batch,))
 
 

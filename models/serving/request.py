@@ -114,10 +114,11 @@ def read_request(
         )
     options = _sampling(sampling or {})
     steps, vocab = options.static, lm.config.vocab_size
-    biases = options.traced(1, vocab).get("bias")  # checks that each option is one value, and the tokens of biases
+    rows = options.rows(1)  # checks that each option is one value
+    biases = options.traced(1, vocab)["bias"] if steps.bias else None  # checks the tokens
     bias = {} if biases is None else {int(i): float(biases[0, i]) for i in np.flatnonzero(biases[0])}
     level = 2 if steps.repetition or steps.counts or steps.bias else 1 if steps.draws else 0
-    row = Row(level, options.rows(1), bias, _logprobs(logprobs), len(prompt))
+    row = Row(level, rows, bias, _logprobs(logprobs), len(prompt))
     ends = frozenset(read_ends(eos, lm.eos_ids))
     if grammar is not None and not isinstance(grammar, Grammar):
         raise PromptError(f"grammar is a Grammar, as Grammar.json(schema) gives one; got {grammar!r}")
