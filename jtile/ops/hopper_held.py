@@ -145,7 +145,8 @@ class _Words:
             _write_strips(total, i, found, self.tile, self.programs)
         planes = [held_words.planes(of) for of in found]
         if x.norm is not None:
-            squares = functools.reduce(jnp.add, [p * p for of in planes for p in of])
+            add = lambda found: functools.reduce(jnp.add, found)
+            squares = add([add([p * p for p in of]) for of in planes])  # by strip: their chains are not one
         return planes, squares
 
     def sums(self, part: int, planes: list) -> list:
