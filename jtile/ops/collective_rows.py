@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
+from jtile.ops import collective_row_posts as posts
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, tuned
 from jtile.ops.collective_parts import UNROLLED, programs_at_most, signal_others, varying_together
-from jtile.ops.dispatch import small_tiles
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
+POSTED, SIGNALLED = "rows that are posted", "rows that are signalled"
 COLUMNS, WARPS = 512, 2  # numbers of a row that a program adds up at a time; a thread has 16 bytes of each expert's
 
 
@@ -58,8 +60,19 @@ def all_gather_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(axis: str, eps: float, x, residual, weight):
+    return _gathered_rows(x, residual, weight, axis=axis, eps=eps)
+
+
+def _gathered_by_signals(x, residual, weight, *, axis: str, eps: float):
     programs = min(programs_at_most(), x.shape[0])
     return gathered_norms(x, residual, weight, axis=axis, eps=eps, programs=programs)
+
+
+_gathered_rows = Op(
+    "norms of the rows of all devices",
+    Implementation(POSTED, posts.gathered, posts.not_gathered, BLOCK_LEVEL, portable=False),
+    Implementation(SIGNALLED, _gathered_by_signals),
+)
 
 
 def _gathered_backward(axis, eps, residuals, cts):
@@ -171,10 +184,21 @@ def _apart(axis: str, count: int, y, places, chosen, weights):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _summed(axis: str, count: int, y, places, chosen, weights):
     """chosen_sums with places, chosen and weights [devices, rows, k]."""
+    return _chosen(y, places, chosen, weights, axis=axis, count=count)
+
+
+def _summed_by_signals(y, places, chosen, weights, *, axis: str, count: int):
     bn = min(jt.next_power_of_2(y.shape[1]), COLUMNS) if small_tiles() else y.shape[1]
     tiles = chosen.shape[1] * math.ceil(y.shape[1] / bn)
     options = dict(axis=axis, count=count, bn=bn, programs=min(programs_at_most(), tiles))
     return tuned(sent_sums, num_warps=WARPS)(y, places, chosen, weights, **options)
+
+
+_chosen = Op(
+    "sums of experts for the rows of each device",
+    Implementation(POSTED, posts.summed, posts.not_summed, BLOCK_LEVEL, portable=False),
+    Implementation(SIGNALLED, _summed_by_signals),
+)
 
 
 def _summed_backward(axis, count, operands, ct):

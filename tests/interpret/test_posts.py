@@ -214,9 +214,13 @@ def test_what_is_posted_to_another_device(seed):
 
 
 def test_planted_faults_between_devices():
-    with pytest.raises(RaceError, match="it posts to box of device .*, which may still be in the call before the last"):
+    with pytest.raises(
+        RaceError, match=r"it posts to box of device .*, which may still be in the call before the last"
+    ):
         handed_on.interpret(PARTS[:2], mesh={"x": 2}, fault="does not wait")
-    with pytest.raises(KernelValueError, match="is of another device, and programs receive what is posted to their own"):
+    with pytest.raises(
+        KernelValueError, match="is of another device, and programs receive what is posted to their own"
+    ):
         handed_on.interpret(PARTS[:2], mesh={"x": 2}, fault="receives there")
 
 

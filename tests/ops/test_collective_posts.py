@@ -1,5 +1,5 @@
-"""Sums over devices whose elements say themselves that they have come: their kernels in the interpreter, whose races and
-deadlocks it would find, and for sm_90."""
+"""Sums over devices whose elements say themselves that they have come: their kernels in the interpreter, whose races
+and deadlocks it would find, and for sm_90."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import pytest
 import jtile as jt
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_posts as posts
+from jtile.ops import collective_row_posts as row_posts
 from jtile.ops import gpu_tiles, hopper_gemv_sums, hopper_normed_sums, hopper_summed
 from jtile.ops.hopper_wide import Form
 from jtile.ops.operands import Weight
@@ -83,6 +84,33 @@ def test_products_before_a_norm(n, parts):
     np.testing.assert_array_equal(y, np.broadcast_to(want, y.shape).astype(jnp.bfloat16))
     np.testing.assert_array_equal(scaled, np.broadcast_to(2 * want, y.shape).astype(jnp.bfloat16))
     np.testing.assert_allclose(squares.sum(1)[:, :5], np.broadcast_to((want * want).sum(1), (n, 5)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_norms_that_are_gathered(n):
+    x, r, w = whole(n, 3, 4), whole(n, 3, 4)[::-1], np.ones((n, 4), np.float32)
+    y, s = row_posts.norms_posted.interpret(x, r, w, axis="x", eps=0.5, mesh={"x": n}, seed=n)
+    np.testing.assert_array_equal(s, x + r)
+    want = s / np.sqrt((s * s).mean(2, keepdims=True) + 0.5)
+    np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_of_experts(n):
+    """Copies that belong to no expert of a device are NaN, and are not read."""
+    rng, count, k = np.random.default_rng(n), 2, 3
+    chosen = np.stack([rng.permutation(n * count)[:k] for _ in range(2 * n)]).astype(np.int32)
+    weights, y = whole(2 * n, k), whole(n, 2 * n * k + 1, 5)
+    y[:, -1] = np.nan
+    own = chosen[None] // count == np.arange(n)[:, None, None]
+    places = np.where(own, np.arange(chosen.size, dtype=np.int32).reshape(chosen.shape), chosen.size)
+    by_device = lambda v: np.broadcast_to(v, (n, *v.shape)).reshape(n, n, 2, k)
+    got = row_posts.sums_posted.interpret(
+        y, places.astype(np.int32).reshape(n, n, 2, k), by_device(chosen), by_device(weights),
+        axis="x", count=count, bn=4, mesh={"x": n}, seed=n,
+    )  # fmt: skip
+    want = sum(np.where(own[d][..., None], y[d][places[d]], 0) * weights[..., None] for d in range(n)).sum(1)
+    np.testing.assert_array_equal(got, want.reshape(n, 2, 5))
 
 
 def test_machine_code():
