@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,12 +41,8 @@ class Compilers:
         Raises:
           ApiError: it does (400).
         """
-        with self._lock:
-            known = grammar in self._known
-            self._known.pop(grammar, None)
-            if known:
-                self._known[grammar] = None
-                return
+        if self._knows(grammar):
+            return
         command = [sys.executable, "-P", str(PROGRAM), str(math.ceil(self._seconds))]
         try:
             ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=self._seconds)
@@ -58,37 +55,43 @@ class Compilers:
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
 
+    def _knows(self, grammar: str) -> bool:
+        """Whether a grammar was proven and is remembered; it is for longer then."""
+        with self._lock:
+            known = grammar in self._known
+            if known:
+                self._known.move_to_end(grammar)
+        return known
+
     def _too_long(self) -> ApiError:
         return ApiError(400, MESSAGE.format(self._seconds), param="response_format")
 
-    async def run[T](self, work: Callable[[], T]) -> T:
-        """The result of `work()`, in a thread.
+    async def run[T](self, work: Callable[[], T], grammar: str) -> T:
+        """The result of `work()`, which compiles a grammar, in a thread; where the grammar is known, at once.
 
         Raises:
           ApiError: it takes too long (400), or no place was free for so long (429). What `work` raises.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._seconds
-        while not self._take():
-            if loop.time() > end:
-                raise ApiError(429, "too many schemas are being compiled", BUSY, code="schemas_busy")
-            await asyncio.sleep(0.02)
+        loop, placed = asyncio.get_running_loop(), not self._knows(grammar)
+        if placed:
+            await self._place()
         ended, found = asyncio.Event(), []
 
         def go() -> None:
             try:
+                self.prove(grammar)
                 found.append((work(), None))
             except BaseException as error:  # it is raised where the work is waited for
                 found.append((None, error))
             finally:
-                self._give_back()
+                self._give_back(placed)
             with contextlib.suppress(RuntimeError):  # the server has stopped, and nobody waits
                 loop.call_soon_threadsafe(ended.set)
 
         try:
             threading.Thread(target=go, name="jtile grammar", daemon=True).start()
         except RuntimeError:  # the system has no thread
-            self._give_back()
+            self._give_back(placed)
             raise
         try:
             # Counted from here on: a schema is not to blame for the time that others held all places.
@@ -100,12 +103,24 @@ class Compilers:
             raise error
         return result
 
+    async def _place(self) -> None:
+        """Takes one of the places, and waits for it if need be.
+
+        Raises:
+          ApiError: none has become free for too long (429).
+        """
+        end = time.monotonic() + self._seconds
+        while not self._take():
+            if time.monotonic() > end:
+                raise ApiError(429, "too many schemas are being compiled", BUSY, code="schemas_busy")
+            await asyncio.sleep(0.02)
+
     def _take(self) -> bool:
         with self._lock:
             taken = self._free > 0
             self._free -= taken
             return taken
 
-    def _give_back(self) -> None:
+    def _give_back(self, taken: bool = True) -> None:
         with self._lock:
-            self._free += 1
+            self._free += taken

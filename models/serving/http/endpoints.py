@@ -200,9 +200,6 @@ class Server:
                     f"this server has room for {at_most} answers, and the request is for {len(found)} times {body.n}"
                 )
             eos, limit, made = None if body.ignore_eos else "model", self.engine.settings.length, []
-            grammar = body.grammar()
-            if grammar is not None:
-                self.compilers.prove(grammar.text)
             for prompt in found:
                 for i in range(body.n):
                     of = {**options, "seed": (options["seed"] + i) & 0xFFFFFFFF}
@@ -210,7 +207,11 @@ class Server:
                     made.append(read_request(self.engine.lm, limit, prompt, max_tokens, body.stop, *choice))
             return made
 
-        prepared = await (self.compilers.run if body.formed() else anyio.to_thread.run_sync)(prepare)
+        grammar = await anyio.to_thread.run_sync(body.grammar) if body.formed() else None
+        if grammar is None:
+            prepared = await anyio.to_thread.run_sync(prepare)
+        else:
+            prepared = await self.compilers.run(prepare, grammar.text)
         streams = self._submit(prepared)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

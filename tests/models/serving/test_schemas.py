@@ -47,23 +47,33 @@ def test_schemas_that_no_answer_fits(engine):
         Grammar.json({"const": "x" * 270_000})
 
 
-def test_work_that_takes_for_ever():
-    """Its request is told so; it keeps one of few places until it ends."""
-    release, compilers = threading.Event(), Compilers(at_once=1, seconds=0.05)
+def known(monkeypatch, **options) -> Compilers:
+    """Compilers that start no process."""
+    compilers = Compilers(**options)
+    monkeypatch.setattr(compilers, "prove", lambda grammar: None)
+    return compilers
+
+
+def test_work_that_takes_for_ever(monkeypatch):
+    """Its request is told so; it keeps one of few places until it ends, of which known grammars need none."""
+    release, compilers = threading.Event(), known(monkeypatch, at_once=1, seconds=0.05)
 
     def wrong():
         raise PromptError("wrong")
 
     async def main():
         with pytest.raises(ApiError) as slow:
-            await compilers.run(release.wait)
+            await compilers.run(release.wait, "a")
         with pytest.raises(ApiError) as full:
-            await compilers.run(wrong)
-        release.set()
-        patient = Compilers(at_once=1)
-        both = await asyncio.gather(*(patient.run(lambda i=i: i) for i in range(3)))
+            await compilers.run(wrong, "b")
+        compilers._known["c"] = None
         with pytest.raises(PromptError, match="wrong"):
-            await patient.run(wrong)
+            await compilers.run(wrong, "c")
+        release.set()
+        patient = known(monkeypatch, at_once=1)
+        both = await asyncio.gather(*(patient.run(lambda i=i: i, "d") for i in range(3)))
+        with pytest.raises(PromptError, match="wrong"):
+            await patient.run(wrong, "e")
         return slow.value.status, full.value.status, both
 
     assert asyncio.run(main()) == (400, 429, [0, 1, 2])
@@ -93,12 +103,12 @@ def test_a_process_that_nobody_ends():
 
 def test_time_and_places_that_others_took(monkeypatch):
     """Work has its whole time, however long it waited for a place; where the system has no thread, a place is free."""
-    compilers, times, wait_for = Compilers(at_once=1), [], asyncio.wait_for
+    compilers, times, wait_for = known(monkeypatch, at_once=1), [], asyncio.wait_for
     monkeypatch.setattr(asyncio, "wait_for", lambda it, seconds: times.append(seconds) or wait_for(it, seconds))
 
     async def main():
         compilers._take()
-        late = asyncio.ensure_future(compilers.run(lambda: 1))
+        late = asyncio.ensure_future(compilers.run(lambda: 1, "a"))
         await asyncio.sleep(0.05)
         compilers._give_back()
         assert (await late, times) == (1, [SECONDS])
@@ -109,7 +119,7 @@ def test_time_and_places_that_others_took(monkeypatch):
         monkeypatch.setattr(threading.Thread, "start", full)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no thread"):
-                await compilers.run(lambda: 1)
+                await compilers.run(lambda: 1, "a")
 
     asyncio.run(main())
 
