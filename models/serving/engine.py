@@ -297,6 +297,11 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
     def completion(self) -> Completion:
         return self._mail.completion
 
+    @property
+    def more(self) -> bool:
+        """Whether a token is here that has not been read."""
+        return bool(self._mail.items)
+
     def cancel(self) -> None:
         """Ends the request, unless it has ended; what it has made so far can still be read."""
         mail, core = self._mail, self._engine._core

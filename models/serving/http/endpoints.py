@@ -245,6 +245,7 @@ class Server:
 
     async def _events(self, streams: Sequence[Stream], answer: Answer, usage: bool, n: int) -> AsyncIterator[dict]:
         begun: set[int] = set()
+        held: dict[int, str] = {}
         async for i, token in self.metrics.timed(merged(streams)):
             if i not in begun:
                 begun.add(i)
@@ -252,8 +253,12 @@ class Server:
             if token is None:
                 for event in answer.last(i, streams[i].completion.finish_reason):
                     yield event
-            elif (event := answer.piece(i, token)) is not None:
-                yield event
+            else:
+                text = held.pop(i, "") + token.text
+                if streams[i].more and not answer.logprobs:  # what has come together is sent together
+                    held[i] = text
+                elif (event := answer.piece(i, token._replace(text=text))) is not None:
+                    yield event
         if usage:
             yield answer.usage(usage_of([stream.completion for stream in streams], n))
 

@@ -462,3 +462,19 @@ def test_adapters_are_models_by_name(engine, monkeypatch):
     assert post(app, "/v1/completions", model="other", prompt=[1]).status_code == 404
     error = post(app, "/v1/embeddings", model="sql", input="x").json()["error"]
     assert error["message"] == "embeddings are those of 'tiny'; its adapters have none"
+
+
+def test_tokens_that_have_come_together_are_one_event(app, engine):
+    """A client that reads slowly, or an engine that makes several at a time, costs no event for each."""
+    answer = app.state.server._answer(CompletionBody(prompt="a"), "text_completion", False)
+
+    async def read(logprobs: bool):
+        answer.logprobs = logprobs
+        stream = engine.stream("Once upon", max_tokens=12, logprobs=logprobs)
+        stream.result()
+        return [event["choices"][0]["text"] async for event in app.state.server._events([stream], answer, False, 1)]
+
+    text = text_of(engine, "Once upon", 12)
+    assert asyncio.run(read(False)) == ["", text, ""]
+    apart = asyncio.run(read(True))
+    assert len(apart) == 14 and "".join(apart) == text
