@@ -161,7 +161,7 @@ class Axes:
         None."""
         if self.tensor is None or self.steady or not self.talk or not isinstance(weight, jax.Array):
             return None
-        fits = x.ndim == 2 and x.dtype == weight.dtype == jnp.bfloat16
+        fits = x.ndim == 2 and x.dtype == weight.dtype
         fits = fits and hopper_normed_sums.misfit_of_first(x, weight, self.tensor) is None
         return TermOfProduct(x, weight, self.tensor) if fits else None
 

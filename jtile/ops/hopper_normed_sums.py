@@ -27,17 +27,25 @@ def _boxes(x, w, r, norm, *, axis: str, form: Form, **_):
     return [jt.symmetric((jt.axis_size(axis), tiles, form.columns // PIECE, ROWS, PIECE), x.dtype)]
 
 
-def _finish(sums, r, norm, y, scaled, squares, shared, box, tile, form: Form, axis: str) -> None:
+def _own(sums, shared, turned, tile, form: Form, dtype) -> list:
+    """The sums of this device for a tile, piece by piece, of which a thread has neighbours in a row."""
+    places = pieces(form.columns, PIECE)
+    if form.parts > 1:  # in one order, whichever program comes last
+        of = lambda at, width: [shared[tile, part, :, at : at + width] for part in range(form.parts)]
+        return [functools.reduce(jnp.add, of(at, width)).astype(dtype) for at, width in places]
+    for k, (at, width) in enumerate(places):
+        turned.at(k).store(piece(sums, at, width).astype(dtype))
+    jt.role_barrier()
+    return [turned.at(k).load() for k in range(len(places))]
+
+
+def _finish(sums, r, norm, y, scaled, squares, shared, turned, box, tile, form: Form, axis: str) -> None:
     """Post a tile of this device's product, and write the sum of those of all devices and of r, and what the norm needs
     of it."""
-    there, own = jt.arange(ROWS)[:, None] < y.shape[0], []
-    for at, width in pieces(form.columns, PIECE):
-        if form.parts == 1:
-            total = piece(sums, at, width)
-        else:  # in one order, whichever program comes last
-            total = functools.reduce(jnp.add, [shared[tile, part, :, at : at + width] for part in range(form.parts)])
-        own.append(total.astype(box.dtype))
-        post_to_others(box, (tile, at // PIECE, slice(None), slice(None)), own[-1], axis)
+    there = jt.arange(ROWS)[:, None] < y.shape[0]
+    own = _own(sums, shared, turned, tile, form, box.dtype)
+    for k, part in enumerate(own):
+        post_to_others(box, (tile, k, slice(None), slice(None)), part, axis)
     square = jt.zeros((ROWS,), jnp.float32)
     for (at, width), part in zip(pieces(form.columns, PIECE), own):
         first = tile * form.columns + at
@@ -66,16 +74,18 @@ def sum_into_norm(x, w, r, norm, y, scaled, squares, shared, box, *, axis: str, 
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
     mem = memory((w,), x.dtype, form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
+    turned = jt.alloc((ROWS, PIECE), x.dtype, slots=form.columns // PIECE) if form.parts == 1 else None
+    given = r, norm, y, scaled, squares, shared, turned, box, tile, form, axis
     with jt.role("consumer", warps=4, registers=_REGISTERS):
         (sums,) = sums_of(mem, count, form)
         done = jt.counters("tiles", squares.shape[0])
         if form.parts == 1:
-            _finish(sums, r, norm, y, scaled, squares, shared, box, tile, form, axis)
+            _finish(sums, *given)
         else:
             for at, width in pieces(form.columns, 64):
                 shared[tile, part, :, at : at + width] = piece(sums, at, width)
             if jt.arrive(done, tile, form.parts):
-                _finish(None, r, norm, y, scaled, squares, shared, box, tile, form, axis)
+                _finish(None, *given)
     with jt.role("producer", warps=1, registers=24, early=early):
         bring_weights(mem, (w,), tile, first, count, form)
     with jt.role("feeder", warps=1, registers=24):
@@ -93,6 +103,7 @@ def misfit_of_first(x, w, axis: str) -> str | None:
     form = None if why else hopper_normed.choice(*w.shape)
     return why or first_unmet(
         (has(jt.target(), *BLOCK_LEVEL), "the target has no products of warpgroups"),
+        (x.dtype == jnp.bfloat16, f"rows are {x.dtype.name}: those without their norm may overflow"),
         (POSTED, "no GPU has timed it"),
         (form is not None and form.columns % PIECE == 0, f"tiles have no multiple of {PIECE} columns"),
     )

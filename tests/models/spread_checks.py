@@ -21,7 +21,8 @@ from jtile.models.adapters import MODULES
 from jtile.models.folder import open_folder
 from jtile.models.mesh import Devices, devices_at_hand
 from jtile.models.parallel import Term
-from jtile.ops import gpu_tiles
+from jtile.ops import gpu_tiles, hopper_normed, hopper_normed_sums, hopper_wide
+from jtile.ops.hopper_wide import Form
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 DEVICES = np.array(jax.devices())
@@ -64,6 +65,23 @@ def check_llama_by_heads_and_its_logits():
         _ = lm.model
     with pytest.raises(PromptError, match="neither drafts nor checks drafts"):
         lm.generate([1, 2], 2, draft=jtile.models.NGram())
+
+
+def check_llama_whose_products_are_summed_in_their_kernels():
+    """Or in what stands in for these kernels here."""
+    asked = []
+    wide = {"parts_of": lambda x, w: 3, "choice": lambda n, k, weights: Form(64, 3 if weights == 1 else 1, 2)}
+    normed = {"misfit": lambda x, w, weights: asked.append(len(weights)), "choice": lambda n, k: Form(64, 2, 2)}
+    with (
+        mock.patch.object(hopper_normed_sums, "misfit_of_first", lambda x, w, axis: None),
+        mock.patch.multiple(hopper_wide, **wide),
+        mock.patch.multiple(hopper_normed, **normed),
+    ):
+        greedy("llama", (2,), {"tensor": "x"})
+    assert set(asked) == {1, 2}
+    with mock.patch.object(parallel, "in_one_kernel", lambda x, w, axis: asked.append(axis) or True):
+        greedy("llama", (2,), {"tensor": "x"}, rows=slice(1))
+    assert asked[-1] == "x"
 
 
 def check_gemma2_by_heads_and_tokens():
