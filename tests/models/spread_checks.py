@@ -73,7 +73,7 @@ def check_llama_whose_products_are_summed_in_their_kernels():
     wide = {"parts_of": lambda x, w: 3, "choice": lambda n, k, weights: Form(64, 3 if weights == 1 else 1, 2)}
     normed = {"misfit": lambda x, w, weights: asked.append(len(weights)), "choice": lambda n, k: Form(64, 2, 2)}
     with (
-        mock.patch.object(hopper_normed_sums, "misfit_of_first", lambda x, w, axis: None),
+        mock.patch.object(hopper_normed_sums, "misfit_of_first", return_value=None),
         mock.patch.multiple(hopper_wide, **wide),
         mock.patch.multiple(hopper_normed, **normed),
     ):
