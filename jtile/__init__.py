@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from jtile import models as models
     from jtile import ops as ops
     from jtile import testing as testing
+    from jtile._sizes import bounds_of as bounds_of
     from jtile.calls.bundle import export_bundle as export_bundle
+    from jtile.calls.over_sizes import takes_marks as takes_marks
     from jtile.calls.partitioned import partitioned as partitioned
     from jtile.execution import graph as graph
     from jtile.explorer import View as View
@@ -147,6 +149,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "architecture": "jtile.lowering.here",
     "autotune": "jtile.tune",
     "bench": "jtile.tune",
+    "bounds_of": "jtile._sizes",
     "can_talk": "jtile.primitive.devices",
     "cost": "jtile.tune.totals",
     "exchange": "jtile.primitive.exchange",
@@ -163,6 +166,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "profile": "jtile.tune",
     "profile_program": "jtile.tune.whole",
     "same_along": "jtile.primitive.same",
+    "takes_marks": "jtile.calls.over_sizes",
     "target": "jtile.lowering.here",
     "tile": "jtile.fusion.source",
     "view": "jtile.explorer.document",

@@ -157,3 +157,9 @@ def random_gamma_p() -> Any:
     from jax._src.random import core
 
     return core.random_gamma_p
+
+
+def resized(aval: Any, shape: Sequence[Any]) -> Any:
+    """A `jax.ShapeDtypeStruct` of the type of a value, but of this shape."""
+    weak, varying = getattr(aval, "weak_type", False), getattr(aval, "manual_axis_type", None)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak, manual_axis_type=varying)

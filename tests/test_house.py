@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("lowering", "ffi", "models")
 
 # Part of jtile -> the parts that it may import, besides itself. `PUBLIC` is `import jtile` and what it exports.
-BASE = {"_errors", "_config", "_compat", "_cache", "_collector", "_memo", "_mesh", "_parts", "_frames", "_stack"}
+BASE = {"_errors", "_config", "_compat", "_cache", "_collector", "_memo", "_mesh", "_parts", "_frames", "_sizes",
+        "_stack"}  # fmt: skip
 PUBLIC = {"", "errors", "_errors", "testing", "tune", "ops", "models"}  # _errors: the same classes as jtile.errors
 EVERYTHING_BELOW = BASE | {"ir", "language", "trace", "passes", "transforms", "interpret", "lowering", "ffi", "tune"}
 MAY_IMPORT = {
@@ -31,6 +32,7 @@ MAY_IMPORT = {
     "_frames": {"_errors"},
     "_mesh": {"_config"},
     "_parts": set(),
+    "_sizes": set(),
     "_effect": {"_compat"},
     "errors": {"_errors"},
     "ir": BASE,

@@ -17,7 +17,9 @@ from jax.tree_util import tree_flatten
 from jtile import ir
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile._sizes import bounds_of
 from jtile.calls.layout import Layout
+from jtile.calls.marks import Mark
 from jtile.calls.signature import Signature
 from jtile.primitive.sizes import sized
 
@@ -31,65 +33,98 @@ class Marked:
     Attributes:
       places: per array, the name of each dimension's symbol, None for static ones.
       sizes: the size of each symbol in this call: an int, or JAX's symbolic dimension while a program is exported.
+      bounds: the fewest and the most elements that a symbol may stand for, None: as many as an int32 counts.
     """
 
     places: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, Any]
+    bounds: dict[str, tuple[int, int | None]]
 
     def shape(self, k: int, shape: Sequence[Any], multiples: Mapping[str, int]) -> tuple[Any, ...]:
         """The shape of array k with symbols."""
-        return tuple(n if s is None else dimension(s, multiples[s]) for n, s in zip(shape, self.places[k]))
+        of = tuple((s, multiples[s], *self.bounds[s]) for s in self.sizes)
+        symbols = dict(zip(self.sizes, dimensions(of), strict=True))
+        return tuple(n if s is None else symbols[s] for n, s in zip(shape, self.places[k]))
 
 
-def marked(sig: Signature, names: Sequence[str], leaves: Sequence[Any], marks: Sequence[Any]) -> Marked | None:
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """What is called with marks, as errors name it: `"kernel matmul"`, and the place of its source."""
+
+    name: str
+    where: tuple[str, int] | None = None
+
+
+def marked(of: Callee, names: Sequence[str], leaves: Sequence[Any], marks: Sequence[Sequence[Mark]]) -> Marked | None:
     """The dynamic dimensions of a call with arrays of types `leaves`, called `names`; None where all are static.
 
     An empty dimension is static: symbols stand for 1 or more, and there is hardly a program to compile. So is one of
     more elements than an int32 counts.
     """
-    places, sizes = [], {}
-    for name, x, pairs in zip(names, leaves, marks, strict=True):
-        asked = {_axis(sig, name, x, a): given for a, given in pairs}
+    places, found = [], Marked((), {}, {})
+    for name, x, given in zip(names, leaves, marks, strict=True):
+        asked = {_axis(of, name, x, m.axis): m for m in given}
         row: list[str | None] = []
         for axis, n in enumerate(x.shape):
             symbolic = is_symbolic(n)
             if not symbolic and (axis not in asked or not 0 < n <= ir.MAX_SIZE):
                 row.append(None)
                 continue
-            row.append(_symbol(sig, asked.get(axis), f"{name}_{axis}", n, sizes))
+            mark = asked.get(axis, Mark(axis))
+            row.append(_symbol(of, mark.name, f"{name}_{axis}", n, found.sizes))
+            _bound(of, row[-1], n, mark, found.bounds)
         places.append(tuple(row))
-    return Marked(tuple(places), sizes) if sizes else None
+    return dataclasses.replace(found, places=tuple(places)) if found.sizes else None
 
 
-def _axis(sig: Signature, name: str, x: Any, axis: int) -> int:
+def _axis(of: Callee, name: str, x: Any, axis: int) -> int:
     rank = len(x.shape)
     if not -rank <= axis < rank:
-        raise KernelValueError(
-            f"dynamic axis {axis} of {name} of kernel {sig.name} is none of its {rank} axes", sig.where
-        )
+        raise KernelValueError(f"dynamic axis {axis} of {name} of {of.name} is none of its {rank} axes", of.where)
     return axis % rank
 
 
-def _symbol(sig: Signature, given: str | None, fresh: str, n: Any, sizes: dict[str, Any]) -> str:
+def _symbol(of: Callee, given: str | None, fresh: str, n: Any, sizes: dict[str, Any]) -> str:
     """The symbol of a dimension of n elements: the given name, the symbol of an equal dimension, or a fresh one."""
     if given is None:
         same = [s for s, size in sizes.items() if type(size) is type(n) and size == n]
         given = same[0] if same else fresh
     if sizes.setdefault(given, n) != n:
         raise KernelValueError(
-            f"dynamic dimension {given!r} of kernel {sig.name} has {sizes[given]} elements in one argument and {n} in "
-            "another",
-            sig.where,
+            f"dynamic dimension {given!r} of {of.name} has {sizes[given]} elements in one argument and {n} in another",
+            of.where,
         )
     return given
 
 
-@functools.cache
-def dimension(name: str, multiple: int = 1) -> Any:
-    """JAX's symbolic dimension `multiple * name`, in the one scope that kernels are traced in."""
-    from jax.export import symbolic_shape
+def _bound(of: Callee, symbol: str, n: Any, mark: Mark, bounds: dict[str, tuple[int, int | None]]) -> None:
+    """Note what a mark says about the sizes of a symbol, and hold it against the size at hand."""
+    if is_symbolic(n):  # in a program over symbols, which has bounds of its own
+        own = bounds_of(n)
+        mark = mark._replace(least=max(own[0], mark.least), most=_lower(own[1], mark.most))
+    elif not mark.least <= n <= (n if mark.most is None else mark.most):
+        most = "any number of" if mark.most is None else mark.most
+        raise KernelValueError(
+            f"dynamic dimension {symbol!r} of {of.name} has {n} elements: marked as {mark.least} to {most}", of.where
+        )
+    least, most = bounds.get(symbol, (1, None))
+    bounds[symbol] = max(least, mark.least), _lower(most, mark.most)
 
-    return multiple * symbolic_shape(name, scope=_scope())[0]
+
+def _lower(a: int | None, b: int | None) -> int | None:
+    return min((end for end in (a, b) if end is not None), default=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def dimensions(of: tuple[tuple[str, int, int, int | None], ...]) -> tuple[Any, ...]:
+    """JAX's symbolic dimensions `multiple * name` for (name, multiple, least, most), in one scope, which knows that
+    each has at least and at most so many elements."""
+    from jax.export import SymbolicScope, symbolic_shape
+
+    says = [f"{name} >= {-(-least // multiple)}" for name, multiple, least, _ in of if least > multiple]
+    says += [f"{name} <= {max(most // multiple, 1)}" for name, multiple, _, most in of if most is not None]
+    scope = _scope() if not says else SymbolicScope(says)
+    return tuple(multiple * symbolic_shape(name, scope=scope)[0] for name, multiple, *_ in of)
 
 
 @functools.cache

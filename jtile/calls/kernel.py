@@ -404,10 +404,11 @@ class Kernel:
 
     def _bind_dynamic(self, layout: Layout, marks: Any, meta: dict[str, Any], key: Any) -> _Bound:
         """The program of the sizes' family; `layout` is that of the sizes at hand."""
-        from jtile.calls.dynamic import Family, check, marked
+        from jtile.calls.dynamic import Callee, Family, check, marked
 
         leaves, tree = tree_flatten(layout.inputs)
-        found = marked(self._signature, layout.names[: len(leaves)], leaves, marks)
+        of = Callee(f"kernel {self.name}", self._signature.where)
+        found = marked(of, layout.names[: len(leaves)], leaves, marks)
         if found is None:
             return self._trace(layout, meta, tree, key)
 
@@ -418,7 +419,7 @@ class Kernel:
         static = tuple(
             tuple(n if s is None else s for n, s in zip(x.shape, row)) for x, row in zip(leaves, found.places)
         )
-        signature = tree, static, tuple(x.dtype for x in leaves), *key[2:]
+        signature = tree, static, tuple(found.bounds.items()), tuple(x.dtype for x in leaves), *key[2:]
         family = self._families.get(signature) or self._families.put(signature, Family(tuple(found.sizes), make))
         bound, values = family.pick(found.sizes)
         check(self._signature, bound.layout, layout, values)

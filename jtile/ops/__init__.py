@@ -7,6 +7,7 @@ typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`
 said in docs/extending.md, under "Names in kernels".
 """
 
+import jtile as _jt
 from jtile.ops import collectives as collectives
 from jtile.ops.activations import geglu as geglu
 from jtile.ops.activations import swiglu as swiglu
@@ -84,3 +85,15 @@ from jtile.ops.thresholds import largest as largest
 from jtile.ops.two_of_four import Sparse24Tensor as Sparse24Tensor
 from jtile.ops.two_of_four import sparse24 as sparse24
 from jtile.ops.two_of_four import sparse24_matmul as sparse24_matmul
+
+_OF_NUMBERS = ("choices", "from_gguf_blocks", "quantize", "routes_unsorted", "sparse24")  # what a format is made by
+
+
+def _take_marks(names: dict[str, object]) -> None:
+    """Let every function of the library take arrays with marks of `jt.dynamic`."""
+    for name, value in list(names.items()):
+        if not name.startswith("_") and name not in _OF_NUMBERS and callable(value) and not isinstance(value, type):
+            names[name] = _jt.takes_marks(value)
+
+
+_take_marks(globals())

@@ -86,8 +86,15 @@ LARGE = 1 << 20
 
 
 def known(n: Any) -> int:
-    """A size that tiles are chosen for: a dynamic one (a symbolic dimension of an export) counts as large."""
-    return n if isinstance(n, int) else LARGE
+    """A size that tiles are chosen for: of a dynamic one the most that its mark allows; without a bound it counts as
+    large, as in an export over symbolic shapes."""
+    most = n if isinstance(n, int) else jt.bounds_of(n)[1]
+    return LARGE if most is None else most
+
+
+def held(n: Any, most: int) -> bool:
+    """Whether rows of n elements may be tiles, which have at most `most`: those of a dynamic length may not."""
+    return isinstance(n, int) and n <= most
 
 
 def fit(n: int, target: int) -> int:

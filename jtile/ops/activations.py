@@ -14,15 +14,19 @@ from jtile.ops._shapes import as_rows, check_float, check_shape, fit, machine, r
 from jtile.ops.epilogues import ACTIVATIONS
 
 
-def _grid(gate, up, *, br, bn, n, **_):
-    return jt.cdiv(gate.shape[0], br), jt.cdiv(n, bn)
+def _type(gate, up, **_):
+    return jt.like(gate, shape=(gate.shape[0], gate.shape[1] // (2 if up is None else 1)))
 
 
-@jt.kernel(out_type=lambda gate, up, *, n, **_: jt.like(gate, shape=(gate.shape[0], n)), grid=_grid)
-def gated(gate, up, y, *, n: int, br: int, bn: int, activation: str):
+def _grid(gate, up, *, br, bn, **_):
+    return tuple(map(jt.cdiv, _type(gate, up).shape, (br, bn)))
+
+
+@jt.kernel(out_type=_type, grid=_grid)
+def gated(gate, up, y, *, br: int, bn: int, activation: str):
     """Tiles [br, bn] of y [rows, n]; `up` is None where the gate's columns [n, 2n) are the other factor."""
     # y = act(g) * u, g and u tiles of gate and up
-    i, j = jt.program_id(0), jt.program_id(1)
+    i, j, n = jt.program_id(0), jt.program_id(1), y.shape[1]
     rows = jt.ds(i * br, br)
     g = wide(gate[rows, jt.ds(j * bn, bn)])
     u = gate[rows, jt.ds(n + j * bn, bn)] if up is None else up[rows, jt.ds(j * bn, bn)]
@@ -43,7 +47,7 @@ def _apply(op: str, activation: str, gate, up):
     bn = fit(n, machine().tile)
     br = rows_per_tile(rows.shape[0], bn)
     up = None if up is None else as_rows(up)
-    return gated(rows, up, n=n, br=br, bn=bn, activation=activation).reshape(shape)
+    return gated(rows, up, br=br, bn=bn, activation=activation).reshape(shape)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -74,7 +74,7 @@ def blocks(first, bq: int, bk: int, length, window: Window):
 
 def floordiv(a, b: int):
     """`a // b` for a >= 0, without the correction for negative numbers."""
-    return a // b if isinstance(a, int) else jax.lax.div(a, jnp.asarray(b, a.dtype))
+    return jax.lax.div(a, jnp.asarray(b, a.dtype)) if hasattr(a, "dtype") else a // b
 
 
 def query_blocks(first, bk: int, bq: int, t: int, offset, length, window: Window):

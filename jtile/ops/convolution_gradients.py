@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import dispatch
-from jtile.ops._shapes import fit, machine, tuned
+from jtile.ops._shapes import fit, known, machine, tuned
 from jtile.ops.convolution_forms import convolution_op, cut, not_in_points, padded
 from jtile.ops.convolution_kernels import (
     Sides,
@@ -142,7 +142,7 @@ def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides
     bc, bo = fit(channels, side), fit(outputs, side)
     programs = math.prod(window) * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
     tiles = jt.cdiv(g.shape[-3], bh) * jt.cdiv(g.shape[-2], bw)
-    splits = min(tiles, jt.cdiv(machine().programs, programs))
+    splits = min(known(tiles), jt.cdiv(machine().programs, programs))
     more = {"groups": groups, "window": window, "splits": splits}
     dw = convolution_weight_tiles(x, g, bh=bh, bw=bw, bc=bc, bo=bo, **more, **options)
     return (dw[0] if splits == 1 else dw.sum(0)).astype(dtype)
@@ -182,7 +182,7 @@ def _dw_in_rows(x, g, of):
 
 def _splits(points: int, bm: int, blocks: int, programs: int = 2) -> int:
     """In how many shares of points sums are made by so many blocks of programs each, for `programs` of a processor."""
-    return max(1, min(jt.cdiv(points, bm), programs * machine().sums // (2 * blocks)))
+    return max(1, min(jt.cdiv(known(points), bm), programs * machine().sums // (2 * blocks)))
 
 
 def depthwise_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, pads: Pads):
@@ -193,7 +193,8 @@ def depthwise_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, 
         return _depthwise_dw_by_rows(x, g, window, pads).astype(dtype)
     x, bc = padded(x, pads), fit(channels, 64)
     bw = fit(g.shape[-2], max(1, machine().row // bc))
-    splits = max(1, min(math.prod(g.shape[:-2]), machine().programs // (math.prod(window) * jt.cdiv(channels, bc))))
+    programs = math.prod(window) * jt.cdiv(channels, bc)
+    splits = max(1, min(known(math.prod(g.shape[:-2])), machine().programs // programs))
     options = {"stride": stride, "dilation": dilation}
     return depthwise_weight_tiles(x, g, window=window, bw=bw, bc=bc, splits=splits, **options).sum(0).astype(dtype)
 

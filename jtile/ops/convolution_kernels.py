@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 import jtile as jt
 from jtile.ops import dispatch
@@ -19,7 +20,7 @@ Sides = tuple[int, ...]  # a number for each axis that a window moves along
 def out_shape(x, w, stride: Sides, dilation: Sides):
     axes = range(w.ndim - 2)
     sides = (jt.cdiv(x.shape[1 + k] - (w.shape[k] - 1) * dilation[k], stride[k]) for k in axes)
-    return x.shape[0], *(max(n, 0) for n in sides), w.shape[-1]
+    return x.shape[0], *(core.max_dim(n, 0) for n in sides), w.shape[-1]
 
 
 def _grid(x, w, *, bh, bw, bo, stride, dilation, groups, **_):

@@ -115,16 +115,20 @@ def flex_attention(
         lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
 
 
+def _tiles_of_masks(_, q, k, *, by: tuple[bool, bool], bq: int, **__):
+    """The batch rows and heads that have ranges of their own, and the tiles of queries."""
+    return q.shape[0] if by[0] else 1, q.shape[2] if by[1] else 1, jt.cdiv(q.shape[1], bq)
+
+
 @jt.kernel(
-    out_type=lambda _, *, of, t, bq, **__: jax.ShapeDtypeStruct((*of, jt.cdiv(t, bq), 2), jnp.int32),
-    grid=lambda _, *, of, t, bq, **__: (*of, jt.cdiv(t, bq)),
+    out_type=lambda *x, **meta: jax.ShapeDtypeStruct((*_tiles_of_masks(*x, **meta), 2), jnp.int32), grid=_tiles_of_masks
 )
-def mask_ranges(
-    extras, ranges, *, of: tuple[int, int], t: int, s: int, bq: int, bk: int, mask: Function, window: Window
-):
+def mask_ranges(extras, q, k, ranges, *, by: tuple[bool, bool], bq: int, bk: int, mask: Function, window: Window):
     """ranges [batch or 1, heads or 1, tiles of queries, 2]: the first block of keys that a tile sees any of, and one
-    behind the last."""
+    behind the last; of q [batch, t, heads, d] and k [batch, s, kv heads, d] only the shapes are read, and `by` says
+    whether the mask reads the numbers of batch rows and heads."""
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    t, s = q.shape[1], k.shape[1]
     rows, count = i * bq + jt.arange(bq)[:, None], jt.cdiv(s, bk)
     first, end = jnp.int32(count), jnp.int32(0)
     for j in jt.range(count):
@@ -138,11 +142,9 @@ def mask_ranges(
 
 def run(q, k, v, extras, key, *, tiles: dict[str, int], mask: Function, window: Window, **options):
     """`flex_attention` in tiles of `bq` queries and `bk` keys, with the ranges of its mask."""
-    (batch, t, heads, _), s = q.shape, k.shape[1]
     of = {"mask": mask, "window": window, "bq": tiles["bq"], "bk": tiles["bk"]}
-    by_batch, by_head = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
-    fixed = jax.tree.map(jax.lax.stop_gradient, extras)
-    ranges = mask_ranges(fixed, of=(batch if by_batch else 1, heads if by_head else 1), t=t, s=s, **of)
+    by = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
+    ranges = mask_ranges(*jax.tree.map(jax.lax.stop_gradient, (extras, q, k)), by=by, **of)
     return flex_attention(q, k, v, extras, ranges, key, **of, **options)
 
 

@@ -15,6 +15,7 @@ from jtile.ops._shapes import (
     check_int,
     check_shape,
     fit,
+    known,
     machine,
     rows_per_tile,
     sums_in,
@@ -194,7 +195,7 @@ def _not_in_lanes(x, *_, **__) -> str | None:
 def _in_rows(x, labels, **meta):
     rows, vocab = x.shape
     bv = fit(vocab, machine().tile // 2)
-    br = fit(rows, min(max(1, machine().tile // bv), jt.cdiv(rows, machine().programs)))
+    br = fit(rows, min(max(1, machine().tile // bv), jt.cdiv(known(rows), machine().programs)))
     return cross_entropy_rows(x, labels, br=br, bv=bv, **meta)
 
 

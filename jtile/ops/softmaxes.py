@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import spaces
-from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, of_rows, rows_per_tile, wide
+from jtile.ops._shapes import as_rows, check_axis, check_float, fit, held, machine, of_rows, rows_per_tile, wide
 from jtile.ops.dispatch import Implementation, Op, first_unmet
 
 _BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backwards, the first pass is a sum alone: blocks pay off sooner on a CPU
@@ -122,7 +122,7 @@ def _run(kernel, x, *more, **meta):
 
 
 def _is_again(rows, log: bool) -> bool:
-    return not log and rows.dtype.itemsize >= 4 and rows.shape[1] <= _AGAIN
+    return not log and rows.dtype.itemsize >= 4 and held(rows.shape[1], _AGAIN)
 
 
 def _rows_forward(kernel, x, *, log: bool = False, **meta):
@@ -149,7 +149,7 @@ def _backward_rows(y, g, *, log: bool, br: int):
 
 def _not_in_rows(y, *_, **__) -> str | None:
     longest = _BLOCKS_FROM - 1 if machine().whole else max(_BLOCKS_FROM - 1, machine().one_tile)
-    return first_unmet((y.shape[1] <= longest, f"rows of {y.shape[1]} are longer than {longest}"))
+    return first_unmet((held(y.shape[1], longest), f"rows of {y.shape[1]} are longer than {longest}"))
 
 
 def _backward_blocks(y, g, *, log: bool, br: int):
@@ -190,16 +190,22 @@ def _in_columns(x, *, axis: int, log: bool):
 
 
 def _not_in_columns(x, *, axis: int, **_) -> str | None:
-    return first_unmet((math.prod(x.shape[axis + 1 :]) > 1, "the elements of a slice lie side by side"))
+    return first_unmet(
+        (math.prod(x.shape[axis + 1 :]) != 1, "the elements of a slice lie side by side"),
+        (isinstance(x.shape[axis], int), "a slice has a dynamic length"),
+    )
 
 
 def _in_blocks(x, *, axis: int, log: bool):
-    rows = as_rows(x.reshape(x.shape[: axis + 1]))
-    return softmax_blocks(rows, bn=fit(rows.shape[1], machine().block), log=log).reshape(x.shape)
+    along = jnp.moveaxis(x, axis, -1)
+    rows = as_rows(along)
+    y = softmax_blocks(rows, bn=fit(rows.shape[1], machine().block), log=log).reshape(along.shape)
+    return jnp.moveaxis(y, -1, axis)
 
 
 def _not_in_blocks(x, *, axis: int, **_) -> str | None:
-    return first_unmet((x.shape[axis] > machine().one_tile, f"a program holds rows of {x.shape[axis]}"))
+    n = x.shape[axis]
+    return first_unmet((not held(n, machine().one_tile), f"a program holds rows of {n}"))
 
 
 def _in_rows(x, *, axis: int, log: bool):

@@ -32,7 +32,7 @@ CACHE_DTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # dtypes of 
 
 def splits_of(parts: int, slots: int) -> int:
     """The programs that share the keys of one of `parts`: enough for the machine; on a GPU no more than run at once."""
-    m = machine()
+    m, parts, slots = machine(), known(parts), known(slots)
     if m.whole:
         return min(jt.cdiv(m.programs, parts), jt.cdiv(slots, _SHORTEST_SPLIT))
     return min(max(m.programs // 4 // parts, 1), jt.cdiv(slots, 2 * _SHORTEST_SPLIT))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import check_float, check_rank, fit, machine, sums_in, wide
+from jtile.ops._shapes import check_float, check_rank, fit, known, machine, sums_in, wide
 
 _BOUNDARIES = {
     "zero": {"mode": "constant"},
@@ -90,7 +90,7 @@ def stencil_weight_sums(x, g, size: tuple[int, ...]):
     p, q = size
     bn = fit(g.shape[2], 1024)
     bm = fit(g.shape[1], max(1, machine().tile // bn))
-    chunks = min(machine().sums, g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn))
+    chunks = min(machine().sums, known(g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn)))
     return stencil_weight_tiles(x, g, p=p, q=q, bm=bm, bn=bn, chunks=chunks).sum(0)
 
 

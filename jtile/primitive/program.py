@@ -17,6 +17,7 @@ import numpy as np
 
 from jtile import ir
 from jtile._compat import held_weakly, is_symbolic
+from jtile._sizes import bounds_of
 from jtile.ir.block import level_of
 from jtile.primitive.options import Options
 from jtile.primitive.sharding import Hand
@@ -330,12 +331,18 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand, choice
     rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
     key = [choice.key] if choice else []
     pairs = [f"complex {spec.complexes}"] if any(spec.complexes) else []
-    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule, *key, *pairs)
+    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *_bounds(jaxpr), *rule, *key, *pairs)
     made = Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand, choice)
     if hand is None and not levels and made.block:  # nobody looks into a schedule: it is cut along vmaps only
         rows = lambda refs: tuple((None,) * len(v.shape) for v in refs)
         return dataclasses.replace(made, hand=Hand(rows(base.inputs), rows(base.outputs), lambda _: made))
     return made
+
+
+def _bounds(jaxpr: Any) -> list[str]:
+    """What is known of the sizes of a body's Refs, which Tile IR does not show and derivatives of the body go by."""
+    sizes = dict.fromkeys(n for v in jaxpr.jaxpr.invars for n in v.aval.shape if is_symbolic(n))
+    return [f"{n} in {bounds}" for n in sizes if (bounds := bounds_of(n)) != (1, None)]
 
 
 def fingerprint_of(kernel: ir.Kernel, narrow: tuple[str | None, ...], options: Options, *more: str) -> str:

@@ -282,7 +282,7 @@ def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
     named = any(not a.sharding.mesh.empty for a in avals)  # the types name shardings: those of the kernel's rule
     if named and not (linear.program.block or linear.program.devices):
         return result_types(avals, forward_program(linear))[: len(moved)]
-    outs = _outs(linear, avals[: linear.n_in])
+    outs = outs_of(linear, avals[: linear.n_in])
     if linear.program.devices:  # inside of shard_map: no dimension of a part is cut
         whole = [outs[k] for k in moved]
         return typed(avals, whole, [PartitionSpec(*(None,) * len(o.shape)) for o in whole])
@@ -348,7 +348,7 @@ def _custom_transpose(
     """The user's rule; it gets a cotangent for every output, None for one that is not of floats."""
     given = dict(zip(active(linear.program, linear.perturbed), cts, strict=True))
     full = []
-    for k, out in enumerate(_outs(linear, primals)):
+    for k, out in enumerate(outs_of(linear, primals)):
         ct = given.get(k)
         if not dtypes.issubdtype(out.dtype, np.inexact):
             full.append(None)
@@ -358,7 +358,7 @@ def _custom_transpose(
     return [ct for ct, p in zip(back, linear.perturbed, strict=True) if p]
 
 
-def _outs(lin: Linear, primals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def outs_of(lin: Linear, primals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Types of the kernel's outputs under the map's vmaps, those of the cotangents that a rule of the user's gets."""
     outs = []
     for k, o in enumerate(lin.program.results([x.shape for x in primals])):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jtile._compat import is_symbolic
+from jtile._sizes import bounds_of
 from jtile.trace.rules.control import counters
 from jtile.transforms.activity import is_literal
 from jtile.transforms.evaluate import as_loop
@@ -151,6 +152,12 @@ def _rule(*names: str) -> Callable[[Callable[..., Range]], Callable[..., Range]]
         return fn
 
     return register
+
+
+@_rule("dim_as_value")
+def _(params):
+    least, most = bounds_of(params["dim"])
+    return None if most is None else (least, most)
 
 
 @_rule("add")

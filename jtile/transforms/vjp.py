@@ -194,9 +194,9 @@ def _check_bounded(traced: Any) -> None:
         if eqn.primitive.name == "empty_ref" and UNBOUNDED in eqn.outvars[0].aval.shape:
             raise refuse(
                 "reverse mode must save the carry of this loop for every round, and cannot see how many rounds it runs "
-                "at most: bound hi with jnp.minimum(hi, a Python int), and lo with jnp.maximum where it is data; of a "
-                "while loop, whose gradient is such a loop, make `for k in jt.range(most)` and `break`; or give the "
-                "kernel a rule of its own (defvjp)",
+                "at most: bound hi with jnp.minimum(hi, a Python int), and lo with jnp.maximum where it is data; bound "
+                "a dynamic dimension, jt.dynamic(x, axis, most=4096); of a while loop, whose gradient is such a "
+                "loop, make `for k in jt.range(most)` and `break`; or give the kernel a rule of its own (defvjp)",
                 eqn,
             )
 

@@ -94,12 +94,14 @@ def test_short_floats_in_tiles_of_a_gpu():
 def test_blocks_that_a_mask_empties():
     """Causal documents of 4 and 12 positions: of the second, no tile of queries needs the first's keys."""
     segments = (np.arange(16, dtype=np.int32) >= 4).astype(np.int32)[None]
+    heads = lambda t, s: (np.zeros((1, t, 1, 8), "f"), np.zeros((1, s, 1, 8), "f"))
     ranges = evaluated(lambda x: flex_attention.mask_ranges(
-        (x,), of=(1, 1), t=16, s=16, bq=4, bk=2, mask=documents, window=(None, 0)
+        (x,), *heads(16, 16), by=(True, False), bq=4, bk=2, mask=documents, window=(None, 0)
     ))(segments)  # fmt: skip
     assert ranges[0, 0].tolist() == [[0, 2], [2, 4], [2, 6], [2, 8]]
     nothing = evaluated(lambda x: flex_attention.mask_ranges(
-        (x,), of=(1, 1), t=8, s=4, bq=4, bk=4, mask=lambda b, h, i, j, x: (i < 0) & (j < 0), window=(None, None)
+        (x,), *heads(8, 4), by=(False, False), bq=4, bk=4, mask=lambda b, h, i, j, x: (i < 0) & (j < 0),
+        window=(None, None),
     ))(segments)  # fmt: skip
     assert nothing[0, 0].tolist() == [[1, 0], [1, 0]]
 

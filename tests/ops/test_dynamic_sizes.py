@@ -1,0 +1,237 @@
+"""Functions of the library with marks of `jt.dynamic`: one compiled kernel for all sizes, against their references."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
+from jtile.lowering import registry
+from jtile.ops.convolutions import convolution_reference
+from jtile.ops.elementwise import bias_gelu_residual_reference
+from jtile.ops.filters import stencil_reference
+from jtile.ops.flash_attention import attention_reference
+from jtile.ops.linear_attention import linear_attention_reference
+from jtile.ops.losses import cross_entropy_reference
+from jtile.ops.matmul import matmul_reference
+from jtile.ops.norms import rms_norm_reference
+from jtile.ops.scans import cumsum_reference
+from jtile.ops.segments import segment_sum_reference
+from jtile.ops.softmaxes import log_softmax_reference, softmax_reference
+from jtile.testing.evaluate import evaluated
+
+SIZES = (5, 1, 33)  # the first one is compiled for
+
+
+@pytest.fixture
+def compilations(monkeypatch, tmp_path):
+    """The kernels that were compiled so far; nothing is found in a cache from before."""
+    monkeypatch.setattr(jt.config, "cache_dir", str(tmp_path), raising=False)
+    registry.forget()
+    names, compile_ = [], registry._compile
+
+    def counted(kernel, target, options, texts):
+        names.append(kernel.name)
+        return compile_(kernel, target, options, texts)
+
+    monkeypatch.setattr(registry, "_compile", counted)
+    monkeypatch.setattr(registry, "_stored", lambda key, target: None)
+    return names
+
+
+def of(*shape):
+    return np.asarray(normal(sum(shape), *shape))
+
+
+def ids(n, below):
+    return (np.arange(n) * 7 % below).astype(np.int32)
+
+
+def heads(n):
+    return tuple(np.asarray(normal(k + n, 1, n, 2, 8)) for k in range(3))
+
+
+def softly(n):
+    q, k, v = heads(n)
+    return q, k, v, -np.abs(of(1, n, 2))
+
+
+causal = {"causal": True}
+# name: the function, its reference, its arguments for a size, their dynamic axes, options
+CASES = {
+    "rows of a softmax": (ops.softmax, softmax_reference, lambda n: (of(n, 24),), (0,), {}),
+    "softmax": (ops.softmax, softmax_reference, lambda n: (of(3, n),), (1,), {}),
+    "columns of a log_softmax": (ops.log_softmax, log_softmax_reference, lambda n: (of(n, 9),), (0,), {"axis": 0}),
+    "rms_norm": (ops.rms_norm, rms_norm_reference, lambda n: (of(2, n, 24), of(24)), (1, None), {}),
+    "gelu": (
+        ops.bias_gelu_residual, bias_gelu_residual_reference,
+        lambda n: (of(n, 24), of(24), of(n, 24)), (0, None, 0), {},
+    ),
+    "rows of a product": (ops.matmul, matmul_reference, lambda n: (of(n, 16), of(16, 24)), (0, None), {}),
+    "terms of a product": (ops.matmul, matmul_reference, lambda n: (of(8, n), of(n, 24)), (1, 0), {}),
+    "cross_entropy": (ops.cross_entropy, cross_entropy_reference, lambda n: (of(n, 24), ids(n, 24)), (0, 0), {}),
+    "attention": (ops.attention, attention_reference, heads, (1, 1, 1), causal),
+    "keys of an attention": (
+        ops.attention, attention_reference, lambda n: (heads(7)[0], *heads(n)[1:]), (None, 1, 1), {},
+    ),
+    "linear_attention": (
+        lambda q, k, v, g: ops.linear_attention(q, k, v, log_decay=g),
+        lambda q, k, v, g: linear_attention_reference(q, k, v, log_decay=g),
+        softly, (1, 1, 1, 1), {},
+    ),
+    "convolution": (
+        ops.convolution, convolution_reference, lambda n: (of(1, n, 4), of(3, 4, 8)), (1, None), {},
+    ),
+    "stencil": (ops.stencil, stencil_reference, lambda n: (of(n, 12), of(3, 3)), (0, None), {}),
+    "cumsum": (ops.cumsum, cumsum_reference, lambda n: (of(3, n),), (1,), {}),
+    "segment_sum": (
+        lambda x, s: ops.segment_sum(x, s, 4), lambda x, s: segment_sum_reference(x, s, 4),
+        lambda n: (of(n, 6), ids(n, 4)), (0, 0), {},
+    ),
+}  # fmt: skip
+
+
+def mark(args, axes, most=64):
+    return [x if axis is None else jt.dynamic(x, axis, most=most) for x, axis in zip(args, axes, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_kernel_for_all_sizes(case, compilations):
+    """Results and gradients of all sizes by what was compiled for the first one."""
+    fn, reference, make, axes, options = CASES[case]
+
+    def both(run, args, cotangent):
+        floats = [k for k, x in enumerate(args) if x.dtype == np.float32]
+
+        def some(*moved):
+            at = dict(zip(floats, moved, strict=True))
+            return run([at.get(k, x) for k, x in enumerate(args)])
+
+        def pulled(cotangent, *moved):
+            out, back = jax.vjp(some, *moved)
+            return out, back(cotangent)
+
+        return evaluated(pulled)(cotangent, *[args[k] for k in floats])
+
+    for n in SIZES:
+        args = make(n)
+        want = evaluated(lambda *xs: reference(*xs, **options))(*args)
+        cotangent = of(*want.shape)
+        got = both(lambda xs: fn(*mark(xs, axes), **options), args, cotangent)
+        expected = both(lambda xs: reference(*xs, **options), args, cotangent)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            assert x.shape == y.shape
+            assert np.linalg.norm(x - y) <= 1e-5 * max(np.linalg.norm(y), 1)
+        if n == SIZES[0]:
+            first = list(compilations)
+            assert first
+    assert compilations == first
+
+
+def rows_of_products(x, w):
+    return ops.softmax(jt.dynamic(ops.matmul(jt.dynamic(x), w)))
+
+
+def test_vmap_jit_and_grad_share_the_kernels(compilations):
+    """Axes are those of one element of a batch; under jit the sizes are those that it is traced for."""
+    w, step = of(16, 24), jax.jit(rows_of_products)
+    for n in SIZES:
+        x = of(n, 16)
+        np.testing.assert_allclose(step(x, w), evaluated(softmax_reference)(x @ w), atol=1e-6)
+    assert len(compilations) == 2
+    for n in (5, 33):
+        x = of(3, n, 16)
+        got = evaluated(lambda x, n=n: jax.vmap(rows_of_products, (0, None))(x, w))(x)
+        np.testing.assert_allclose(got, evaluated(softmax_reference)(x @ w), atol=1e-6)
+    assert len(compilations) == 4  # a vmap is one more axis of the grid
+    slope = lambda fn: evaluated(jax.vmap(jax.grad(lambda x: (fn(x, w) ** 2).sum())))
+    np.testing.assert_allclose(
+        slope(rows_of_products)(x), slope(lambda x, w: softmax_reference(x @ w))(x), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_forward_mode_and_second_derivatives():
+    x, w = of(5, 16), of(16)
+    ours, theirs = (lambda x: ops.rms_norm(jt.dynamic(x), w)), (lambda x: rms_norm_reference(x, w))
+    twice = lambda fn: evaluated(jax.grad(lambda x: (jax.grad(lambda x: (fn(x) ** 3).sum())(x) ** 2).sum()))
+    np.testing.assert_allclose(twice(ours)(x), twice(theirs)(x), rtol=1e-3, atol=1e-3)
+    moved = lambda fn: evaluated(lambda x: jax.jvp(fn, (x,), (x * x,))[1])
+    np.testing.assert_allclose(moved(ours)(x), moved(theirs)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_bounds_choose_the_form():
+    """Few keys are left to one program; where there may be many, several share them, and a kernel joins their parts."""
+    q, k, lengths = of(1, 2, 8), of(1, 5, 2, 8), np.full(1, 5, np.int32)
+    for most, kernels in ((64, 1), (None, 2)):
+        marked = jt.dynamic(k, 1, most=most)
+        traced = jax.make_jaxpr(lambda q, m=marked: ops.decode_attention(q, m, m, lengths))(q)
+        assert str(traced).count("jtile_call[") == kernels
+
+
+def test_what_is_empty_or_no_array_is_static(compilations):
+    assert ops.softmax(jt.dynamic(of(0, 24))).shape == (0, 24)
+    assert compilations == []
+    x = of(5, 24)
+    same = [np.asarray(ops.rms_norm(jt.dynamic(x), of(24), eps=eps)) for eps in (1e-6, 0.5)]
+    assert np.abs(same[0] - same[1]).max() > 0.1
+
+
+def test_trees_of_marked_arrays(compilations):
+    for n in (5, 33):
+        tree = {"w": of(n, 8)}
+        state = ops.adam_init(tree)
+        marked = ops.AdamState(state.count, *jt.dynamic((state.m, state.v)))
+        got = ops.adamw(jt.dynamic(tree), jt.dynamic(tree), marked, learning_rate=0.1)
+        want = ops.adamw(tree, tree, state, learning_rate=0.1)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5)
+    assert len(compilations) == 3  # one that is dynamic, and one of each size
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ops.sort(jt.dynamic(of(3, 5), 1)), "sort is not made for these dynamic sizes (x_1)"),
+        (lambda: ops.layer_norm(jt.dynamic(of(3, 5), {1: "n"})), "layer_norm is not made for these dynamic sizes (n)"),
+        (lambda: ops.fft(jt.dynamic(of(3, 5).astype("F"), 1)), "fft is not made"),
+        (lambda: ops.resize(jt.dynamic(of(6, 5)), (4, 4)), "resize is not made"),
+        (lambda: ops.rms_norm(jt.dynamic(of(3, 5), 1), of(5)), "rms_norm is not made"),  # the weight has no mark
+    ],
+)
+def test_sizes_that_a_function_has_to_know(call, words):
+    with pytest.raises(UnsupportedError) as e:
+        call()
+    assert words in str(e.value) and "without marks" in str(e.value)
+
+
+def test_a_gradient_that_saves_rounds_asks_for_a_bound():
+    x, a, b = of(1, 9, 4), -np.abs(of(4, 2)), jt.dynamic(of(1, 9, 2), 1)
+    scanned = lambda x: ops.selective_scan(x, x, a, b, b).sum()
+    loss = lambda most: jax.eval_shape(jax.grad(lambda x: scanned(jt.dynamic(x, 1, most=most))), x)
+    with pytest.raises(TransformError, match="most="):
+        loss(None)
+    assert loss(16).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: ops.softmax(jt.dynamic(of(3, 5), 2)), KernelValueError, "dynamic axis 2 of x of softmax"),
+        (lambda: ops.softmax(jt.dynamic(of(3, 5), most=2)), KernelValueError, "marked as 1 to 2"),
+        (lambda: ops.softmax(jt.dynamic(of(3, 5), least=4)), KernelValueError, "marked as 4 to any number of"),
+        (lambda: jt.dynamic(of(3, 5), least=4, most=3), KernelValueError, "expected 1 <= least <= most"),
+        (lambda: jt.dynamic(of(3, 5), most=2.5), KernelTypeError, "are ints"),
+        (lambda: ops.softmax(jt.dynamic(ids(3, 5))), KernelTypeError, "float array, got int32"),
+        (lambda: ops.matmul(jt.dynamic(of(3, 5)), of(4, 2)), KernelValueError, "matmul"),
+    ],
+)  # fmt: skip
+def test_mistakes_keep_their_errors(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
