@@ -84,7 +84,7 @@ CASES = {
         softly, (1, 1, 1, 1), {},
     ),
     "convolution": (
-        ops.convolution, convolution_reference, lambda n: (of(1, n, 4), of(3, 4, 8)), (1, None), {},
+        ops.convolution, convolution_reference, lambda n: (of(1, n, n + 2, 4), of(3, 3, 4, 8)), ((1, 2), None), {},
     ),
     "stencil": (ops.stencil, stencil_reference, lambda n: (of(n, 12), of(3, 3)), (0, None), {}),
     "cumsum": (ops.cumsum, cumsum_reference, lambda n: (of(3, n),), (1,), {}),
