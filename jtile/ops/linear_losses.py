@@ -34,9 +34,9 @@ from jtile.ops.losses import cross_entropy_reference
 from jtile.ops.matmul import tiles
 from jtile.ops.parts import BLOCK, summed
 
-# Bytes of cotangents of logits that the backward pass holds at a time. On a CPU, where a product takes longer than
-# reading what it has given, it holds a fourth of KEPT, and the forward pass keeps KEPT bytes for it; on a GPU as many
-# as x and the weight have.
+# Bytes of cotangents of logits that the backward pass holds at a time; on a GPU a fourth of what x and the weight have,
+# where that is more. On a CPU, where a product takes longer than reading what it has given, it holds a fourth of KEPT,
+# and the forward pass keeps KEPT bytes for it; on a GPU as many as x and the weight have.
 HELD, KEPT = 96 << 20, 64 << 20
 
 
@@ -235,7 +235,8 @@ def _blocks_at_a_time(x, w, bm: int, bn: int) -> int:
     far as `HELD` allows: on a CPU a divisor of all, since a smaller number at the end takes further kernels; on a GPU
     as many as keep its processors busy to the end of each step, with a tile of bm x bn logits each."""
     blocks, column = jt.cdiv(w.shape[0], bn), known(x.shape[0]) * x.dtype.itemsize
-    most = min(blocks, max(1, (KEPT // 4 if machine().whole else HELD) // (bn * column)))
+    held = KEPT // 4 if machine().whole else max(HELD, _own_bytes(x, w) // 4) if small_tiles() else HELD
+    most = min(blocks, max(1, held // (bn * column)))
     between = range(most, most // 2, -1)
     if not small_tiles():
         return next((n for n in between if blocks % n == 0), most)
@@ -244,11 +245,14 @@ def _blocks_at_a_time(x, w, bm: int, bn: int) -> int:
     return min(between, key=lambda n: (rounds(n), blocks % n > 0))
 
 
+def _own_bytes(x, w) -> int:
+    return (known(x.shape[0]) + w.shape[0]) * w.shape[1] * w.dtype.itemsize
+
+
 def _classes_to_keep(x, w, bm: int, bn: int, memory: int | None) -> int:
     """Of how many classes the forward pass keeps the logits: whole steps of the backward pass, or all."""
     if memory is None:
-        own = (known(x.shape[0]) + w.shape[0]) * w.shape[1] * w.dtype.itemsize
-        memory = KEPT if machine().whole else own if small_tiles() else 0
+        memory = KEPT if machine().whole else _own_bytes(x, w) if small_tiles() else 0
     per, most = _blocks_at_a_time(x, w, bm, bn), memory // (bn * known(x.shape[0]) * _kept_dtype(x).itemsize)
     return w.shape[0] if most * bn >= w.shape[0] else most // per * per * bn
 
@@ -271,10 +275,9 @@ def linear_cross_entropy(
     """`cross_entropy(x @ weight.T + bias, labels)` of each row, with no array of logits.
 
     Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 96 MiB
-    of logits at a time (16 MiB on CPUs), which are computed again but for those that `memory` keeps, by default as many
-    bytes as x and the weight have on GPUs. Differentiable in
-    x, weight and bias; a row that is ignored, or has no such label, has no gradient. Products of 16-bit operands round
-    the cotangents of logits to their dtype.
+    of logits at a time (16 MiB on CPUs; on GPUs a fourth of what x and weight have, if that is more), which are
+    computed again but for those that `memory` keeps. Differentiable in x, weight and bias; a row that is ignored, or
+    has no such label, has no gradient. Products of 16-bit operands round the cotangents of logits to their dtype.
 
     Args:
       x: float array [..., features].
