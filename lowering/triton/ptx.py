@@ -26,6 +26,7 @@ _LETTING = f"""\t.reg .b32 %let_programs;
 \t@%let_few griddepcontrol.launch_dependents;
 """
 _ELECTED = re.compile(r"^(\s*)elect\.sync\s+%r\d+\|(%p\d+), -1;", re.M)
+_MADE, _APART = "mbarrier.init.", ("bra", "\n$L", "\n{\n")  # what makes a barrier; where code may part, or begins
 _MAPS = re.compile(r"^\s*\.param \.align 64 \.b8 (\w+)\[128\]", re.M)
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
@@ -113,10 +114,12 @@ def with_one_leader(text: str) -> str:
         leader = m[2]
         return m[0]
 
-    end = text.rfind("mbarrier.init")
-    head, rest = text[: max(end, 0)], text[max(end, 0) :]
-    begin = max(head.rfind("bra", 0, head.find("mbarrier.init")), head.rfind("\n$L", 0, head.find("mbarrier.init")), 0)
-    return head[:begin] + _ELECTED.sub(elected, head[begin:]) + rest
+    first, last = text.find(_MADE), text.rfind(_MADE)
+    begin = max(text.rfind(what, 0, max(first, 0)) for what in _APART)
+    made = text[begin:last]
+    if first == last or begin < 0 or any(what in text[first:last] for what in _APART):
+        return text
+    return text[:begin] + _ELECTED.sub(elected, made) + text[last:]
 
 
 def fetching_maps(text: str, warps: int) -> str:
