@@ -85,13 +85,12 @@ class Attention(nnx.Module):
         c = self.config
         return (qkv, cos) if c.rope.tempered is None else layers.tempered(qkv, cos, c.heads * c.head_dim)
 
-    def _leave(self, mixed, gates, following: tuple = ()):
+    def _leave(self, mixed, gates):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
         if self.output_bias is None:
-            more = {"following": following} if following else {}
-            return _last(self)(mixed, self.output.get_value(), **more)
+            return _last(self)(mixed, self.output.get_value())
         return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin, slots: int | None = None):
@@ -108,10 +107,10 @@ class Attention(nnx.Module):
             mixed = layers.chunked_attention(q, k, v, c.chunk, **options)
         return self._leave(mixed.reshape(*qkv.shape[:2], -1), gates), (k, v)
 
-    def step(self, qkv, cos, sin, slots: kv.Slots, following: tuple = (), x=None):
+    def step(self, qkv, cos, sin, slots: kv.Slots, x=None):
         """Attention of the next t tokens of each row, from their projection [batch * t, ...], to this layer's part of
-        the cache; returns (output [batch * t, hidden], the part of the cache with these tokens). following: see
-        `layers.linear`; x: [batch * t, hidden], which may be added to the output: it is `Added` then."""
+        the cache; returns (output [batch * t, hidden], the part of the cache with these tokens). x:
+        [batch * t, hidden], which may be added to the output: it is `Added` then."""
         c, (qkv, gates) = self.config, self._gates(qkv)
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
@@ -124,7 +123,7 @@ class Attention(nnx.Module):
             if together is not None:
                 return together if residual is None else (Added(together[0]), together[1])
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
-        return self._leave(mixed.reshape(qkv.shape[0], -1), gates, following), slots
+        return self._leave(mixed.reshape(qkv.shape[0], -1), gates), slots
 
 
 def _with_gates(weight, heads: int) -> list:
@@ -169,10 +168,9 @@ class GatedMLP(nnx.Module):
         """x [..., hidden] -> [..., hidden]; on several devices the term of this one."""
         return layers.gated_mlp(x, *self._weights(), self.activation)
 
-    def behind_norm(self, x, delta, norm, eps: float, following: tuple = ()):
-        """(x + delta, the output of this MLP for the norm of that sum). following: see `layers.linear`."""
-        more = {"following": following} if following else {}
-        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, _last(self), **more)
+    def behind_norm(self, x, delta, norm, eps: float):
+        """(x + delta, the output of this MLP for the norm of that sum)."""
+        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation, _last(self))
 
     def _weights(self):
         return self.gate.get_value(), self.up.get_value(), self.down.get_value()
@@ -186,20 +184,12 @@ def enter(attention, x, delta, norm, eps: float, hold: bool = False):
         return getattr(attention, "enter", layers.add_norm)(x, delta, norm.get_value(), eps)
 
 
-def mlp_behind_norm(mlp, x, delta, norm, eps: float, following: tuple = ()):
-    """(x + delta, the output of `mlp` for the norm of that sum). following: see `layers.linear`."""
+def mlp_behind_norm(mlp, x, delta, norm, eps: float):
+    """(x + delta, the output of `mlp` for the norm of that sum)."""
     if hasattr(mlp, "behind_norm"):
-        more = {"following": following} if isinstance(mlp, GatedMLP) else {}
-        return mlp.behind_norm(x, delta, norm.get_value(), eps, **more)
+        return mlp.behind_norm(x, delta, norm.get_value(), eps)
     x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
     return x, mlp(normed)
-
-
-def first_matrices(module) -> tuple:
-    """The matrices of the product that a module begins with, behind its norm; () where it begins otherwise."""
-    if type(module) is GatedMLP:
-        return layers.asked_for(module.gate.get_value(), module.up.get_value())
-    return layers.asked_for(module.qkv.get_value()) if type(module) is Attention else ()
 
 
 def tokens_at(arrays, at):
@@ -246,7 +236,7 @@ class Block(nnx.Module):
             if isinstance(attention, Attention):
                 attention.parts = True
 
-    def _run(self, x, delta, attend, at=None, hold: bool = False, following: tuple = (), of=None):
+    def _run(self, x, delta, attend, at=None, hold: bool = False, of=None):
         """((x, delta) behind this block, the entry of the cache) for x + delta in front of it; `attend(entered, x)`
         runs the attention, which may give its output `Added` to that sum; at: see `prefill`; hold: see `enter`; of:
         see `step`."""
@@ -254,7 +244,7 @@ class Block(nnx.Module):
         attended, entry = attend(entered, x)
         x, attended = (attended.total, None) if isinstance(attended, Added) else (x, attended)
         x, attended = rows_of(tokens_at((x, attended), at), of)
-        return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps, following), entry
+        return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 
     def prefill(self, x, delta, cos, sin, lengths=None, at=None, slots=None):
         """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens).
@@ -265,14 +255,13 @@ class Block(nnx.Module):
         more |= {"slots": slots} if isinstance(self.attention, Attention) else {}
         return self._run(x, delta, lambda entered, _: self.attention.prefill(entered, cos, sin, **more), at)
 
-    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, following: tuple = (), of=None):
+    def step(self, x, delta, cos, sin, slots: kv.Slots, hold: bool = False, of=None):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
-        longer part of the cache). hold: see `enter`; following: see `layers.linear`; of, int32 [n]: only these tokens
-        go through the MLP, and x and delta behind the block are [n, hidden]."""
-        more = {"following": first_matrices(self.mlp)} if type(self.attention) is Attention else {}
+        longer part of the cache). hold: see `enter`; of, int32 [n]: only these tokens go through the MLP, and x and
+        delta behind the block are [n, hidden]."""
         added = (lambda x: {"x": x}) if type(self.attention) is Attention else (lambda x: {})
-        attend = lambda entered, x: self.attention.step(entered, cos, sin, slots, **more, **added(x))
-        return self._run(x, delta, attend, hold=hold, following=following, of=of)
+        attend = lambda entered, x: self.attention.step(entered, cos, sin, slots, **added(x))
+        return self._run(x, delta, attend, hold=hold, of=of)
 
 
 class Decoder(nnx.Module):
@@ -445,12 +434,10 @@ class Decoder(nnx.Module):
         if entered is None:
             x, angles = self.enter(tokens.reshape(-1), positions)
         entries, hold = [], entered is not None
-        behind = [*(first_matrices(block.attention) for block in self.blocks), ()][1:]
         early = of is not None and type(self.blocks[-1]) is Block and not _routed(self.blocks[-1].mlp)
-        for block, entry, following in zip(self.blocks, cache.entries, behind, strict=True):
-            more = {"hold": hold} | ({"following": following} if type(block) is Block else {})
-            more |= {"of": of} if early and block is self.blocks[-1] else {}
-            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), **more)
+        for block, entry in zip(self.blocks, cache.entries, strict=True):
+            more = {"of": of} if early and block is self.blocks[-1] else {}
+            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), hold=hold, **more)
             hold = False  # what is behind the first kernel starts when those in front of it have ended
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps

@@ -19,7 +19,7 @@ import numpy as np
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import QuantizedTensor, gpu_tiles, hopper_gemv
+from jtile.ops import QuantizedTensor
 from jtile.ops.quantized_tensor import BLOCKS
 
 from . import kernels
@@ -96,25 +96,23 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None, part
     return x, y
 
 
-def linear_or_unmade(x, weight: Weight, following: tuple = ()) -> jax.Array | Unmade:
+def linear_or_unmade(x, weight: Weight) -> jax.Array | Unmade:
     """`linear`, or what is left for the kernel behind it to make."""
     if parts_of(x, weight) == 1:
-        return linear(x, weight, **({"following": following} if following else {}))
+        return linear(x, weight)
     return unmade(x, weight)
 
 
-def summed(x, weight: Weight, over: Axes, following: tuple = (), parts: bool = False) -> jax.Array | Term | Unmade:
+def summed(x, weight: Weight, over: Axes, parts: bool = False) -> jax.Array | Term | Unmade:
     """`linear` of what this device has of x and of the weight: its `Term` of the sum over devices, or, where product
     and sum are one kernel, the sum. parts: what is behind it takes `Unmade` terms, too."""
-    del following
     found = over.reduced(x, weight)
     found = over.unmade(x, weight) if found is None and parts else found
     return over.term(linear(x, weight)) if found is None else found
 
 
-def linear(x, weight: Weight, dtype=None, following: tuple = ()):
-    """x [..., in] times the transposed weight: [..., out] in `dtype`, by default x's. following: matrices that the
-    kernel behind this one reads, which a cache may be asked for."""
+def linear(x, weight: Weight, dtype=None):
+    """x [..., in] times the transposed weight: [..., out] in `dtype`, by default x's."""
     dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Adapted):
         return linear(x, weight.base, dtype) + weight.scale * linear(linear(x, weight.a), weight.b, dtype)
@@ -125,15 +123,9 @@ def linear(x, weight: Weight, dtype=None, following: tuple = ()):
     if isinstance(weight, tuple):
         return jnp.concatenate([linear(x, part, dtype) for part in weight], axis=-1)
     if isinstance(weight, QuantizedTensor):
-        return ops.quantized_matmul(x, weight, out_dtype=dtype, following=following)
+        return ops.quantized_matmul(x, weight, out_dtype=dtype)
     with _made_before(x, weight):
         return ops.matmul(x, _beside(x, weight), transpose_b=True, out_dtype=dtype)
-
-
-def asked_for(*matrices: Weight) -> tuple:
-    """The matrices that a kernel in front of the one that reads them asks a cache for: none where kernels do not
-    overlap."""
-    return matrices if hopper_gemv.FOLLOW and gpu_tiles.overlaps() else ()
 
 
 def _made_before(x, *weights: Weight):
@@ -229,24 +221,23 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 
 def add_norm_gated_mlp(
     x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu",
-    last: Callable = linear, following: tuple = (),
+    last: Callable = linear,
 ):  # fmt: skip
     """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`); or (the sum of both, None), where what is
-    behind takes `Unmade` and one kernel adds them. following: see `linear`."""
-    more = {"following": following} if following else {}
+    behind takes `Unmade` and one kernel adds them."""
     if isinstance(delta, Product) and delta.reaches(gate, up):
         x, hidden = delta.norm_product(x, norm, eps, gate, up, activation=activation)
-        return x, last(hidden, down, **more)
+        return x, last(hidden, down)
     if isinstance(delta, Term | Unmade) or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation, last)
     with _made_before(x, gate, up):
         gate, up = _beside(x, gate), _beside(x, up)
         first, residual = (x, None) if delta is None else (delta, x)
-        options = {"residual": residual, "eps": eps, "activation": activation, "following": asked_for(down)}
+        options = {"residual": residual, "eps": eps, "activation": activation}
         hidden, x = ops.rms_norm_gated_mlp(first, norm, gate, up, **options)
     total = product_and_residual(hidden, down, x) if last is linear_or_unmade else None
-    return (x, last(hidden, down, **more)) if total is None else (total, None)
+    return (x, last(hidden, down)) if total is None else (total, None)
 
 
 def product_and_residual(x, weight: Weight, residual):

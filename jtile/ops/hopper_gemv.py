@@ -28,7 +28,7 @@ from jtile.ops import gpu_tiles, hopper_held
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
-from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
+from jtile.ops.quantized_tensor import BLOCK
 from jtile.ops.streamed_numbers import (
     LANES,
     bits_of,
@@ -55,8 +55,6 @@ from jtile.ops.streamed_operands import (
     of_piece,
 )
 
-FOLLOW = False  # whether the second-level cache is asked for the matrices of the kernel behind
-FOLLOWING = 8  # pieces of a tile of a following matrix that it is asked for
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
@@ -170,9 +168,8 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 
 
 @jt.function
-def _produce(mem, weights, walk: Walk, kind: str, places: Places, following: tuple = ()):
-    """Fills the rings, a round of all roles at a time; at last asks for the first tiles of matrices that the kernel
-    behind reads."""
+def _produce(mem, weights, walk: Walk, kind: str, places: Places):
+    """Fills the rings, a round of all roles at a time."""
     buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
     for k in jt.range(walk.tiles * chunks):
         n, chunk = first + k // chunks * programs, k % chunks
@@ -185,11 +182,6 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places, following: tup
                         at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
                         tile = array.tiles(*ring.shape).at[at]
                         jt.async_copy(tile, ring.at(k), mem.full.at(k), evict="first")
-    ring = mem.words[0][0][0]
-    for array in following:
-        for piece in range(min(array.shape[1] // ring.shape[1], FOLLOWING)):
-            place = array.tiles(*ring.shape).at[first, piece]
-            jt.prefetch(place, ring.at(jnp.int32(0)), when=first * ring.shape[0] < array.shape[0])
 
 
 @jt.function
@@ -266,7 +258,7 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x), weights, epilogue, y, None, following=epilogue.following, **options)
+    program(Rows(x), weights, epilogue, y, None, **options)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, kind: str, activation,
@@ -275,13 +267,13 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, k
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual. Without a residual it is the norm of x."""
     options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, following=norm.following, **options)
+    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
             places: Places = IN_ORDER, count: int | None = None, share=None,
-            following: tuple = (), others=None):  # fmt: skip
+            others=None):  # fmt: skip
     """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y; others:
     y is summed over devices."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
@@ -297,7 +289,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _prepare(x, mem, j, kind, roles, chunks, early)
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
-        _produce(mem, weights, walk, kind, places, following)
+        _produce(mem, weights, walk, kind, places)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
@@ -309,7 +301,7 @@ def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) 
     arrays = len(jax.tree.leaves(weights))
     if held:
         return hopper_held.kernel(arrays, epilogue.bias is not None, epilogue.residual is not None)
-    return _kernel(arrays, epilogue.bias is not None, epilogue.residual is not None, len(epilogue.following))
+    return _kernel(arrays, epilogue.bias is not None, epilogue.residual is not None)
 
 
 def _grid(x, w, *_, rows: int, **__) -> int:
@@ -318,16 +310,16 @@ def _grid(x, w, *_, rows: int, **__) -> int:
 
 
 @functools.cache
-def _kernel(arrays: int, has_bias: bool, has_residual: bool, following: int = 0) -> jt.Kernel:
-    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual, *["_ _"] * following]
+def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
+    specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
     return _tuned(_body, _outputs, f"{', '.join(specs)} -> m o", "hopper_gemv", _KEY)
 
 
 @functools.cache
-def normed_kernel(arrays: int, following: int = 0, summed: bool = True) -> jt.Kernel:
+def normed_kernel(arrays: int, summed: bool = True) -> jt.Kernel:
     """The kernel with a norm in front, for weights of so many arrays; summed: the norm has a residual."""
     sums = ", m _ _" * summed
-    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _{sums}{', _ _' * following} -> m o{sums}"
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _{sums} -> m o{sums}"
     return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
 
 
@@ -419,7 +411,6 @@ def product(
     rows = hopper_held.choice(x, weights, kind)
     x, options = _arguments(x, weights, kind, rows)
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
-    epilogue = epilogue if rows is None else epilogue._replace(following=())
     return kernel(weights, epilogue, rows is not None)(x, weights, epilogue, **options)
 
 
@@ -431,30 +422,15 @@ def normed_product(
     (m, inner), n = x.shape, 128 // bits_of(kind)
     given, rows, summed = x, hopper_held.choice(x, weights, kind), norm.residual is not None
     x, options = _arguments(x, weights, kind, rows)
-    following = norm.following if rows is None else ()
     in_lanes = lambda a: None if a is None else a.reshape(*a.shape[:-1], inner // n, n)
-    norm = Norm(in_lanes(norm.weight), in_lanes(norm.residual), following)
+    norm = Norm(in_lanes(norm.weight), in_lanes(norm.residual))
     options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
     arrays = len(jax.tree.leaves(weights))
-    found = normed_kernel(arrays, len(following), summed) if rows is None else hopper_held.normed_kernel(arrays, summed)
+    found = normed_kernel(arrays, summed) if rows is None else hopper_held.normed_kernel(arrays, summed)
     if not summed:
         return found(x, weights, norm, **options), given
     y, total = found(x, weights, norm, **options)
     return y, total.reshape(m, inner)
-
-
-def following(weights: tuple[Weight, ...], matrices: tuple) -> tuple:
-    """Those arrays of the matrices that the kernel behind reads which this one can ask a cache for."""
-    if not (FOLLOW and gpu_tiles.overlaps()):
-        return ()
-    arrays = [m.codes if isinstance(m, QuantizedTensor) and not m.is_super else m for m in matrices]
-    alike = [a for a in arrays if isinstance(a, jax.Array) and a.dtype == weights[0].codes.dtype and a.ndim == 2]
-    return tuple(jax.lax.stop_gradient(alike))
-
-
-def product_followed(x, weights, epilogue, matrices, **options):
-    """`product` that asks a cache for matrices which the kernel behind it reads."""
-    return product(x, weights, epilogue._replace(following=following(weights, matrices)), **options)
 
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> tuple[jax.Array, dict]:

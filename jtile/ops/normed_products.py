@@ -24,9 +24,7 @@ from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 
 
-def rms_norm_matmul(
-    x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None, following: tuple = ()
-) -> tuple[jax.Array, jax.Array]:
+def rms_norm_matmul(x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual) @ b.T, x + residual)`, with statistics and sums in float32.
 
     Where both are one kernel, the norm is not rounded before the product. Differentiable in x, weight, residual, and in
@@ -39,7 +37,6 @@ def rms_norm_matmul(
       residual: float [..., k], or None: then it is the norm of x.
       eps: added to the mean square.
       out_dtype: dtype of the product; by default that of x.
-      following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
       The product [..., n], and the sum [..., k] in the residual's dtype; without a residual x.
@@ -48,20 +45,11 @@ def rms_norm_matmul(
       KernelTypeError: x, weight or residual is no float array.
       KernelValueError: shapes that do not fit.
     """
-    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype, following)
+    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype)
 
 
 def rms_norm_gated_mlp(
-    x,
-    weight,
-    gate,
-    up,
-    *,
-    residual=None,
-    eps: float = 1e-6,
-    activation: str = "silu",
-    out_dtype=None,
-    following: tuple = (),
+    x, weight, gate, up, *, residual=None, eps: float = 1e-6, activation: str = "silu", out_dtype=None
 ) -> tuple[jax.Array, jax.Array]:
     """`(gated_mlp(rms_norm(x + residual), gate, up, transpose=True), x + residual)`; see `rms_norm_matmul`.
 
@@ -73,7 +61,6 @@ def rms_norm_gated_mlp(
       eps: added to the mean square.
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
       out_dtype: dtype of the product; by default that of x.
-      following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
       The product [..., n], and the sum [..., k] in the residual's dtype; without a residual x.
@@ -85,7 +72,7 @@ def rms_norm_gated_mlp(
     check_activation("rms_norm_gated_mlp", activation)
     if len({w.kind if isinstance(w, QuantizedTensor) else "float" for w in (gate, up)}) == 2:
         raise jt.errors.KernelTypeError("rms_norm_gated_mlp takes two float weights, or two quantised ones of one kind")
-    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype, following)
+    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype)
 
 
 def product_and_residual(x, b, residual) -> jax.Array | None:
@@ -127,7 +114,7 @@ def rms_norm_gated_mlp_reference(
 
 
 def _call(
-    name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype, following: tuple
+    name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = jnp.asarray(x), jnp.asarray(weight)
     residual = None if residual is None else jnp.asarray(residual)
@@ -145,12 +132,11 @@ def _call(
     rows = (math.prod(x.shape[:-1]), *k)
     options = dict(eps=float(eps), activation=activation, out_dtype=float_dtype(name, out_dtype, x.dtype).name)
     added = None if residual is None else residual.reshape(rows)
-    y, total = _product(x.reshape(rows), added, weight, weights, following, **options)
+    y, total = _product(x.reshape(rows), added, weight, weights, **options)
     return y.reshape(*x.shape[:-1], n), total.reshape(x.shape)
 
 
-def _one_by_one(x, residual, weight, weights, following=(), *, eps: float, activation: str | None, out_dtype: str):
-    del following
+def _one_by_one(x, residual, weight, weights, *, eps: float, activation: str | None, out_dtype: str):
     normed, total = _norm_and_sum(rms_norm(x, weight, eps=eps, residual=residual), x)
     if activation is not None:
         options = dict(activation=activation, transpose=True, out_dtype=out_dtype)
@@ -165,13 +151,12 @@ def _norm_and_sum(found, x) -> tuple:
     return found if isinstance(found, tuple) else (found, x)
 
 
-def _streamed(x, residual, weight, weights, following=(), **options):
+def _streamed(x, residual, weight, weights, **options):
     kind, stored = _stored(x, weights)
-    after = hopper_gemv.following(stored, following)
-    return hopper_gemv.normed_product(x, stored, Norm(weight, residual, after), kind=kind, **options)
+    return hopper_gemv.normed_product(x, stored, Norm(weight, residual), kind=kind, **options)
 
 
-def _not_streamed(x, residual, weight, weights, following=(), **_) -> str | None:
+def _not_streamed(x, residual, weight, weights, **_) -> str | None:
     if isinstance(weights[0], QuantizedTensor) and weights[0].is_super:
         return f"the codes of {weights[0].kind} are in several arrays"
     kind, stored = _stored(x, weights)
@@ -185,11 +170,11 @@ def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
     return weights[0].kind, tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
 
 
-def _rounded(x, residual, weight, weights, following=(), **options):
+def _rounded(x, residual, weight, weights, **options):
     return float8_rows.normed_product(x, Norm(weight, residual), _stored(x, weights)[1], **options)
 
 
-def _not_rounded(x, residual, weight, weights, following=(), **_) -> str | None:
+def _not_rounded(x, residual, weight, weights, **_) -> str | None:
     if residual is None:
         return "nothing is added in front of the norm"
     kinds = {(w.activations, w.is_packed) for w in weights if isinstance(w, QuantizedTensor)}

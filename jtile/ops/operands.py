@@ -52,12 +52,10 @@ class Epilogue[T: Shaped](NamedTuple):
     Attributes:
       bias: one number a column, or None.
       residual: like the result, or None.
-      following: matrices that the product behind this one reads, which a cache may be asked for.
     """
 
     bias: T | None = None
     residual: T | None = None
-    following: tuple[T, ...] = ()
 
 
 NO_EPILOGUE = Epilogue()
@@ -69,9 +67,7 @@ class Norm[T: Shaped](NamedTuple):
     Attributes:
       weight: float [in].
       residual: like x, or None.
-      following: see `Epilogue`.
     """
 
     weight: T
     residual: T | None = None
-    following: tuple[T, ...] = ()

@@ -40,7 +40,6 @@ HALF = BLOCK // 2
 
 def quantized_matmul(
     x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None, out_dtype=jnp.float32,
-    following: tuple = (),
 ) -> jax.Array:  # fmt: skip
     """`activation(x @ weight.T + bias) + residual`, with sums in float32.
 
@@ -53,7 +52,6 @@ def quantized_matmul(
       activation: None, "relu", "silu", "gelu" (erf) or "gelu_tanh".
       residual: None or [..., out], added last.
       out_dtype: dtype of the result, a float; bias, activation and residual come before it is rounded.
-      following: matrices that the kernel behind this one reads. Caches may be asked for them; no result depends on it.
 
     Returns:
       [..., out].
@@ -73,7 +71,7 @@ def quantized_matmul(
             check_shape("quantized_matmul", name, y, shape)
             given[name] = y.reshape(1 if name == "bias" else rows.shape[0], out)
     options = dict(kind=weight.kind, activation=activation, out_dtype=out_dtype.name)
-    y = _multiplied(rows, (weight,), Epilogue(**given), following, **options)
+    y = _multiplied(rows, (weight,), Epilogue(**given), **options)
     return y.reshape(*x.shape[:-1], out)
 
 
@@ -120,9 +118,7 @@ def _divisor(n: int, limit: int) -> int:
     return best if 2 * best >= min(n, limit) else max(1, min(n, limit))
 
 
-def _multiplied(
-    x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, following: tuple = (), **options
-) -> jax.Array:
+def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **options) -> jax.Array:
     """The product by the op for weights of this kind. Nothing differentiates by their arrays, forwards or backwards:
     quantised weights are frozen."""
     if weights[0].is_super:
@@ -130,9 +126,6 @@ def _multiplied(
     arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
     ways = {w.activations for w in weights}
     product = _rounded(*ways) if len(ways) == 1 and None not in ways else _product
-    if following and hopper_gemv.FOLLOW and len(ways) == 1:
-        (activations,) = ways
-        return _followed(x, jax.lax.stop_gradient(arrays), epilogue, following, activations=activations, **options)
     return product(x, jax.lax.stop_gradient(arrays), epilogue, **options)
 
 
@@ -367,27 +360,6 @@ _product = Op(
     Implementation("dequantised, then dense", dequantized.product, dequantized.misfit, BLOCK_LEVEL, portable=False),
     Implementation("codes in lanes", _in_lanes, _not_in_lanes, WARPS),
     Implementation("rows of codes", _on_cpu),
-)
-
-
-def _followed_by(x, weights, epilogue, following, *, activations, **options):
-    del activations
-    return hopper_gemv.product_followed(x, weights, epilogue, following, **options)
-
-
-def _not_followed(x, weights, epilogue, following, *, kind, **_) -> str | None:
-    return _not_streamed(x, weights, epilogue, kind=kind)
-
-
-def _alone(x, weights, epilogue, following, *, activations, **options):
-    return (_product if activations is None else _rounded(activations))(x, weights, epilogue, **options)
-
-
-# `_product` in front of a kernel that reads the matrices `following`.
-_followed = Op(
-    "quantised product in front of another",
-    Implementation("a cache is asked", _followed_by, _not_followed, BLOCK_LEVEL, portable=False),
-    Implementation("alone", _alone),
 )
 
 

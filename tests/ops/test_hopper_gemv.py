@@ -78,23 +78,6 @@ def test_the_ops_call_it():
         assert relative_error(*(evaluated(lambda x, f=f: jax.jvp(f, (x,), (x,))[1])(x) for f in total)) < 1e-5
 
 
-def test_matrices_of_the_kernel_behind(monkeypatch):
-    """A cache is asked for them where kernels overlap, and the bits are the same."""
-    monkeypatch.setattr(hopper_gemv.hopper_held, "choice", lambda *_: None)
-    w, up, after = (QuantizedTensor.quantize(normal(seed, 24, 512), "q4_0").packed() for seed in (1, 3, 5))
-    x, norm, (real, asked) = normal(2, 1, 512), jnp.ones(512), (hopper_gemv.following, [])
-    monkeypatch.setattr(hopper_gemv, "FOLLOW", True)
-    monkeypatch.setattr(hopper_gemv, "following", lambda *of: asked.append(real(*of)) or asked[-1])
-    runs = (
-        lambda x, **more: ops.quantized_matmul(x, w, **more),
-        lambda x, **more: ops.rms_norm_gated_mlp(x, norm, w, up, residual=x, **more)[0],
-    )
-    with jt.config(arch="sm_90", interpret=True, overlap=True):
-        for f in runs:
-            np.testing.assert_array_equal(evaluated(lambda x, f=f: f(x, following=(after, x)))(x), evaluated(f)(x))
-    assert [a.shape for arrays in asked for a in arrays] == [(24, 64), (24, 64)]  # one matrix of words each
-
-
 def test_rows_of_matmul():
     x, w, bias = (
         normal(seed, *shape, dtype="bfloat16") for seed, shape in ((1, (1, 1, 128)), (2, (24, 128)), (3, (24,)))
