@@ -92,6 +92,7 @@ class Device:
         self._options = self._sent(self._chosen)
         self._changed = False
         self._penalties: dict[str, jax.Array] = {}
+        self._kept: dict[tuple[int, ...], jax.Array] = {}  # numbers and tokens of steps by shape, see `programs.bring`
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
     def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
@@ -120,7 +121,7 @@ class Device:
 
     def release(self) -> None:
         """Gives the memory of the cache back, whoever still has this object; nothing may run afterwards."""
-        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties)):
+        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties, self._kept)):
             x.delete()
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
@@ -148,11 +149,9 @@ class Device:
             self._options, self._changed = self._sent(self._chosen), False
         n, singles = self._settings.layout([segment.count for segment in plan.segments])
         batch, of, which = self._arrays(plan, n, singles)
-        table = self._table.copy()  # the device may read it later than the next plan is written here
         if plan.steps > 1:
-            return self._run_several(plan, level, table, batch, which)
-        run = self._step(n)
-        logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
+            return self._run_several(plan, level, batch, which)
+        logits = self.logits(self._table, batch, of)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
         if masks:
@@ -163,15 +162,40 @@ class Device:
         self._penalties = penalties or self._penalties
         return Result(tokens, rates)
 
-    def _run_several(self, plan: Plan, level: int, table: np.ndarray, batch: np.ndarray, which: np.ndarray) -> Result:
+    def logits(self, table: np.ndarray, batch: np.ndarray, of: np.ndarray) -> jax.Array:
+        """Runs `programs.step`, and returns its logits."""
+        numbers = self._bring(batch, of, table)
+        run = self._step(batch.shape[1])
+        logits, self._entries = run(self._lm._weights, self._entries, self._last, numbers, self._adapters)
+        return logits
+
+    def tokens(self, table: np.ndarray, batch: np.ndarray, level: int) -> jax.Array:
+        """Runs `programs.several`, and returns its tokens."""
+        numbers, n = self._bring(batch, table), batch.shape[1]
+        run, shape = self._several(n, level), (self._settings.launch_steps, n)
+        args = self._entries, self._last, self._keep(shape), self._options, numbers, self._adapters
+        self._kept[shape], self._entries, self._last = run(self._lm._weights, *args)
+        return self._get(("copied", shape), programs.copied, self._kept[shape])(self._kept[shape])
+
+    def _bring(self, *parts: np.ndarray) -> jax.Array:
+        """The numbers of a step, one part after the other, on the device, in the place of the last ones."""
+        numbers = np.concatenate([part.ravel() for part in parts])  # a copy: the device may read it later
+        old = self._keep(numbers.shape)
+        run = self._get(("bring", numbers.shape), programs.bring, old, numbers)
+        new = self._kept[numbers.shape] = run(old, numbers)
+        return new
+
+    def _keep(self, shape: tuple[int, ...]) -> jax.Array:
+        """The array int32 of a shape that steps use again and again."""
+        if shape not in self._kept:
+            self._kept[shape] = self._zeros(shape, jnp.int32)
+        return self._kept[shape]
+
+    def _run_several(self, plan: Plan, level: int, batch: np.ndarray, which: np.ndarray) -> Result:
         """Runs a launch of several steps; its arguments are those of the first one."""
         chosen = np.zeros((batch.shape[1],), np.int32)
         chosen[: len(plan.segments)] = [segment.chosen for segment in plan.segments]
-        batch = np.concatenate([batch, chosen[None], which[1:]])
-        args = self._options, table, batch, self._adapters
-        run = self._several(batch.shape[1], level)
-        tokens, self._entries, self._last = run(self._lm._weights, self._entries, self._last, *args)
-        return Result(tokens, None)
+        return Result(self.tokens(self._table, np.concatenate([batch, chosen[None], which[1:]]), level), None)
 
     def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `programs.step` and `programs.choose` for a plan; brings the table up to date, too. If a
@@ -241,17 +265,18 @@ class Device:
         return self._compiled[key]
 
     def _step(self, n: int) -> jax.stages.Compiled:
-        lm, of = self._lm, np.zeros((self._settings.samples(n),), np.int32)
-        args = self._entries, self._last, self._table, np.zeros((5, n), np.int32), of, self._adapters
+        lm, samples = self._lm, self._settings.samples(n)
+        args = self._entries, self._last, self._keep((5 * n + samples + self._table.size,)), self._adapters
         singles, tile = self._settings.singles, self._settings.tile
         options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
+        options |= {"tokens": n, "samples": samples}
         return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
 
     def _several(self, n: int, level: int) -> jax.stages.Compiled:
         lm, count = self._lm, self._settings.launch_steps
-        args = self._entries, self._last, self._options, self._table, np.zeros((7, n), np.int32), self._adapters
-        options = {"splits": self._settings.splits, "steps": LEVELS[level], "count": count}
-        key = "several", n, level, count
+        numbers = self._keep((7 * n + self._table.size,))
+        args = self._entries, self._last, self._keep((count, n)), self._options, numbers, self._adapters
+        options, key = {"splits": self._settings.splits, "steps": LEVELS[level]}, ("several", n, level, count)
         return self._get(key, programs.several, lm._structure, lm._weights, *args, **options)
 
     def _all_allowed(self, k: int) -> np.ndarray:

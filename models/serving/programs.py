@@ -30,15 +30,26 @@ PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, each a
 LOGPROBS = 20  # how many of the likeliest tokens a step reports, if a request wants any
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "tiles"), donate_argnames=("entries",))
-def step(structure, weights, entries, last, table, batch, of, adapters, *, splits, tiles=None):
-    """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("tokens", "samples", "splits", "tiles"), donate_argnames=("entries",)
+)
+def step(structure, weights, entries, last, numbers, adapters, *, tokens, samples, splits, tiles=None):
+    """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache) of a step of n `tokens` with k
+    `samples`.
 
+    numbers: what `Device` brings, int32, of which the parts follow each other:
     batch: int32 [5, n], for each of n tokens its id, its position, the slot of its sequence, whether its id is to be
     taken from `last`, int32 [slots], the newest token of each slot, and the number of its adapter, 0 for none. table:
     int32 [slots, pages of a row]. The last slot is for padding, of which nothing is kept; its positions are -1.
     adapters: the result of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
+    batch, of, table = _parts(numbers, last, tokens, samples)
     return _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles)
+
+
+def _parts(numbers, last, tokens: int, samples: int, rows: int = 5):
+    """The parts of `numbers`: batch [rows, tokens], of [samples], table [slots, pages of a row]."""
+    batch, rest = numbers[: rows * tokens], numbers[rows * tokens :]
+    return batch.reshape(rows, tokens), rest[:samples], rest[samples:].reshape(last.shape[0], -1)
 
 
 def _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles=None):
@@ -55,21 +66,23 @@ def _step(structure, weights, entries, last, table, batch, of, adapters, splits,
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("count", "splits", "steps"), donate_argnames=("entries", "last")
+    jax.jit, static_argnums=0, static_argnames=("splits", "steps"), donate_argnames=("entries", "last", "chosen")
 )
-def several(structure, weights, entries, last, options, table, batch, adapters, *, count, splits, steps):
-    """`count` times `step` and `choose`, without penalties, for rows that all decode: (int32 [count, n] tokens, the
-    longer cache, last).
+def several(structure, weights, entries, last, chosen, options, numbers, adapters, *, splits, steps):
+    """Several times `step` and `choose`, without penalties, for n rows that all decode: (int32 [count, n] tokens in the
+    place of `chosen`, the longer cache, last).
 
-    batch: int32 [7, n], as in `step`, and how many tokens each row makes, at most `count`, and how many of its answer
-    were made before. Behind its last one a row is padding. Tokens have the bits that the same steps give one by one:
-    each has the same kernels, and the barriers keep XLA from merging what stands in programs of its own there."""
-    chosen = []
-    for _ in range(count):
+    numbers: as in `step`, but that a batch is [7, n], and `of` nothing: behind the others stand how many tokens each
+    row makes, at most `count`, and how many of its answer were made before. Behind its last one a row is padding.
+    Tokens have the bits that the same steps give one by one: each has the same kernels, and the barriers keep XLA from
+    merging what stands in programs of its own there."""
+    batch, _, table = _parts(numbers, last, chosen.shape[1], 0, rows=7)
+    made = []
+    for _ in range(len(chosen)):
         args = entries, last, options, table, batch, adapters
         tokens, entries, last, batch = _one_of_several(structure, weights, *args, splits=splits, steps=steps)
-        chosen.append(tokens)
-    return jnp.stack(chosen), entries, last
+        made.append(tokens)
+    return jax.lax.dynamic_update_slice(chosen, jnp.stack(made), (0, 0)), entries, last
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "steps"))
@@ -120,6 +133,19 @@ def _masked(logits, allowed):
     ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
     bits = jax.lax.shift_right_logical(allowed[:, ids // 32], (ids % 32)[None, :]) & 1
     return jnp.where((bits > 0) | jnp.isnan(logits), logits, -jnp.inf)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def bring(old, new):
+    """New numbers in the place of the old ones. XLA records the kernels of a step as a CUDA graph, which it writes anew
+    if any operand lies elsewhere than before: that took the host 3 ms of each step of an 8B model beside an H200."""
+    return jax.lax.dynamic_update_slice(old, new, (0,))
+
+
+@jax.jit
+def copied(x):
+    """A copy, which lies elsewhere."""
+    return jnp.copy(x)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from serving_checks import idle, numbers, run, until
@@ -138,3 +139,17 @@ def test_a_host_in_time_makes_launches_of_one_step(lm, one, monkeypatch):
 def test_numbers_of_steps(lm, steps):
     with pytest.raises(ModelError, match="launch_steps of an engine is an int from 1 to 8"):
         settings_of(lm, **SIZES, launch_steps=steps)
+
+
+def test_operands_of_steps_stay_where_they_are(lm, one, two):
+    """Else XLA writes its graph of their kernels anew for each launch."""
+    for core in (one, two):
+        core.scheduler.reset()
+        places = []
+        core.submit(read_request(lm, 64, [5, 6, 7], 30, None, None), lambda token, error: None)
+        while not core.idle:
+            core.step()
+            device = core.device
+            kept = jax.tree.leaves((device._kept, device._last, device._entries))
+            places.append([x.unsafe_buffer_pointer() for x in kept if not x.is_deleted()])
+        assert places[3:-2] and all(place == places[3] for place in places[3:-2])
