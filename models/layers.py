@@ -19,7 +19,7 @@ import numpy as np
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, normed_products
 from jtile.ops.quantized_tensor import BLOCKS
 
 from . import kernels
@@ -241,10 +241,9 @@ def add_norm_gated_mlp(
 
 
 def product_and_residual(x, weight: Weight, residual):
-    """x times the transposed weight, plus the residual, where one kernel does both (`ops.product_and_residual`); else
-    None."""
+    """x times the transposed weight, plus the residual, where one kernel does both; else None."""
     known = isinstance(weight, QuantizedTensor) or (isinstance(weight, jax.Array) and weight.dtype == x.dtype)
-    return ops.product_and_residual(x, weight, residual) if ADDED and known else None
+    return normed_products.product_and_residual(x, weight, residual) if ADDED and known else None
 
 
 def _apart(gate: Weight, up: Weight) -> bool:

@@ -43,7 +43,6 @@ from jtile.ops.linear_losses import linear_cross_entropy as linear_cross_entropy
 from jtile.ops.losses import cross_entropy as cross_entropy
 from jtile.ops.matmul import matmul as matmul
 from jtile.ops.native_sparse import native_sparse_attention as native_sparse_attention
-from jtile.ops.normed_products import product_and_residual as product_and_residual
 from jtile.ops.normed_products import rms_norm_gated_mlp as rms_norm_gated_mlp
 from jtile.ops.normed_products import rms_norm_matmul as rms_norm_matmul
 from jtile.ops.norms import layer_norm as layer_norm

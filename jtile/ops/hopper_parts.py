@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, held_words, hopper_held
+from jtile.ops import gpu_tiles, hopper_held
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_held import WARPS, _load, _made, _made_of_words
+from jtile.ops.held_rows import Rows, made
+from jtile.ops.hopper_held import WARPS
 from jtile.ops.hopper_step import QUERIES, UNIT, _zero_behind
 from jtile.ops.operands import Weight
-from jtile.ops.streamed_numbers import EIGHT, LANES, bits_of, field_planes, float_sums
-from jtile.ops.streamed_operands import PIECE
+from jtile.ops.streamed_numbers import bits_of
 
 MOST = 6  # units of a part: 96 KB of keys and values of 64 numbers
 PARTS = (1, 2, 4)
@@ -104,9 +104,9 @@ def _attend(w: _Work, qkv, cos, sin, lengths, new_keys, new_values, o, lse, head
     scores = [jt.dot_wait(x, pending=0) for x in scores]
     row = jnp.broadcast_to(jt.arange(UNIT)[:, None], (UNIT, QUERIES))
     inside = [row < length - (first + u * UNIT) for u in range(w.units)] + [row < mine.astype(jnp.int32)]
-    scores = [jnp.where(of, x * (scale * LOG2_E), NOTHING) for x, of in zip(scores, inside)]
-    top = functools.reduce(jnp.maximum, scores).max(0)
-    weights = [jnp.where(of, jnp.exp2(x - top[None]), 0.0) for x, of in zip(scores, inside)]
+    scores = [jnp.where(of, x, NOTHING) for x, of in zip(scores, inside)]
+    top = functools.reduce(jnp.maximum, scores).max(0) * (scale * LOG2_E)
+    weights = [jnp.where(of, jnp.exp2(x * (scale * LOG2_E) - top[None]), 0.0) for x, of in zip(scores, inside)]
     for u, x in enumerate(weights):
         w.P[u].store(x.astype(dtype).T)
     jt.fence_shared()
@@ -159,81 +159,16 @@ def hopper_parts(
 # -- the product behind it --------------------------------------------------------------------------------------------
 
 
-def _eights(o, lse, d: int) -> list[list]:
-    """The output of attention, put together of its parts: the pieces of a row, each in four tiles [lanes, `EIGHT`]."""
-    parts, lines, n = o.shape
-    groups, eights = PIECE // n // LANES, n // EIGHT
-    pieces, each = jt.cdiv(lines * n, PIECE), range(parts)
-    head = lambda group: jnp.minimum((group * LANES + jt.arange(LANES)) // (d // n), lse.shape[1] - 1)
-    sums = [[lse[p, head(group)] for p in each] for group in range(pieces * groups)]
-    tile = lambda p, group, k: o.tiles(None, LANES, EIGHT)[p, group, k]
-    tiles = [[[tile(p, group, k) for p in each] for k in range(eights)] for group in range(pieces * groups)]
+def _joined(form: Rows, o, lse, d: int) -> list[list]:
+    """The output of attention, put together of its parts: the tiles of a row."""
+    each, side = range(o.shape[0]), form.side
+    head = lambda k: jnp.minimum((k * side + jt.arange(side)) // (d // o.shape[2]), lse.shape[1] - 1)
+    sums = [[lse[p, head(places[0][0])] for p in each] for places in form.places]
+    tiles = [form.of(o, p) for p in each]
     whole = []
-    for of_group, of_tiles in zip(sums, tiles):
-        shares = [share[:, None] for share in _shares(of_group)]
-        terms = [[x.astype(jnp.float32) * share for x, share in zip(of, shares)] for of in of_tiles]
-        whole.append([functools.reduce(jnp.add, of) for of in terms])
-    return [[x for of in whole[at * groups : (at + 1) * groups] for x in of] for at in range(pieces)]
-
-
-@jt.kernel(
-    out_type=lambda o, lse, weight, *_, out_dtype, **__: jax.ShapeDtypeStruct((1, weight.codes.shape[0]), out_dtype),
-    grid=lambda o, lse, weight, *_, rows, **__: jt.cdiv(weight.codes.shape[0], rows),
-)
-def hopper_joined(o, lse, weight: Weight, residual, y, *, kind: str, d: int, rows: int, out_dtype: str):
-    """`hopper_held` of the parts o [parts, in / n, n] of attention, n weights to a lane, and their lse float32 [parts,
-    heads]; heads of d numbers. residual: [1, out], which is added, or None."""
-    tile, inner = jt.program_id(0), o.shape[1] * o.shape[2]
-    pieces = jt.cdiv(inner, PIECE)
-    if hopper_held.in_words((weight,), inner, kind):
-        with jt.role("rows", warps=WARPS, registers=_REGISTERS[1], early=True):
-            _joined_words(o, lse, weight, residual, y, kind, d, rows, tile)
-        return
-    with jt.role("rows", warps=WARPS, registers=_REGISTERS[1], early=True):
-        stored = _load(weight, tile, rows, kind, inner, pieces)
-        last = bits_of(kind) < 16 and weight.scaled_last(kind)
-        of_rows = weight.scale.tiles(rows, 1)[tile, 0][:, 0] if weight.scale is not None and last else None
-        (held,) = _made([stored], [[None] * 4 for _ in range(pieces)], rows, kind)
-        jt.wait_for_kernels()
-        planes = [field_planes(of, kind) for of in _eights(o, lse, d)]
-        out = functools.reduce(jnp.add, [float_sums(numbers, x) for numbers, x in zip(held, planes)]).sum(1)
-        out = out if of_rows is None else out * of_rows
-        out = out if residual is None else out + residual.tiles(None, rows)[0, tile].astype(jnp.float32)
-        y.tiles(None, rows)[0, tile] = out.astype(y.dtype)
-
-
-def _joined_words(o, lse, weight: Weight, residual, y, kind: str, d: int, rows: int, tile):
-    """`hopper_joined` of packed weights that lie in lanes word by word."""
-    inner, parts, last = (
-        o.shape[1] * o.shape[2],
-        rows // held_words.ROWS,
-        weight.scale is not None and weight.scaled_last(kind),
-    )
-    at = [tile * parts + part for part in range(parts)]
-    strips = held_words.strips_of(inner, kind)
-    of_rows = [weight.scale.tiles(held_words.ROWS, 1)[k, 0][:, 0] if last else None for k in at]
-    stored = [held_words.load(weight, tile, rows, kind, inner)]
-    (held,) = _made_of_words(stored, [None] * len(strips), kind)
-    jt.wait_for_kernels()
-    planes = [held_words.planes(of) for of in _strips(o, lse, d, strips)]
-    for k, numbers, scale in zip(at, held, of_rows):
-        out = held_words.sums(numbers, planes)
-        out = out if scale is None else out * scale
-        out = out if residual is None else out + residual.tiles(None, held_words.ROWS)[0, k].astype(jnp.float32)
-        y.tiles(None, held_words.ROWS)[0, k] = out.astype(y.dtype)
-
-
-def _strips(o, lse, d: int, strips: range) -> list[list]:
-    """The output of attention, put together of its parts, by strip: tiles [units, `EIGHT`]."""
-    each, n, units = range(o.shape[0]), o.shape[2], held_words.UNITS
-    head = lambda k: jnp.minimum((k * units + jt.arange(units)) // (d // n), lse.shape[1] - 1)
-    sums = [[lse[p, head(k)] for p in each] for k in strips]
-    tile = lambda p, k, q: o.tiles(None, units, EIGHT)[p, k, q].astype(jnp.float32)
-    tiles = [[[tile(p, k, q) for p in each] for q in range(n // EIGHT)] for k in strips]
-    whole = []
-    for of_strip, of_tiles in zip(sums, tiles):
+    for of_strip, *of_parts in zip(sums, *tiles):
         shares = [share[:, None] for share in _shares(of_strip)]
-        whole.append([functools.reduce(jnp.add, [x * share for x, share in zip(of, shares)]) for of in of_tiles])
+        whole.append([functools.reduce(jnp.add, [x * share for x, share in zip(of, shares)]) for of in zip(*of_parts)])
     return whole
 
 
@@ -244,6 +179,28 @@ def _shares(sums: list) -> list:
     shares = [jnp.exp2(x - top) for x in sums]
     root = jax.lax.rsqrt(functools.reduce(jnp.add, shares))  # of a number from 1 on: sooner done than a quotient
     return [x * root * root for x in shares]
+
+
+@jt.kernel(
+    out_type=lambda o, lse, weight, *_, out_dtype, **__: jax.ShapeDtypeStruct((1, weight.codes.shape[0]), out_dtype),
+    grid=lambda o, lse, weight, *_, rows, **__: jt.cdiv(weight.codes.shape[0], rows),
+)
+def hopper_joined(o, lse, weight: Weight, residual, y, *, kind: str, d: int, rows: int, out_dtype: str):
+    """`hopper_held` of the parts o [parts, in / n, n] of attention, n weights to a lane, and their lse float32 [parts,
+    heads]; heads of d numbers. residual: [1, out], which is added, or None."""
+    tile, form = jt.program_id(0), Rows(kind, o.shape[1] * o.shape[2], rows)
+    last = form.packed and weight.scaled_last(kind)
+    with jt.role("rows", warps=WARPS, registers=_REGISTERS[1], early=True):
+        stored = [form.load(weight, tile)]
+        of_rows = [weight.scale.tiles(form.each, 1)[k, 0][:, 0] if last else None for k in form.at(tile)]
+        (numbers,) = made(form, stored, None)
+        jt.wait_for_kernels()
+        planes = form.planes(_joined(form, o, lse, d))
+        for k, of, scale in zip(form.at(tile), numbers, of_rows):
+            out = form.sums(of, planes)
+            out = out if scale is None else out * scale
+            out = out if residual is None else out + residual.tiles(None, form.each)[0, k].astype(jnp.float32)
+            y.tiles(None, form.each)[0, k] = out.astype(y.dtype)
 
 
 def choice(qkv, lengths, keys, weight: Weight, kind: str, heads: int, scale: float) -> dict | None:

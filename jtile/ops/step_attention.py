@@ -69,7 +69,8 @@ def attention_product(
     qkv, cos, sin, lengths, keys, values, weight, *, heads: int, scale: float | None = None, residual=None
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:  # fmt: skip
     """`step_attention`, and its output times the transposed `weight`, where kernels for few keys and small matrices do
-    both. `jt.config(overlap=True)` promises the same as there, and that no kernel in front makes the weight.
+    both. `jt.config(overlap=True)` promises the same as there, and that no kernel in front makes cos, sin or the
+    weight.
 
     Args:
       qkv, cos, sin, lengths, keys, values, heads, scale: see `step_attention`.

@@ -18,7 +18,7 @@ from jtile.ops.weight_codes import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
-_ZERO = {"q4_0": 8, "q4_1": 0, "q8_0": 128, "int8": 128}  # the field of a word that stands for the weight 0
+ZERO = {"q4_0": 8, "q4_1": 0, "q8_0": 128, "int8": 128}  # the field of a word that stands for the weight 0
 _NIBBLES = 0x0F0F0F0F
 _LARGE, _LARGE_BITS = 1.5 * 2**23, 0x4B400000  # a float32 whose last bit says 1, and its bits
 
@@ -112,7 +112,7 @@ def _integers_of_group(x: list, kind: str, count: int):
     bytes_ = [[part >> np.int32(bits - 7) for part in whole]]
     bytes_ += [[(part >> np.int32(8 * k)) & np.int32(255) for part in whole] for k in reversed(range(count - 1))]
     totals = [total(byte) for byte in bytes_]
-    shifts = [of_byte * np.int32(-_ZERO[kind]) for of_byte in totals]
+    shifts = [of_byte * np.int32(-ZERO[kind]) for of_byte in totals]
     of_all = functools.reduce(lambda high, low: (high << np.int32(8)) + low, totals)
     return bytes_, shifts, [unit], [of_all.astype(jnp.float32) * unit]
 
@@ -144,18 +144,18 @@ def _fields(stored, kind: str) -> list:
     """The floats that 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], four at a time."""
     rows = stored.shape[0]
     if bits_of(kind) == 16:
-        return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
+        return [numbers.astype(jnp.float32) for numbers in cut(stored.reshape(rows, LANES, 2, 4), 2)]
     words = stored.reshape(rows, LANES, 4)
-    return [jax.lax.bitcast_convert_type(byte, FLOAT8).astype(jnp.float32) for byte in _bytes(words)]
+    return [jax.lax.bitcast_convert_type(byte, FLOAT8).astype(jnp.float32) for byte in bytes_of_words(words)]
 
 
-def _bytes(words) -> list:
+def bytes_of_words(words) -> list:
     return [(words >> np.uint32(8 * k)).astype(jnp.uint8) for k in range(4)]
 
 
 def _dot(a: list, words, signed: bool):
     """The sum of the products of the four bytes of words with `a`, four int32 tiles."""
-    of_words = [jax.lax.bitcast_convert_type(b, jnp.int8) if signed else b for b in _bytes(words)]
+    of_words = [jax.lax.bitcast_convert_type(b, jnp.int8) if signed else b for b in bytes_of_words(words)]
     return functools.reduce(jnp.add, [x * y.astype(jnp.int32) for x, y in zip(a, of_words)])
 
 
@@ -181,64 +181,10 @@ def is_ring(x) -> bool:
     return hasattr(x, "at")
 
 
-_MAGIC = 0x4B000000  # the bits of 2^23, whose last bit counts 1
-
-
-def _in_place(kind: str) -> int:
-    """How many fields of a word become floats where they stand: those that a mantissa has."""
-    return 23 // bits_of(kind)
-
-
-def field_planes(x: list, kind: str) -> list:
-    """x, float32, in four tiles [lanes, `EIGHT`] as [lanes, 4] for the numbers of `floats_of`, those of a group one
-    behind the other."""
-    planes, each = [], len(x) // groups_of(kind)
-    for i in range(0, len(x), each):
-        if bits_of(kind) == 16:
-            planes += _along(x[i].reshape(LANES, 2, 4), 1)
-        else:  # the axes of a block are s, h, t, e: see `QuantizedTensor.packed`; a tile has one s and one h
-            pairs = [_along(tile.reshape(LANES, 4, 2), 2) for tile in x[i : i + each]]
-            planes += [pair[e] for e in range(2) for pair in pairs]
-    return planes
-
-
-def floats_of(pieces: list, of_blocks: list, kind: str) -> list[list]:
-    """The weights that the 512 bytes of each group of some rows hold: for each group float32 [rows, lanes, 4], several
-    of them; of_blocks: for each array and group the scales and, for Q4_1, the minima as they are."""
-    out = []
-    for group, stored in enumerate(pieces):
-        scales = [spread(a[group], stored.shape[0])[:, :, None] for a in of_blocks]
-        if integers(kind):
-            out.append(_whole_fields(stored.reshape(stored.shape[0], LANES, 4), scales, kind))
-        else:
-            out.append([field * scales[0] if scales else field for field in _fields(stored, kind)])
-    return out
-
-
-def _whole_fields(words, scales: list, kind: str) -> list:
-    """Weights of integer codes, which become float32 by their bits, for an instruction that converts takes as long as
-    eight others. A field that stands k bits higher than the lowest counts 2^k times, and is scaled down."""
-    bits, out = bits_of(kind), []
-    for k in range(32 // bits):
-        at = k % _in_place(kind) * bits
-        word = words >> np.uint32(k * bits - at) if k * bits > at else words
-        found = (word & np.uint32(((1 << bits) - 1) << at)) | np.uint32(_MAGIC)
-        number = real(found) - jnp.float32(2.0**23 + _ZERO[kind] * 2**at)
-        number = number * (scales[0] * jnp.float32(2.0**-at) if scales else jnp.float32(2.0**-at))
-        out.append(number + scales[1] if kind == "q4_1" else number)
-    return out
-
-
-def float_sums(fields: list[list], planes: list):
-    """What a piece adds to the products of rows of W, as `floats_of` gives them, with a row of x as `field_planes`
-    gives it: [rows, lanes]."""
-    return _float_sums(fields, [], planes)
-
-
 def held(x):
     """x of one role and round in registers: for each row the planes [lanes, 4], cut apart along their first axis, or
     `Integers` of tiles."""
-    return [_held_integers(row) if isinstance(row, Integers) else _along(row.load(), 0) for row in x]
+    return [_held_integers(row) if isinstance(row, Integers) else cut(row.load(), 0) for row in x]
 
 
 def _held_integers(row: Integers) -> Integers:
@@ -247,13 +193,13 @@ def _held_integers(row: Integers) -> Integers:
     return Integers(words, [groups(of_byte) for of_byte in row.shifts], groups(row.unit), groups(row.total))
 
 
-def _along(t, axis: int) -> list:
+def cut(t, axis: int) -> list:
     """The tile cut along an axis, which is dropped. It is cut by halves, so that registers can be told apart."""
     if t.shape[axis] == 1:
         return [t.reshape(*t.shape[:axis], *t.shape[axis + 1 :])]
     half = t.shape[axis] // 2
-    cut = lambda first: jax.lax.slice_in_dim(t, first, first + half, axis=axis)
-    return [*_along(cut(0), axis), *_along(cut(half), axis)]
+    part = lambda first: jax.lax.slice_in_dim(t, first, first + half, axis=axis)
+    return [*cut(part(0), axis), *cut(part(half), axis)]
 
 
 def lane_sums(pieces, of_blocks, x: list, kind: str):
@@ -274,9 +220,9 @@ def _float_sums(fields: list[list], of_blocks, planes: list):
         terms = [field * plane[None] for field, plane in zip(of_group, own)]
         wide = functools.reduce(jnp.add, terms if wide is None else [wide, *terms])
         if of_blocks:  # without scales one chain of multiply-adds goes over all groups
-            part = functools.reduce(jnp.add, _along(wide, 2)) * of_blocks[0][group]
+            part = functools.reduce(jnp.add, cut(wide, 2)) * of_blocks[0][group]
             wide, out = None, part if out is None else out + part
-    return functools.reduce(jnp.add, _along(wide, 2)) if out is None else out
+    return functools.reduce(jnp.add, cut(wide, 2)) if out is None else out
 
 
 def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
@@ -285,12 +231,12 @@ def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
         words = stored.reshape(stored.shape[0], LANES, 4)
         nibbles = [words & np.uint32(_NIBBLES), (words >> np.uint32(4)) & np.uint32(_NIBBLES)]
         fields = nibbles if bits_of(kind) == 4 else [words]
-        codes = [[byte.astype(jnp.int32) for byte in _bytes(field)] for field in fields]
+        codes = [[byte.astype(jnp.int32) for byte in bytes_of_words(field)] for field in fields]
         of_bytes = []
         for k, (plane, shift) in enumerate(zip(x.planes, x.shifts)):
             own = plane if bits_of(kind) == 4 else plane[group : group + 1]
             dots = [_dot(a, jnp.broadcast_to(b[None], words.shape), signed=k == 0) for a, b in zip(codes, own)]
-            parts = _along(functools.reduce(jnp.add, dots), 2)
+            parts = cut(functools.reduce(jnp.add, dots), 2)
             of_bytes.append(functools.reduce(jnp.add, parts) + shift[group][None])
         part = ((of_bytes[-2] << np.int32(8)) + of_bytes[-1]).astype(jnp.float32)
         for byte in of_bytes[:-2]:

@@ -139,7 +139,7 @@ def test_no_early_read_of_what_it_writes(name, monkeypatch):
         assert names.count("next_tokens") == 2 and names.count("hopper_step") == 2
         assert launch_order.hazards(order) == []
         if name == "dense":
-            with monkeypatch.context() as patch:  # attention in parts reads keys and values early, and no lengths
+            with monkeypatch.context() as patch:  # attention in parts reads early, too
                 patch.setattr(attention, "PRODUCTS", True)
                 order = launch_order.launches(decoding(lm))
                 assert [one.name for one in order].count("hopper_parts") == 2

@@ -22,11 +22,6 @@ CASES = {  # kind, rows of x, out, in
 }
 
 
-@pytest.fixture(autouse=True)
-def words(monkeypatch):
-    monkeypatch.setattr(hopper_held, "STRIPS", True)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_products(case):
     kind, m, out, inner = CASES[case]

@@ -29,12 +29,12 @@ def _operands(heads: int, kvs: int, slots: int, out: int, kind: str, length: int
     return rounded(1, heads + 2 * kvs, D), *turns, jnp.asarray([length], jnp.int32), keys, values, w
 
 
-def _check(found, operands, heads: int):
+def _check(found, operands, heads: int, residual=0.0):
     qkv, cos, sin, lengths, keys, values, w = operands
     clean = jnp.nan_to_num(keys), jnp.nan_to_num(values)
     mixed, keys, values = step_attention_reference(qkv, cos, sin, lengths, *clean, heads=heads, scale=SCALE)
     matrix = np.asarray(w.dequantize() if isinstance(w, QuantizedTensor) else w, np.float32)
-    want = np.asarray(mixed, np.float32).reshape(1, -1) @ matrix.T
+    want = np.asarray(mixed, np.float32).reshape(1, -1) @ matrix.T + residual
     np.testing.assert_allclose(np.asarray(found[0], np.float32), want, atol=0.02 * np.abs(want).max())
     for got, of in zip(found[1:], (keys, values), strict=True):
         np.testing.assert_allclose(np.nan_to_num(np.asarray(got, np.float32)), np.asarray(of, np.float32), atol=0.02)
@@ -52,7 +52,7 @@ def _check(found, operands, heads: int):
 )
 def test_results(sizes, kind, length, parts):
     heads, _, slots, _ = sizes
-    operands = _operands(*sizes, kind, length)
+    operands, rng = _operands(*sizes, kind, length), np.random.default_rng(7)
     *given, w = operands
     units = jt.cdiv(jt.cdiv(slots, 64), parts)
     options = dict(heads=heads, scale=SCALE, units=units, parts=parts, seed=length)
@@ -60,9 +60,10 @@ def test_results(sizes, kind, length, parts):
     n = {"bfloat16": 8, "q4_1": 32, "q8_0": 16}[kind]
     stored = Weight(w.codes, w.scale, w.minimum) if isinstance(w, QuantizedTensor) else Weight(w)
     parts_of = o.reshape(parts, heads * D // n, n), lse.reshape(parts, heads)
-    options = dict(kind=kind, d=D, rows=4, out_dtype="bfloat16")
-    y = hopper_parts.hopper_joined.interpret(*parts_of, stored, None, **options)
-    _check((y, keys, values), operands, heads)
+    options = dict(kind=kind, d=D, rows=8, out_dtype="bfloat16")
+    for residual in (None, rng.normal(size=(1, w.shape[0])).astype(np.float32)):
+        y = hopper_parts.hopper_joined.interpret(*parts_of, stored, residual, **options)
+        _check((y, keys, values), operands, heads, 0.0 if residual is None else residual)
 
 
 def test_which_calls_it_takes(monkeypatch):
@@ -78,6 +79,8 @@ def test_which_calls_it_takes(monkeypatch):
             assert run(*operands, w.astype(jnp.float32)) is None
             long = [jnp.repeat(x, 16, 1) for x in operands[4:]]
             assert run(*operands[:4], *long, w) is None
+            added = jax.eval_shape(functools.partial(run, residual=jnp.zeros((1, 24), jnp.bfloat16)), *operands, w)
+            assert added[0].shape == (1, 24) and added[0].dtype == jnp.bfloat16
             several = jax.vmap(run, (0, None, None, None, None, None, None))
             y, keys, _ = jax.eval_shape(several, jnp.stack([operands[0]] * 2), *operands[1:], w)
             assert y.shape == (2, 1, 24) and keys.shape == (2, 1, 130, 1, D)
@@ -90,6 +93,7 @@ def test_on_the_gpu(kind, length, monkeypatch):
     monkeypatch.setattr(MODULE, "PRODUCTS", True)
     with jt.config(overlap=True):
         run = jax.jit(functools.partial(attention_product, heads=9))
-        found = run(*operands)
+        found, more = run(*operands), jnp.ones((1, 576), jnp.bfloat16)
         assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(run(*operands), found, strict=True))
+        _check(jax.jit(functools.partial(attention_product, heads=9, residual=more))(*operands), operands, 9, 1.0)
     _check(found, operands, 9)

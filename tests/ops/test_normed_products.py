@@ -57,6 +57,38 @@ def test_one_kernel(case, monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [False, True])
+def test_nothing_in_front_of_the_norm(gated):
+    """Without a residual the second result is x."""
+    x, norm, weights, _ = operands("bfloat16", 1, 20, 264, gated)
+    op, reference = functions(gated)
+    want, _ = reference(x, norm, *weights, out_dtype=jnp.float32)
+    with jt.config(arch="sm_90", interpret=True):
+        options = dict(eps=1e-6, activation="silu" if gated else None, out_dtype="float32")
+        assert "hopper_norm_gemv" in str(jax.make_jaxpr(lambda x: op(x, norm, *weights))(x))
+        got, same = normed_products._streamed(x, None, norm, tuple(weights), **options)
+    assert same is x and relative_error(got, want) < 3e-6
+    got, same = op(x, norm, *weights, out_dtype="float32")
+    assert relative_error(got, want) < 1e-2
+    np.testing.assert_array_equal(np.asarray(same, np.float32), np.asarray(x, np.float32))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "q4_1"])
+def test_a_product_and_a_residual(kind):
+    """One kernel where it is held in registers, elsewhere none."""
+    x, _, (w,), residual = (
+        y if k == 2 else jax.tree.map(lambda a: a.astype(jnp.bfloat16), y)
+        for k, y in enumerate(operands(kind, 1, 16, 512, False))
+    )
+    matrix = w.dequantize() if kind == "q4_1" else w.astype(jnp.float32)
+    want = x.astype(jnp.float32) @ matrix.T + residual[:, :16].astype(jnp.float32)
+    with jt.config(arch="sm_90", interpret=True):
+        assert normed_products.product_and_residual(x, w, residual[:, :16]) is None
+        with jt.config(overlap=True):
+            got = normed_products.product_and_residual(x, w, residual[:, :16])
+    assert got.dtype == jnp.bfloat16 and relative_error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("gated", [False, True])
 def test_as_a_function(gated):
     """With more axes, elsewhere than on Hopper, and the gradients of the norm and the product."""
     x, norm, weights, residual = operands("bfloat16", 1, 24, 128, gated)

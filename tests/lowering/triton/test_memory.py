@@ -213,6 +213,12 @@ ORDERS = {
         " %e = add %b, %d : tile<8xf32> store %o[%c1, %c0:+8], %e", 1),
     "row after row": (
         "for %k in %c0..%c3 step %c1 { %a = load %x[%k, %c0:+16] : tile<16xf32> store %o[%k, %c0:+16], %a }", 0),
+    "stores to two tiles": (
+        "%i = program_id 0 %j = add %i, %c1 : i32 %a = load %x[%c0, %c0:+8] : tile<8xf32>"
+        " store %o[%c0, tile(%i, 8)], %a store %o[%c0, tile(%j, 8)], %a", 0),
+    "stores to two tiles, of which one is the other's in the next trip": (
+        "for %k in %c0..%c3 step %c1 { %j = add %k, %c1 : i32 %a = load %x[%k, %c0:+4] : tile<4xf32>"
+        " store %o[%c0, tile(%k, 4)], %a store %o[%c0, tile(%j, 4)], %a }", 1),
     "overlapping windows": (
         "for %k in %c0..%c3 step %c1 { %a = load %x[%k, %c0:+8] : tile<8xf32> store %o[%c0, %k:+8], %a }", 1),
     "what the last trip wrote": (
