@@ -81,14 +81,18 @@ def test_the_cache_is_that_of_single_steps(lm, one, two):
     assert rates[0] == rates[1]
 
 
-@pytest.mark.parametrize("option", [{"logprobs": True}, {"sampling": {"presence_penalty": 0.5}}])
-def test_what_several_steps_do_not_know(lm, one, two, monkeypatch, option):
+def test_what_several_steps_do_not_know(lm, one, two, monkeypatch):
     """Beside a request that asks for it all launches have one step, and behind it several again."""
-    requests = [read_request(lm, 64, [5, 6, i], 12 + 12 * i, None, None, **(option if i == 0 else {})) for i in (0, 1)]
+    requests = [read_request(lm, 64, [5, 6, i], 12 + 12 * i, None, None, i == 0) for i in (0, 1)]
     steps = launches_of(two, monkeypatch)
     two.scheduler.reset()
     assert [c.ids for c in run(two, requests, [0, 0])] == [c.ids for c in run(one, requests, [0, 0])]
     assert steps == [1] * 12 + [2] * 6
+    kinds = ((False, {"temperature": 1.0}), (True, {"presence_penalty": 0.5}), (True, {"logit_bias": {3: 1.0}}))
+    for single, sampling in kinds:
+        job = two.submit(read_request(lm, 64, [5], 9, None, None, False, sampling), lambda token, error: None)
+        assert job.sequence.single == single
+        two.cancel(job)
 
 
 def test_no_launch_of_several_steps_while_a_request_waits(lm, two, monkeypatch):
