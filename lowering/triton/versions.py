@@ -58,7 +58,7 @@ def eviction(policy: str) -> str:
 
 
 def modifier(name: str) -> str:
-    """The attribute of a `tt.load` with a cache modifier."""
+    """The attribute of a `tt.load` or `tt.store` with a cache modifier."""
     if version() < (3, 9):
         return f" cacheModifier = {name}"
     return f" {{cachePolicy = #tt.cache_policy<cache_modifier = {name}, eviction_policy = evict_normal>}}"

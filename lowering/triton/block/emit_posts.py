@@ -15,7 +15,7 @@ import math
 
 from jtile import ir
 
-from .. import addresses
+from .. import addresses, versions
 from ..emit_devices import CLAIMED, FAULT, FAULTS, REPORT, TIMEOUT
 from ..emitter import elem_of
 from ..ttir import Val, bits
@@ -64,7 +64,8 @@ def _post(em: BlockEmitter, op: ir.Post) -> None:
         v = code.op("arith.maxui", v, code.const(1, word, v.shape))
         mask = code.both(places.mask, em.mask(op))  # type: ignore[arg-type]
         operands = [where, v] + ([] if mask is None else [mask])
-        code.do(f"tt.store {', '.join(x.name for x in operands)} : {where.type}")
+        # written through: a plain store may wait until something orders it
+        code.do(f"tt.store {', '.join(x.name for x in operands)}{versions.modifier('wt')} : {where.type}")
 
 
 @emits(ir.Receive)
