@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile._errors import ModelError
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, rounded_rows
 
 from .cache import SCALED
 from .config import WeightSource
@@ -62,6 +64,20 @@ def rounding(weight: WeightSource, dtype: str) -> WeightSource:
         tensor = weight(name, shape)
         small = len(shape) < 2 or name.endswith(SMALL)
         return tensor if small or tensor is None or isinstance(tensor, QuantizedTensor) else tensor.astype(dtype)
+
+    return read
+
+
+def in_integers(weight: WeightSource) -> WeightSource:
+    """The tensors of `weight`; products with quantised ones may round their rows to integers of 16 bits where the
+    machine multiplies such fastest. This is what `default_dtype` stands for there: float32 does not round."""
+    if "int16 products" not in jt.target().features:
+        return weight
+
+    def read(name: str, shape: tuple[int, ...]):
+        tensor = weight(name, shape)
+        fits = isinstance(tensor, QuantizedTensor) and tensor.kind in rounded_rows.KINDS and tensor.ndim == 2
+        return dataclasses.replace(tensor, activations=rounded_rows.INTEGERS) if fits else tensor
 
     return read
 

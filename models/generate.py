@@ -22,7 +22,7 @@ from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .config import LONGEST
 from .decoder import Decoder
-from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
+from .dtypes import CACHE_DTYPES, default_dtype, dtype_of, in_integers
 from .host import on_host
 from .mesh import Devices, Parts, here
 from .prompt import Prompt, is_int, read_ends, read_prompt, widen
@@ -136,10 +136,11 @@ class LanguageModel:
                 f"page_size is an int of at least 1 and at most {LONGEST}, or None for rows in one piece; "
                 f"got {page_size!r}"
             )
+        weight = in_integers(checkpoint.weight) if dtype is None else checkpoint.weight
         dtype = default_dtype(checkpoint.sample()) if dtype is None else dtype_of(dtype, "dtype")
         cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype", CACHE_DTYPES)
         if devices is None:
-            model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
+            model = Decoder(checkpoint.config, weight, checkpoint.tied, dtype)
             if adapter is not None:
                 model = apply_adapter(model, read_adapter(adapter, model))
         else:

@@ -25,6 +25,7 @@ from jtile.ops import (
     k_products,
     quantized_lanes,
     quantized_rows,
+    rounded_rows,
 )
 from jtile.ops._shapes import check_float, check_shape, fit, float_dtype, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
@@ -376,13 +377,16 @@ def _in_8_bits(x, weights, epilogue, *, kind, activation, activations, out_dtype
 
 
 def _not_in_8_bits(x, weights, epilogue, *, activations, **_) -> str | None:
+    if activations == rounded_rows.INTEGERS:
+        return "rows may be rounded to integers of 16 bits only"
     return float8_rows.misfit(x, weights[0], activations=activations)
 
 
-# The product with fp8 weights whose checkpoint has activations rounded; its derivative is that without rounding.
+# The product with weights that say how rows may be rounded; its derivative is that without rounding.
 _rounded_product = Op(
     "product with rounded rows",
     Implementation("rows in 8 bits", _in_8_bits, _not_in_8_bits, BLOCK_LEVEL, portable=False),
+    Implementation("rows in integers", rounded_rows.product, rounded_rows.misfit, ("int16 products",), portable=False),
     Implementation("rows as they are", _as_it_is),
 )
 

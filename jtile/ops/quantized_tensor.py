@@ -65,8 +65,9 @@ class QuantizedTensor:
       kind: `"int8"`, `"q8_0"`, `"fp8"`, `"q4_0"`, `"q4_1"`, `"mxfp4"` or a K-quant, `"q2_k"` to `"q6_k"`.
       high, steps, lows: further arrays of K-quants.
       activations: for fp8, whether products of many rows may round these rows to e4m3 as well: with a scale for each
-        row (`"rows"`), or, if the weight has one for each 128 x 128, for each 128 numbers of a row (`"blocks"`). None:
-        rows stay as they are.
+        row (`"rows"`), or, if the weight has one for each 128 x 128, for each 128 numbers of a row (`"blocks"`). For
+        q4_0, q4_1 and q8_0, whether products on CPUs may round rows to integers of 16 bits (`"int16"`): with a scale
+        for each 32 numbers, the largest of which becomes 32767. None: rows stay as they are.
     """
 
     codes: jax.Array

@@ -16,6 +16,7 @@ from . import plan
 ELEMENTS_PER_NS = 8.0  # one elementwise instruction, vectorised
 FLOPS_PER_NS = 200.0
 BYTES_PER_NS = 16.0
+UNPACKED_PER_NS = 64.0  # codes of weights that become the lanes of vectors, for however many rows
 DEFAULT_TRIPS = 8
 COMPUTED = (ir.Full, ir.Map, ir.Cast, ir.Select)  # ops of which scalars are followed
 
@@ -109,7 +110,8 @@ def _alone(op: ir.Op) -> float:
             batch, m, n, k = op.sizes()
             return 2.0 * math.prod(batch) * m * n * k / FLOPS_PER_NS
         case ir.DotScaled():
-            return 2.0 * math.prod(op.result.shape) * op.a.shape[1] / FLOPS_PER_NS
+            unpacked = op.b.type.size / UNPACKED_PER_NS if op.a.dtype == "int16" else 0.0
+            return 2.0 * math.prod(op.result.shape) * op.a.shape[1] / FLOPS_PER_NS + unpacked
         case ir.Load() | ir.Store() | ir.Atomic():
             size = math.prod(ir.index_shape(op.index))
             slow = 8 if isinstance(op, ir.Atomic) or any(isinstance(d, ir.Take) for d in op.index) else 1

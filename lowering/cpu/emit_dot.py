@@ -7,7 +7,7 @@ import math
 
 from jtile import ir
 
-from . import plan
+from . import gemm_scaled, nibbles, plan
 from .access import elem_bytes
 from .convert import is_narrow, is_signed, memory_type
 from .emit_memory import affine_axes, sub_buffer
@@ -15,7 +15,8 @@ from .emitter import Emitter, emits
 from .gemm import GemmSpec, emit_gemm
 from .gemm_modes import STORAGE
 from .llvm import Val, i64
-from .values import Buffer
+from .scaled_columns import ScaledSpec
+from .values import Buffer, Lazy
 
 # A product is summed in its Ref only while those rows stay in the second-level cache and its TLB: at 2048 x 2048,
 # summing in the arena and copying once is a quarter faster.
@@ -185,6 +186,9 @@ def _output(em: Emitter, op: ir.Dot | ir.DotScaled) -> tuple[Buffer, bool]:
 def _dot_scaled(em: Emitter, op: ir.DotScaled) -> None:
     """Block scales are applied while the operands are widened to f32; then an ordinary product."""
     (m, k), n = op.a.shape, op.b.shape[1]
+    if nibbles.in_integers(em.isa, op):
+        _sum_of_integers(em, op)
+        return
     a, b = _scaled(em, op.a, op.sa, 1), _scaled(em, op.b, op.sb, 0)
     out, accumulate = _output(em, op)
     gemm = emit_gemm(em.module, em.isa, GemmSpec(m, n, k, "float32", "float32", "float32", False, False, accumulate))
@@ -194,6 +198,60 @@ def _dot_scaled(em: Emitter, op: ir.DotScaled) -> None:
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
+    """The product by `gemm_scaled`, together with one of floats behind it that adds to it only."""
+    (m, k), n, turned = op.a.shape, op.b.shape[1], op.b.op.x
+    codes = nibbles.packed_codes(turned) if isinstance(em.rep(turned), Lazy) else None
+    added = _added(em, op)
+    of_b = op.sb.op.x
+    values = op.a, op.sa, added.a if added else op.sa, (turned if codes is None else codes), of_b
+    values += (_low(added) if added else of_b,)
+    operands = [_rows(em, v) for v in values]
+    out, accumulate = _output(em, op)
+    low = operands[-1].dtype if added else None
+    shared = op.sa.shape[1] // of_b.shape[1]
+    spec = ScaledSpec(m, n, k, op.b.dtype, codes is not None, of_b.dtype, low, shared, accumulate)
+    name, workspace = gemm_scaled.emit_scaled(em.module, em.isa, spec)
+    work = em.arena.new(workspace)
+    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    row = lambda buf: em.code.mul(_leading(buf, False), elem_bytes(buf.dtype))
+    args = [arg for buf in (*operands, out) for arg in (buf.ptr, row(buf))]
+    em.code.do(f"call void @{name}({', '.join(map(str, (*args, ws)))})")
+    for buf in (*operands, out):
+        em.arena.touch(buf.alloc)
+    em.set_buffer(op.result, out)
+    if added:
+        em.done.add(added)
+        em.set_buffer(added.result, out)
+
+
+def _added(em: Emitter, op: ir.DotScaled) -> ir.Dot | None:
+    """The product of floats [m, groups] and [groups, n] that is the only reader of `op`, and adds to it; None: there
+    is none, or its operands are not there yet."""
+    uses = em.plan.uses.get(op.result, [])
+    ops = em.plan.block.ops
+    dot = ops[uses[0]] if len(uses) == 1 and uses[0] < len(ops) else None
+    if not isinstance(dot, ir.Dot) or dot.acc is not op.result or {dot.a.dtype, dot.b.dtype} != {"float32"}:
+        return None
+    turned = dot.trans_b or isinstance(dot.b.op, ir.Transpose)
+    groups = op.sb.shape[0]
+    fits = dot.a.type.rank == 2 and not dot.trans_a and turned and dot.a.shape[1] == groups
+    return dot if fits and dot.a in em.env and dot.b in em.env else None
+
+
+def _low(dot: ir.Dot) -> ir.Value:
+    """The lows [n, groups] of a product of sums and lows, in the dtype that they are stored in."""
+    low = dot.b if dot.trans_b else dot.b.op.x
+    stored = low.op.x if isinstance(low.op, ir.Cast) else low
+    return stored if stored.dtype in ("float16", "bfloat16") else low
+
+
+def _rows(em: Emitter, v: ir.Value) -> Buffer:
+    """A matrix in memory whose last axis is contiguous."""
+    buf = em.materialise(v)
+    return buf if buf.strides[-1] == 1 else em.copy(v, em.new_buffer(v.shape, v.dtype))
 
 
 def _scaled(em: Emitter, x: ir.Value, s: ir.Value | None, axis: int) -> Buffer:

@@ -18,7 +18,7 @@ from jtile._errors import UnsupportedError
 from jtile.passes.affine import Forms
 
 from ..emitting import Marks, into
-from . import access, plan
+from . import access, nibbles, plan
 from .access import Lanes
 from .evaluate import RULES, Point, lazy_reshape
 from .isa import Isa
@@ -194,6 +194,9 @@ class Emitter:
             self.env[v] = RULES[type(op)](Point(self, (), (), Lanes(1), False), op, ())
         elif isinstance(op, ir.Dense):
             self.env[v] = self._dense(op)
+        elif isinstance(op, ir.Reshape) and nibbles.stays_packed(self.isa, self.plan, op):
+            self.env[v] = LAZY
+            self.depth[v] = 1
         elif isinstance(op, ir.Reshape) and not lazy_reshape(op.x.shape, op.shape):
             self._view(op)
         else:

@@ -39,7 +39,7 @@ def cpu_target(isa: str | None) -> Target:
 
 def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
     """A core is a block of one thread: programs are shared out to cores, and each runs on the vectors of one."""
-    has = {m.name for m in memories}
+    has, features = {m.name for m in memories}, set(arch.split(":")[-1].split(","))
     return Target(
         name=name,
         platform="cpu",
@@ -51,9 +51,9 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
             Scale("node"),
         ),
         memories=memories,
-        matrix_shapes=_matrix_shapes(set(arch.split(":")[-1].split(","))),
+        matrix_shapes=_matrix_shapes(features),
         limits=(("programs", 2**62), ("resident", RESIDENT)),
-        features=("host", "peers"),
+        features=("host", "peers", *(("int16 products",) if "avx512vnni" in features else ())),
     )
 
 

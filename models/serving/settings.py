@@ -257,7 +257,7 @@ def _steady(lm: LanguageModel) -> tuple[int, ...]:
 
 def _rounded(lm: LanguageModel) -> bool:
     """Whether products with many rows round the rows to 8 bits."""
-    return any(isinstance(x, QuantizedTensor) and x.activations is not None for x in _matrices(lm))
+    return any(isinstance(x, QuantizedTensor) and x.activations in ("rows", "blocks") for x in _matrices(lm))
 
 
 def _has_experts(lm: LanguageModel) -> bool:

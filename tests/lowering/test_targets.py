@@ -186,7 +186,8 @@ def test_the_target_of_calls_and_what_it_has():
     ):
         with jt.config(arch=arch):
             assert jt.target().name == name and set(jt.target().features) == has
-    assert targets.resolve("cpu").features == ("host", "peers")
+    assert targets.resolve("cpu:avx2").features == ("host", "peers")
+    assert targets.resolve("cpu:avx512bf16").features == ("host", "peers", "int16 products")
     if jt.platform() == "cpu":
         with jt.config(isa="sse2"):
             assert jt.target().name == "cpu:sse2"

@@ -1,0 +1,117 @@
+"""Products of rows with quantised weights by integers, on CPUs that multiply pairs of int16.
+
+Each block of 32 numbers of a row of x is rounded to integers of 16 bits, s q with s the largest magnitude / 32767. The
+sums of integer products of a block are exact, so that all that is lost is that rounding: of weights d c + m
+
+    y_r = sum_b d_rb s_b (sum_j c_rbj q_bj) + sum_b m_rb s_b (sum_j q_bj).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ops._shapes import known
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.epilogues import finished
+from jtile.ops.operands import Epilogue, Weight
+from jtile.ops.weight_codes import BLOCK
+
+KINDS = ("q4_0", "q4_1", "q8_0")
+HALF = BLOCK // 2
+TOP = 32767
+INTEGERS = "int16"  # `QuantizedTensor.activations` of weights whose rows may be rounded so
+_INTEGERS = 400 << 10  # bytes of integers of x of a program: they stay in the second-level cache
+_ROWS, _ROWS_OF_FEW = 384, 4096  # rows of W of a program
+
+
+@jt.function
+def rounded(X):
+    """(q int16 [m, in], s float32 [m, in / 32], the sums of the blocks [m, in / 32]) of rows X float32 [m, in]."""
+    m, inner = X.shape
+    B = X.reshape(m, inner // BLOCK, BLOCK)
+    top = jnp.max(abs(B), axis=2)
+    unit = jnp.where(top > 0, TOP / jnp.where(top > 0, top, 1.0), 0.0)
+    whole = jnp.round(B * unit[:, :, None])
+    scale = top * (1 / TOP)
+    return whole.astype(jnp.int16).reshape(m, inner), scale, whole.sum(2) * scale
+
+
+def _codes(codes, r, rows: int, kind: str):
+    """The codes of a tile of W, one a byte: [rows, in]."""
+    tile = codes.tiles(rows, codes.shape[1])[r, 0]
+    if kind == "q8_0":
+        return tile
+    wide = (rows, codes.shape[1] // HALF, 2, HALF)
+    pairs = jnp.broadcast_to(tile.reshape(rows, wide[1], 1, HALF), wide)
+    shift = jax.lax.broadcasted_iota(jnp.uint8, wide, 2) * np.uint8(4)
+    return ((pairs >> shift) & np.uint8(15)).reshape(rows, wide[1] * BLOCK)
+
+
+@jt.function
+def _product(of_x, weight: Weight, r, rows: int, kind: str):
+    """Y float32 [m, rows]: the product of rows, as `rounded` gives them, with a tile of W."""
+    q, s, sums = of_x
+    groups = weight.scale.shape[1]
+    of_group = lambda a: a.tiles(rows, groups)[r, 0]
+    scale, codes = of_group(weight.scale), _codes(weight.codes, r, rows, kind)
+    if kind == "q8_0":
+        return jt.dot_scaled(q, s, codes.T, scale.T)
+    # The lows come first: a CPU adds them in one pass with the codes where they are there by then.
+    low = of_group(weight.minimum).astype(jnp.float32) if kind == "q4_1" else scale.astype(jnp.float32) * -8.0
+    of_groups = sums.reshape(q.shape[0], groups, sums.shape[1] // groups).sum(2)
+    return jt.dot(of_groups, low.T, jt.dot_scaled(q, s, codes.T, scale.T))
+
+
+def _type(x, weights, *_, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.float32)
+
+
+def _grid(x, weights, *_, rows, bm, **__):
+    return jt.cdiv(x.shape[0], bm), jt.cdiv(weights[0].codes.shape[0], rows)
+
+
+@jt.kernel(out_type=_type, grid=_grid, name="rounded_product")
+def _kernel(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind, activation, rows, bm):
+    i, r = jt.program_id(0), jt.program_id(1)
+    of_x = rounded(x.tiles(bm, x.shape[1])[i, 0])
+    sums = [_product(of_x, weight, r, rows, kind) for weight in weights]
+    y.tiles(bm, rows)[i, r] = finished(sums, epilogue, activation, i, r, bm, rows)
+
+
+def product(x, weights, epilogue: Epilogue, *, kind, activation, out_dtype, **_):
+    """The product of x [m, in] with one weight [out, in], or the gated one with two, with its epilogue."""
+    inner, out = x.shape[1], weights[0].codes.shape[0]
+    options = dict(kind=kind, activation=activation, **tiles(known(x.shape[0]), out, inner, len(weights)))
+    return _kernel(x.astype(jnp.float32), weights, epilogue, **options).astype(out_dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
+    """The rows of x and of W that a program takes: few programs round the same x again, but there are enough of them
+    for all cores."""
+    parts = -(-m // max(8, _INTEGERS // (2 * inner)))
+    bm = min(m, -(-m // parts // 8) * 8)
+    programs = 2 * (jt.target().units("device") or 1)
+    most = min(_ROWS // matrices if m > 8 else _ROWS_OF_FEW, max(out * -(-m // bm) // programs, 64))
+    sizes = [rows for rows in range(1, min(out, most) + 1) if out % rows == 0]
+    return {"bm": bm, "rows": max(sizes, key=lambda rows: (rows % 16 == 0, rows))}
+
+
+def misfit(x, weights, epilogue, *, kind, activations, **_) -> str | None:
+    """Why `product` does not take a call; None if it does."""
+    if kind not in KINDS or activations != INTEGERS:
+        return f"rows beside {kind} are not to be rounded to integers of 16 bits"
+    sizes = *x.shape, *(n for w in weights for n in w.codes.shape)
+    with jt.config() as now:
+        steady = now.steady
+    in_blocks = all(w.scale.shape[1] * BLOCK == x.shape[1] for w in weights)
+    return first_unmet(
+        (all(known(n) for n in sizes), "an operand is empty"),
+        (all(w.codes.dtype != jnp.uint32 for w in weights), "the codes are packed in words"),
+        (not steady or in_blocks or kind == "q8_0", "a row is to have the same bits in any company"),
+    )

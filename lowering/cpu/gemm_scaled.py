@@ -1,0 +1,186 @@
+"""Block-scaled products of integers: C = sum over blocks of (the sum of a b in a block, an integer) times both scales.
+
+A holds int16 rows, B rows of bytes, or of 4-bit codes as GGUF packs them: byte j of a block of 32 has the codes j and
+j + 16. Sixteen rows of B are the lanes of a vector. Few rows of A meet B as it comes from memory (`scaled_columns`);
+for more rows B is first brought to a panel, which stays in a cache.
+
+The sum of a block is exact, and the sum over blocks has one order, so that a row of C has the same bits in any company.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import scaled_columns as columns
+from .gemm_plan import split_rows
+from .gemm_vector import ATTRIBUTES, call, load_part, offset, store_part, zeros
+from .isa import Isa
+from .llvm import Code, Module, Val, i64, vec
+from .scaled_columns import BLOCK, LANES, PAIRS, WORDS, ScaledSpec
+
+FEW = 8  # up to so many rows, B is read as it is: a panel of it would not be read again
+_MOST_ROWS = 12  # rows of a kernel, whose sums are in registers, as integers and as floats
+_FLOATS = vec(LANES, "float")
+
+
+def fits(isa: Isa) -> bool:
+    """Whether this instruction set has the vectors that the kernels here are made of."""
+    return isa.arch == "x86_64" and isa.vector_bits == 512 and isa.has("avx512bw")
+
+
+class _Operands(NamedTuple):
+    """Pointers to A, its scales and sums, B, its scales and lows, and C, and the distances of their rows in bytes."""
+
+    a: Val
+    a_row: Val
+    sa: Val
+    sa_row: Val
+    sums: Val
+    sums_row: Val
+    b: Val
+    b_row: Val
+    sb: Val
+    sb_row: Val
+    low: Val
+    low_row: Val
+    c: Val
+    c_row: Val
+
+    @classmethod
+    def params(cls) -> _Operands:
+        return cls(*(Val("i64" if name.endswith("_row") else "ptr", f"%{name}") for name in cls._fields))
+
+
+_WORK = Val("ptr", "%work")
+
+
+def emit_scaled(module: Module, isa: Isa, spec: ScaledSpec) -> tuple[str, int]:
+    """Add `void @name(operands of _Operands, ptr work)` to the module.
+
+    Returns:
+      Its name, and the bytes of 64-byte aligned scratch that it wants.
+    """
+    sizes = [0 if spec.m <= FEW else spec.k // 2 * LANES * 4, _digit_bytes(isa, spec)]
+    sizes += [columns.scale_bytes(spec)] * (1 + (spec.low is not None))
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    if spec.name not in module.functions:
+        _emit(module, isa, spec, starts)
+    return spec.name, starts[-1]
+
+
+def _digit_bytes(isa: Isa, spec: ScaledSpec) -> int:
+    """Bytes of both digits of A, for products that take them apart."""
+    return 2 * spec.m * spec.k if columns.by_digits(isa, spec) else 0
+
+
+def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None:
+    x = _Operands.params()
+    c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
+    panel, digits, scales, *lows = (offset(c, _WORK, start, 1) for start in starts[:-1])
+    whole, rest = divmod(spec.n, LANES)
+    if columns.by_digits(isa, spec):
+        call(c, columns.splitter(module, spec), x.a, x.a_row, digits)
+    for start, count, width in ((0, whole, LANES), (whole * LANES, int(rest > 0), rest)):
+        if not count:
+            continue
+        with c.loop(0, count) as p:
+            first = c.add(start, c.mul(p, LANES))
+            b, sb = (c.gep("i8", ptr, c.mul(first, row)) for ptr, row in ((x.b, x.b_row), (x.sb, x.sb_row)))
+            call(c, columns.scale_packer(module, isa, spec, spec.scale, width), sb, x.sb_row, scales)
+            if spec.low is not None:
+                low = c.gep("i8", x.low, c.mul(first, x.low_row))
+                call(c, columns.scale_packer(module, isa, spec, spec.low, width), low, x.low_row, lows[0])
+            if spec.m > FEW:
+                call(c, columns.packer(module, spec, width), b, x.b_row, panel)
+            of_b = x._replace(b=b if spec.m <= FEW else panel, sb=scales, low=lows[0] if lows else scales)
+            if columns.by_digits(isa, spec):
+                of_b = of_b._replace(a=digits, a_row=i64(spec.k))
+            _rows(c, isa, spec, of_b, first, width)
+    c.finish()
+
+
+def _rows(c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, first: Val, width: int) -> None:
+    """Calls of the kernel for all rows of A and the `width` rows of B from `first` on."""
+    few = spec.m <= FEW
+    for part in split_rows(spec.m, min(spec.m, FEW), FEW if few else _MOST_ROWS):
+        name = _kernel(c.module, isa, spec, part.rows, width)
+        with c.loop(0, part.count) as i:
+            row = c.add(part.start, c.mul(i, part.rows))
+            at = lambda ptr, distance, row=row: c.gep("i8", ptr, c.mul(row, distance))
+            out = offset(c, at(x.c, x.c_row), first, 4)
+            of_rows = dict(a=at(x.a, x.a_row), sa=at(x.sa, x.sa_row), sums=at(x.sums, x.sums_row), c=out)
+            call(c, name, *x._replace(**of_rows))
+
+
+def _kernel(module: Module, isa: Isa, spec: ScaledSpec, rows: int, width: int) -> str:
+    """A function of `_Operands` for `rows` rows of A and `width` rows of B, whose scales and lows stand in panels."""
+    digits = columns.by_digits(isa, spec)
+    source = "digits" if digits else "direct" if spec.m <= FEW else "panel"
+    name = f"scaled_{source}_{rows}x{width}x{spec.blocks}_{spec.kind}"
+    if name in module.functions:
+        return name
+    x = _Operands.params()
+    c = Code(module, name, list(x), attributes=ATTRIBUTES)
+    totals = [c.var(_FLOATS, zeros(_FLOATS)) for _ in range(rows)]
+    lines = [c.gep("i8", x.c, c.mul(x.c_row, r)) for r in range(rows)]
+    if spec.accumulate:
+        for line, total in zip(lines, totals, strict=True):
+            c.store(load_part(c, isa, "float", line, LANES, width), total)
+    if spec.low is not None:
+        with c.loop(0, spec.groups) as group:
+            low = c.load(_FLOATS, offset(c, x.low, c.mul(group, LANES), 4), align=64)
+            for r, total in enumerate(totals):
+                _add(c, total, _in_all_lanes(c, x.sums, x.sums_row, r, group), low)
+    with c.loop(0, spec.blocks) as block:
+        if digits:
+            sums = columns.sums_by_digits(c, spec, x.a, x.b, x.b_row, block, rows, width)
+        else:
+            right = columns.pairs(c, spec, x.b, x.b_row, block, width) if spec.m <= FEW else _of_panel(c, x.b, block)
+            sums = _sums_of_pairs(c, isa, x, block, right, rows)
+        group = c.binary("udiv", block, i64(spec.shared)) if spec.shared > 1 else block
+        scale = c.load(_FLOATS, offset(c, x.sb, c.mul(group, LANES), 4), align=64)
+        for r, total in enumerate(totals):
+            of_a = _in_all_lanes(c, x.sa, x.sa_row, r, block)
+            _add(c, total, c.binary("fmul", c.cast("sitofp", sums[r], _FLOATS), of_a), scale)
+    for line, total in zip(lines, totals, strict=True):
+        store_part(c, isa, c.load(_FLOATS, total), line, width)
+    c.finish()
+    return name
+
+
+def _add(c: Code, total: Val, x: Val, y: Val) -> None:
+    c.store(c.intrinsic("fma", _FLOATS, x, y, c.load(_FLOATS, total)), total)
+
+
+def _in_all_lanes(c: Code, ptr: Val, distance: Val, r: int, at: Val) -> Val:
+    """The float numbered `at` of row r."""
+    return c.splat(c.load("float", offset(c, c.gep("i8", ptr, c.mul(distance, r)), at, 4), align=4), LANES)
+
+
+def _of_panel(c: Code, panel: Val, block: Val) -> list[Val]:
+    at = offset(c, panel, c.mul(block, PAIRS), LANES * 4)
+    return [c.load(WORDS, offset(c, at, s, LANES * 4), align=64) for s in range(PAIRS)]
+
+
+def _sums_of_pairs(c: Code, isa: Isa, x: _Operands, block: Val, right: list[Val], rows: int) -> list[Val]:
+    """The sums of a block for each row of A; `right` are the pairs of int16 of the columns."""
+    left = offset(c, x.a, c.mul(block, BLOCK), 2)
+    banks = 4 if rows == 1 else 2 if rows <= 3 else 1  # sums that do not wait for each other
+    sums = [[zeros(WORDS)] * banks for _ in range(rows)]
+    for s, y in enumerate(right):
+        for r in range(rows):
+            pair = c.load("i32", c.gep("i8", c.gep("i8", left, c.mul(x.a_row, r)), 4 * s), align=2)
+            sums[r][s % banks] = _multiplied(c, isa, sums[r][s % banks], c.splat(pair, LANES), y)
+    for of_row in sums:
+        while len(of_row) > 1:
+            of_row[:] = [c.binary("add", *of_row[i : i + 2]) for i in range(0, len(of_row), 2)]
+    return [of_row[0] for of_row in sums]
+
+
+def _multiplied(c: Code, isa: Isa, total: Val, x: Val, y: Val) -> Val:
+    """total + x . y for pairs of int16 in each lane."""
+    pair = vec(2 * LANES, "i16")
+    x, y = c.cast("bitcast", x, pair), c.cast("bitcast", y, pair)
+    if isa.has("avx512vnni"):
+        return c.intrinsic("x86.avx512.vpdpwssd", WORDS, total, x, y, suffix="512")
+    return c.binary("add", total, c.intrinsic("x86.avx512.pmaddw.d.512", WORDS, x, y, suffix=""))

@@ -1,0 +1,232 @@
+"""The columns of a block-scaled product of integers (`gemm_scaled`): 16 rows of B as the lanes of vectors, and what the
+rows of A are to meet them.
+
+A block of 32 columns becomes 8 vectors of four neighbouring bytes a lane. Two instructions multiply such with the low
+and the high bytes of a row of A (*digits*). For more than a few rows it is better to widen the vectors to 16 of two
+int16 a lane (*pairs*), which one instruction multiplies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import gemm_pack
+from .gemm_modes import Mode
+from .gemm_vector import ATTRIBUTES, offset, zeros
+from .isa import Isa
+from .llvm import Code, Module, Val, const, i64, shuffle, vec
+
+BLOCK = 32  # elements along k with one scale of A
+LANES = 16
+PAIRS = BLOCK // 2
+WORDS = vec(LANES, "i32")
+_BYTES, _HALVES, _FLOATS = vec(4 * LANES, "i8"), vec(2 * LANES, "i16"), vec(LANES, "float")
+_FEW_DIGITS = 4  # rows for which two instructions of four products are better than widening B
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledSpec:
+    """C[m, n] (+)= A[m, k] . B[n, k]ᵀ with scales of A for blocks of 32, float32 [m, k / 32], and of B for groups of
+    32 * `shared`, [n, k / 32 / shared]. With lows [n, groups], sums float32 [m, groups] . lowsᵀ is added.
+
+    Attributes:
+      b: "int8" or "uint8"; nibbles: B is [n, k / 2], two codes a byte.
+      scale, low: the dtypes of B's scales, and of lows or None.
+      accumulate: add to C instead of overwriting it.
+    """
+
+    m: int
+    n: int
+    k: int
+    b: str
+    nibbles: bool
+    scale: str
+    low: str | None
+    shared: int
+    accumulate: bool
+
+    @property
+    def kind(self) -> str:
+        b = "nibbles" if self.nibbles else self.b
+        low = "" if self.low is None else f"_{self.low}"
+        return f"{b}_{self.scale}{low}_{self.shared}{'_add' * self.accumulate}"
+
+    @property
+    def name(self) -> str:
+        return f"gemm_scaled_{self.m}x{self.n}x{self.k}_{self.kind}"
+
+    @property
+    def blocks(self) -> int:
+        return self.k // BLOCK
+
+    @property
+    def groups(self) -> int:
+        """How many scales a row of B has."""
+        return self.blocks // self.shared
+
+
+def by_digits(isa: Isa, spec: ScaledSpec) -> bool:
+    """Whether A is taken apart into bytes. One of two bytes that an instruction multiplies is signed."""
+    return spec.m <= _FEW_DIGITS and isa.has("avx512vnni") and (spec.nibbles or spec.b == "int8")
+
+
+def splitter(module: Module, spec: ScaledSpec) -> str:
+    """`void(ptr a, i64 a_row, ptr digits)`: of the rows of A first all low bytes [m, k], then all high ones, which
+    stand 128 too high where the bytes of B are signed."""
+    name = f"digits_{spec.m}x{spec.k}{'' if spec.nibbles else '_raised'}"
+    if name in module.functions:
+        return name
+    a, a_row, digits = params = [Val("ptr", "%a"), Val("i64", "%a_row"), Val("ptr", "%digits")]
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    half = vec(BLOCK, "i8")
+    with c.loop(0, spec.m) as r, c.loop(0, spec.k, BLOCK) as k:
+        x = c.load(vec(BLOCK, "i16"), offset(c, c.gep("i8", a, c.mul(r, a_row)), k, 2), align=2)
+        high = c.cast("trunc", c.binary("lshr", x, const(x.ty, "8")), half)
+        high = high if spec.nibbles else c.binary("xor", high, const(half, "-128"))
+        out = c.gep("i8", digits, c.add(c.mul(r, spec.k), k))
+        c.store(c.cast("trunc", x, half), out, align=BLOCK)
+        c.store(high, c.gep("i8", out, spec.m * spec.k), align=BLOCK)
+    c.finish()
+    return name
+
+
+def sums_by_digits(
+    c: Code, spec: ScaledSpec, digits: Val, b: Val, b_row: Val, block: Val, rows: int, width: int
+) -> list[Val]:
+    """The sums of a block for each row of A, whose digits `splitter` has made."""
+    low, high, total = [zeros(WORDS)] * rows, [zeros(WORDS)] * rows, zeros(WORDS)
+    multiplied = lambda acc, unsigned, signed: c.intrinsic(
+        "x86.avx512.vpdpbusd", WORDS, acc, unsigned, signed, suffix="512"
+    )
+    for s, y in enumerate(_quads(c, spec, b, b_row, block, width)):
+        y = c.cast("bitcast", y, WORDS)
+        total = total if spec.nibbles else multiplied(total, const(WORDS, str(0x01010101)), y)
+        for r in range(rows):
+            at = c.gep("i8", digits, c.add(c.mul(block, BLOCK), r * spec.k + 4 * s))
+            first, second = (
+                c.splat(c.load("i32", c.gep("i8", at, n * spec.m * spec.k), align=4), LANES) for n in range(2)
+            )
+            low[r] = multiplied(low[r], first, y)
+            high[r] = multiplied(high[r], y, second) if spec.nibbles else multiplied(high[r], second, y)
+    if not spec.nibbles:
+        high = [c.binary("sub", x, c.binary("shl", total, const(WORDS, "7"))) for x in high]
+    return [c.binary("add", c.binary("shl", x, const(WORDS, "8")), y) for x, y in zip(high, low, strict=True)]
+
+
+def packer(module: Module, spec: ScaledSpec, width: int) -> str:
+    """`void(ptr b, i64 b_row, ptr panel)`: the pairs of all blocks, for `width` rows of B."""
+    name = f"pack_scaled_{'nibbles' if spec.nibbles else spec.b}_{width}x{spec.blocks}"
+    if name in module.functions:
+        return name
+    b, b_row, panel = params = [Val("ptr", "%b"), Val("i64", "%b_row"), Val("ptr", "%panel")]
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    with c.loop(0, spec.blocks) as block:
+        at = offset(c, panel, c.mul(block, PAIRS), LANES * 4)
+        for s, x in enumerate(pairs(c, spec, b, b_row, block, width)):
+            c.store(x, offset(c, at, s, LANES * 4), align=64)
+    c.finish()
+    return name
+
+
+def pairs(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
+    """The 32 columns of a block of B as pairs of int16; lanes behind `width` repeat the last row."""
+    signed = spec.b == "int8" and not spec.nibbles
+    return [x for quad in _quads(c, spec, b, b_row, block, width) for x in _widened(c, quad, signed)]
+
+
+def _quads(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
+    """The 32 columns of a block of B as vectors of four neighbouring bytes a lane."""
+    _ask_ahead(c, spec, b, b_row, block)
+    each = LANES if spec.nibbles else BLOCK
+    found = []
+    for half in range(each // LANES):
+        at = c.gep("i8", b, c.add(c.mul(block, each), LANES * half))
+        found += _turned(c, [c.gep("i8", at, c.mul(b_row, min(r, width - 1))) for r in range(LANES)])
+    found = [c.cast("bitcast", x, _BYTES) for x in found]
+    if not spec.nibbles:
+        return found
+    low = const(_BYTES, "15")
+    shifted = [c.binary("lshr", c.cast("bitcast", x, _HALVES), const(_HALVES, "4")) for x in found]
+    codes = [*found, *(c.cast("bitcast", x, _BYTES) for x in shifted)]
+    return [c.binary("and", x, low) for x in codes]
+
+
+def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> None:
+    """Asks the cache for a part of the next 16 rows of B, as large as a block of these. Sixteen rows at once are more
+    streams than the hardware follows: a step of SmolLM2 waited for most of its head."""
+    lines = LANES * (BLOCK // 2 if spec.nibbles else BLOCK) // 64
+    at = c.gep("i8", c.gep("i8", b, c.mul(b_row, LANES)), c.mul(block, 64 * lines))
+    for line in range(lines):
+        hints = Val("i32", "0"), Val("i32", "3"), Val("i32", "1")  # to read, into the first level
+        c.intrinsic("prefetch", "void", c.gep("i8", at, 64 * line), *hints, suffix="p0")
+
+
+def _turned(c: Code, rows: list[Val]) -> list[Val]:
+    """Sixteen bytes of each of 16 rows, as 4 vectors whose lane r has four neighbouring bytes of row r."""
+    quarter = vec(4, "i32")
+    parts = []
+    for j in range(4):  # part j has the rows j, 4 + j, 8 + j and 12 + j
+        ends = [c.load(quarter, rows[4 * n + j], align=1) for n in range(4)]
+        halves = [shuffle(c, x, y, list(range(8))) for x, y in (ends[:2], ends[2:])]
+        parts.append(shuffle(c, *halves, list(range(16))))
+    each = lambda order: [4 * n + i if i < 4 else 12 + 4 * n + i for n in range(4) for i in order]
+    low, high = each((0, 4, 1, 5)), each((2, 6, 3, 7))
+    a, b = (shuffle(c, *parts[:2], order) for order in (low, high))
+    x, y = (shuffle(c, *parts[2:], order) for order in (low, high))
+    first, last = each((0, 1, 4, 5)), each((2, 3, 6, 7))
+    return [shuffle(c, a, x, first), shuffle(c, a, x, last), shuffle(c, b, y, first), shuffle(c, b, y, last)]
+
+
+def _widened(c: Code, x: Val, signed: bool) -> list[Val]:
+    """Lanes of four bytes as two vectors whose lanes have two int16 each."""
+    out = []
+    for half in range(2):
+        where = [4 * lane + 2 * half + i for lane in range(LANES) for i in range(2)]
+        order = [k for at in where for k in ((4 * LANES, at) if signed else (at, 4 * LANES))]
+        wide = c.cast("bitcast", shuffle(c, x, zeros(_BYTES), order), _HALVES)
+        wide = c.binary("ashr", wide, const(_HALVES, "8")) if signed else wide
+        out.append(c.cast("bitcast", wide, WORDS))
+    return out
+
+
+def scale_bytes(spec: ScaledSpec) -> int:
+    """Bytes of a panel of scales: whole vectors of each group, and for `gemm_pack` whole blocks of groups."""
+    return -(-spec.groups // LANES) * LANES * LANES * 4
+
+
+def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: int) -> str:
+    """`void(ptr src, i64 row, ptr panel)`: scales or lows [width, groups] of a dtype as float32 [groups, 16]."""
+    name = f"pack_scales_{dtype}_{width}x{spec.groups}"
+    if name in module.functions:
+        return name
+    src, row, panel = params = [Val("ptr", "%src"), Val("i64", "%row"), Val("ptr", "%panel")]
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    if spec.groups < 8 or dtype == "float32":
+        mode = Mode(isa, "fma", dtype, dtype, "float", 1, "float")
+        inner = gemm_pack.panel_from_rows(module, mode, dtype, spec.groups, LANES)
+        c.do(f"call void @{inner}({src}, {row}, {panel}, {i64(spec.groups)}, {i64(width)})")
+    else:  # eight groups at a time, the last ones once more where they are fewer
+        whole = spec.groups // 8 * 8
+        with c.loop(0, whole, 8) as group:
+            _pack_eight(c, dtype, src, row, panel, group, width)
+        if whole < spec.groups:
+            _pack_eight(c, dtype, src, row, panel, i64(spec.groups - 8), width)
+    c.finish()
+    return name
+
+
+def _pack_eight(c: Code, dtype: str, src: Val, row: Val, panel: Val, group: Val, width: int) -> None:
+    """Eight groups of 16-bit floats of 16 rows as float32 [8, 16]."""
+    at = offset(c, src, group, 2)
+    turned = _turned(c, [c.gep("i8", at, c.mul(row, min(r, width - 1))) for r in range(LANES)])
+    for i, x in enumerate(turned):
+        for half in range(2):
+            if dtype == "bfloat16":
+                bits = c.binary("and", x, const(WORDS, str(-65536))) if half else c.binary("shl", x, const(WORDS, "16"))
+                wide = c.cast("bitcast", bits, _FLOATS)
+            else:
+                bits = c.binary("lshr", x, const(WORDS, "16")) if half else x
+                short = c.cast("bitcast", c.cast("trunc", bits, vec(LANES, "i16")), vec(LANES, "half"))
+                wide = c.cast("fpext", short, _FLOATS)
+            out = offset(c, panel, c.mul(c.add(group, 2 * i + half), LANES), 4)
+            c.store(wide, out, align=64)

@@ -1,0 +1,117 @@
+"""Block-scaled products of integers: every source of B, number of rows and instruction set against NumPy in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile.testing import relative_error
+
+pytestmark = pytest.mark.cpu
+
+
+def codes_of(b, r, rows: int, nibbles: bool):
+    """The codes of a tile of B, one a byte: [rows, k]."""
+    tile = b.tiles(rows, b.shape[1])[r, 0]
+    if not nibbles:
+        return tile
+    wide = (rows, b.shape[1] // 16, 2, 16)
+    pairs = jnp.broadcast_to(tile.reshape(rows, wide[1], 1, 16), wide)
+    shift = jax.lax.broadcasted_iota(jnp.uint8, wide, 2) * np.uint8(4)
+    return ((pairs >> shift) & np.uint8(15)).reshape(rows, -1)
+
+
+@jt.kernel(
+    out_type=lambda a, sa, b, sb, *_, **__: jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.float32),
+    grid=lambda a, sa, b, sb, *_, rows, **__: jt.cdiv(b.shape[0], rows),
+)
+def scaled(a, sa, b, sb, sums, low, y, *, rows: int, nibbles: bool, acc: bool):
+    """A Bᵀ of scaled blocks, plus sums . lowᵀ if there are lows, plus 1 if `acc`."""
+    r = jt.program_id(0)
+    C, S = codes_of(b, r, rows, nibbles), sb.tiles(rows, sb.shape[1])[r, 0]
+    L = None if low is None else low.tiles(rows, low.shape[1])[r, 0].astype(jnp.float32)
+    X = None if low is None else sums[...]
+    one = jnp.full((a.shape[0], rows), 1.0, jnp.float32) if acc else None
+    Y = jt.dot_scaled(a[...], sa[...], C.T, S.T, one)
+    y.tiles(a.shape[0], rows)[0, r] = Y if low is None else jt.dot(X, L.T, Y)
+
+
+def operands(seed: int, kind: str, m: int, n: int, blocks: int, shared: int, dtype: str, lows: bool):
+    rng = np.random.default_rng(seed)
+    k, groups = 32 * blocks, blocks // shared
+    a = rng.integers(-32768, 32768, (m, k)).astype(np.int16)
+    a[0, :3] = -32768, 32767, 32640
+    shape, ends = (
+        ((n, k // 2), (0, 256)) if kind == "nibbles" else ((n, k), (-128, 128) if kind == "int8" else (0, 256))
+    )
+    b = rng.integers(*ends, shape).astype("int8" if kind == "int8" else "uint8")
+    scale = lambda *s: jnp.asarray(rng.normal(size=s), dtype)
+    sa = rng.random((m, blocks), np.float32)
+    extra = (rng.normal(size=(m, groups)).astype(np.float32), scale(n, groups)) if lows else (None, None)
+    return a, sa, b, scale(n, groups), *extra
+
+
+def expected(a, sa, b, sb, sums, low, nibbles: bool, acc: bool):
+    wide = lambda x: np.asarray(x).astype(np.float64)
+    if nibbles:
+        halves = b.reshape(len(b), -1, 16)
+        b = np.concatenate([halves & 15, halves >> 4], axis=-1).reshape(len(b), -1)
+    each = b.shape[1] // sb.shape[1]
+    y = (wide(a) * np.repeat(wide(sa), 32, axis=1)) @ (wide(b) * np.repeat(wide(sb), each, axis=1)).T
+    return y + acc + (0 if low is None else wide(sums) @ wide(low).T)
+
+
+CASES = [  # kind, m, n, rows of a program, blocks, blocks with one scale, dtype of scales, lows, acc
+    ("nibbles", 1, 48, 48, 18, 1, "float16", True, False),
+    ("nibbles", 3, 40, 20, 4, 2, "float32", False, True),
+    ("nibbles", 8, 32, 32, 9, 1, "bfloat16", True, True),
+    ("nibbles", 13, 34, 17, 10, 1, "float16", True, False),
+    ("int8", 2, 33, 33, 8, 8, "float16", False, False),
+    ("int8", 4, 16, 16, 3, 1, "float16", True, True),
+    ("int8", 25, 20, 10, 2, 1, "bfloat16", False, False),
+    ("uint8", 1, 5, 5, 1, 1, "float32", True, False),
+    ("uint8", 9, 17, 17, 5, 1, "float16", False, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "isa"),
+    [(case, None) for case in CASES]
+    + [(case, "avx512") for case in (*CASES[1:4], CASES[4], CASES[8])]
+    + [(CASES[2], "avx2"), (CASES[4], "avx2")],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x),
+)
+def test_against_numpy(case, isa):
+    kind, m, n, rows, blocks, shared, dtype, lows, acc = case
+    given = operands(m, kind, m, n, blocks, shared, dtype, lows)
+    meta = dict(rows=rows, nibbles=kind == "nibbles", acc=acc)
+    with jt.config(isa=isa):
+        got = jax.jit(lambda *x: scaled(*x, **meta))(*given)
+    want = expected(*given, nibbles=kind == "nibbles", acc=acc)
+    assert relative_error(got, want) < 1e-6
+    if isa is None and m < 4:
+        assert relative_error(scaled.interpret(*given, **meta), want) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["nibbles", "int8"])
+def test_a_row_has_the_same_bits_in_any_company(kind):
+    a, sa, *rest, sums, low = operands(0, kind, 40, 20, 6, 1, "float16", True)
+    run = jax.jit(lambda a, sa, sums: scaled(a, sa, *rest, sums, low, rows=20, nibbles=kind == "nibbles", acc=False))
+    every = run(a, sa, sums)
+    for m in (1, 2, 5, 9):
+        np.testing.assert_array_equal(run(a[:m], sa[:m], sums[:m]), every[:m])
+
+
+@pytest.mark.parametrize(("kind", "isa", "wanted"), [
+    ("nibbles", "avx512bf16", "vpdpbusd"), ("int8", "avx512bf16", "vpdpbusd"), ("uint8", "avx512bf16", "vpdpwssd"),
+    ("int8", "avx512", "vpmaddwd"),
+])  # fmt: skip
+def test_instructions(kind, isa, wanted):
+    """Bytes are multiplied as they are, and codes of 4 bits are unpacked in registers."""
+    given = operands(0, kind, 1, 16, 2, 1, "float16", False)
+    lowered = scaled.lower(*given, target=f"cpu:{isa}", rows=16, nibbles=kind == "nibbles", acc=False)
+    assert wanted in lowered.texts["asm"]
+    assert f"scaled_{'digits' if wanted == 'vpdpbusd' else 'direct'}_1x16x2_{kind}" in lowered.texts["llvm"]

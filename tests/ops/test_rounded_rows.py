@@ -1,0 +1,93 @@
+"""Products with quantised weights on CPUs by integers, where the weights allow it, against their reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import rounded_rows
+from jtile.ops.quantized import quantized_matmul_reference
+from jtile.testing import relative_error
+
+pytestmark = pytest.mark.cpu
+ERROR = 4e-5  # of integers of 16 bits
+
+
+@pytest.fixture(autouse=True)
+def there():
+    if "int16 products" not in jt.target().features:
+        pytest.skip("this machine has no instructions for products of int16")
+
+
+def rounding(w):
+    """A weight that allows rows to be rounded."""
+    return dataclasses.replace(w, activations=rounded_rows.INTEGERS)
+
+
+@pytest.mark.parametrize(("kind", "group", "m", "out", "inner"), [
+    ("q4_1", 32, 1, 96, 576), ("q4_0", 128, 3, 101, 256), ("q8_0", 32, 5, 40, 96), ("q8_0", 64, 1, 33, 64),
+    ("q4_1", 64, 40, 60, 320), ("q4_0", 32, 300, 16, 1600),
+])  # fmt: skip
+def test_product(kind, group, m, out, inner):
+    weight, x = ops.quantize(normal(0, out, inner), kind, group), normal(1, m, inner)
+    options = {"bias": normal(2, out), "activation": "silu", "residual": normal(3, m, out)}
+    product = lambda x: ops.quantized_matmul(x, rounding(weight), **options)
+    exact = lambda x: quantized_matmul_reference(x, weight, **options)
+    want, slope = jax.jit(lambda x: (exact(x), jax.grad(lambda x: (exact(x) ** 2).sum())(x)))(x)
+    got, gradient = jax.jit(lambda x: (product(x), jax.grad(lambda x: (product(x) ** 2).sum())(x)))(x)
+    assert relative_error(got, want) < ERROR and relative_error(gradient, slope) < 2 * ERROR
+
+
+def test_gated_product():
+    gate, up = (ops.quantize(normal(seed, 48, 160), "q4_1") for seed in (0, 1))
+    x = normal(2, 2, 3, 160)
+    run = jax.jit(jax.vmap(lambda x, gate, up: ops.gated_mlp(x, gate, up, transpose=True), (0, None, None)))
+    assert 1e-6 < relative_error(run(x, rounding(gate), rounding(up)), run(x, gate, up)) < ERROR
+    assert relative_error(run(x, rounding(gate), up), run(x, gate, up)) < 1e-6  # both have to allow it
+
+
+def test_the_kernel_is_that_of_the_interpreter():
+    """The same integers: what differs is the order of float32 sums alone."""
+    weight, x = ops.quantize(normal(0, 32, 128), "q4_1"), normal(1, 5, 128)
+    weights = (rounded_rows.Weight(weight.codes, weight.scale, weight.minimum),)
+    options = dict(kind="q4_1", activation=None, rows=16, bm=5)
+    operands = x, weights, rounded_rows.Epilogue()
+    want = rounded_rows._kernel.interpret(*operands, **options)
+    assert relative_error(rounded_rows._kernel(*operands, **options), want) < 3e-7
+
+
+def test_what_it_does_not_take():
+    weight = ops.quantize(normal(0, 32, 128), "q8_0", 64)
+    weights = (rounded_rows.Weight(weight.codes, weight.scale, weight.minimum),)
+    given = normal(1, 2, 128), weights, rounded_rows.Epilogue()
+    refused = lambda kind="q8_0", ways="int16": rounded_rows.misfit(*given, kind=kind, activations=ways)
+    assert refused() is None and "not to be rounded" in refused("fp8") and "not to be rounded" in refused(ways="rows")
+    with jt.config(steady=True):  # sums of lows of wider groups have no one order
+        assert refused() is None and "in any company" in refused("q4_0")
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
+def test_a_row_has_the_same_bits_among_others(kind):
+    weight, x = rounding(ops.quantize(normal(0, 37, 160), kind)), normal(1, 40, 160)
+    both = jax.jit(lambda x: (ops.quantized_matmul(x, weight), ops.gated_mlp(x, weight, weight, transpose=True)))
+    with jt.config(steady=True):
+        for m in (1, 9):
+            for got, want in zip(both(x[:m]), both(x), strict=True):
+                np.testing.assert_array_equal(got, want[:m])
+
+
+def test_numbers_that_are_none():
+    """NaN stays in its row, and what is infinite becomes NaN there; small and large rows keep their digits."""
+    weight, x = ops.quantize(normal(0, 20, 64), "q4_1"), normal(1, 5, 64)
+    x = x.at[0, 3].set(jnp.nan).at[1, 40].set(jnp.inf).at[2].multiply(1e30).at[3].multiply(1e-30).at[4].set(0.0)
+    y, want = ops.quantized_matmul(x, rounding(weight)), ops.quantized_matmul(x, weight)
+    assert jnp.isnan(y[:2]).all() and (y[4] == 0).all()
+    for row in (2, 3):
+        assert relative_error(y[row], want[row]) < ERROR
