@@ -27,7 +27,7 @@ WIDEST = 128  # rows of a weight in a tile
 MOST_PARTS = 8
 # Rows of x that are taken, where kernels overlap. Otherwise tiles of other sides are as quick: a layer of Llama-3.1-8B
 # with 64 rows takes 167 us on an H200 with those, 170 with these, and 162 where these are launched early. Eight layers
-# take 1376 us a step with 32 rows, 1445 in other tiles, but 1340 and 1287 with 16, of which those bring fewer at a time.
+# take 1376 us a step with 32 rows, 1445 in other tiles, but 1340 and 1287 with 16, for which other tiles are smaller.
 TAKEN = range(17, 65)
 _RINGS = 216 << 10  # bytes of shared memory for both rings
 _REGISTERS = 216
