@@ -151,6 +151,14 @@ def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
     return Choice(*found)
 
 
+def neighbours(m: int, n: int, k: int, itemsize: int, bm: int, bn: int, **of: Any) -> dict[str, int]:
+    """The option that lets blocks of a product share copies, where that pays; `of`: see `product`."""
+    if not warpgroups() or not all(isinstance(size, int) for size in (m, n, k)):
+        return {}
+    found = hopper_tiles.neighbours(Product(m, n, k, itemsize, **of), bm, bn)
+    return {"multicast": found} if found > 1 else {}
+
+
 def little_memory() -> bool:
     """Whether a block of the GPU at hand has 100 KB of shared memory or less: all but those made for data centres, and
     AMD's of before gfx950."""

@@ -24,8 +24,8 @@ from jtile.tune.warpgroups import (
 
 __all__ = [
     "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "READ", "TILES", "Form", "Product", "attention",
-    "candidates", "columns", "extended", "forms", "head", "near", "pairs", "parts_of_product", "predicted_us",
-    "processors", "tiles",
+    "candidates", "columns", "extended", "forms", "head", "near", "neighbours", "pairs", "parts_of_product",
+    "predicted_us", "processors", "tiles",
 ]  # fmt: skip
 
 
@@ -42,6 +42,11 @@ def tiles(p: Product) -> dict[str, int] | None:
 def predicted_us(p: Product, form: Form) -> float:
     """`warpgroups.predicted_us` for the GPU at hand."""
     return warpgroups.predicted_us(p, form, warpgroups.at_hand())
+
+
+def neighbours(p: Product, bm: int, bn: int) -> int:
+    """`warpgroups.neighbours` for the GPU at hand."""
+    return warpgroups.neighbours(p, bm, bn, warpgroups.at_hand())
 
 
 def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:

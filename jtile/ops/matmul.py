@@ -197,7 +197,9 @@ def _whole_sums(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **
     kernel = _kernel
     if dispatch.has(jt.target(), "warps"):
         few = gpu_tiles.few_rows(bm, bn, bk, a.dtype.itemsize)
-        kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize) | few.options)
+        of = dict(transposed=tb, left=ta, batch=known(max(a.shape[0], b.shape[0])))
+        shared = gpu_tiles.neighbours(*_sides(a, b, ta, tb), a.dtype.itemsize, bm, bn, **of)
+        kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize) | few.options | shared)
         meta |= few.tiles | _cut(bn)
     return kernel(a, b, bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, **meta)
 

@@ -4,7 +4,8 @@ Copies by tensor maps become multicasts where the record says so: `ptx.evicting`
 
 - Before a block may write to another one, the barriers of that must be there: all threads meet once they are.
 - An arrival that says that a slot has been read goes to the barriers of all blocks.
-- A block must not end while another may still reach its shared memory: all threads meet at the end.
+- A block must not end while another may still reach its shared memory: the role that fills slots waits for the last
+  arrivals of all of them (`block/emit_roles.py`).
 
 The emitter marks where barriers are there, and the arrivals. A text of which anything is not understood is refused.
 """
@@ -15,6 +16,7 @@ import re
 
 MARK = "// jtile.cluster"
 READY, ARRIVE = "ready", "arrive"
+SHARED = ".multicast::cluster "  # what a copy to all blocks says
 _START = re.compile(r"^\{\n", re.M)
 _ARRIVE = re.compile(r"^\s*(@!?%p\d+ )?\s*mbarrier\.arrive\.shared::cta\.b64 _, \[(%r\d+)\](, \d+)?;\s*$")
 _THREADS = re.compile(r"^\.reqntid ", re.M)
@@ -38,7 +40,7 @@ def met(text: str, blocks: int, warps: int) -> str:
         if waits and (line.strip().startswith("$L") or "mbarrier" in line):
             raise ValueError(f"the arrival of a cluster is not understood: {line.strip()}")
         if _RETURN.match(line):
-            out += ["\t@%cluster_worker barrier.cluster.wait.aligned;", "\tbarrier.cluster.arrive.aligned;", _WAIT]
+            out.append("\t@%cluster_worker barrier.cluster.wait.aligned;")
         out.append(line)
         if MARK in line:
             what = line.split(MARK)[1].strip()
@@ -46,7 +48,7 @@ def met(text: str, blocks: int, warps: int) -> str:
             if what == READY:
                 ready += 1
                 out += ["\tfence.mbarrier_init.release.cluster;", "\tbarrier.cluster.arrive.relaxed.aligned;", _WAIT]
-    if waits or ready != 1 or not any(map(_RETURN.match, out)):
+    if waits or ready != 1 or not any(map(_RETURN.match, out)) or SHARED not in text:
         raise ValueError("the meetings of a cluster are not where they were expected")
     # Threads of other roles arrive at the first meeting at once: they hear of its end from the first role.
     begin = (

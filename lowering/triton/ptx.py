@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from . import clusters
+
 _ADD = re.compile(r"^(\s*)add\.[su]16x2 (\s*)(%\w+), (%\w+), (%\w+|-?\w+);", re.M)
 _CONSTANT = re.compile(r"^\s*mov\.[bus]32 \s*(%\w+), -?\w+;", re.M)
 
@@ -25,9 +27,6 @@ _LETTING = f"""\t.reg .b32 %let_programs;
 \tsetp.le.u32 %let_few, %let_programs, {FEW_PROGRAMS};
 \t@%let_few griddepcontrol.launch_dependents;
 """
-_ELECTED = re.compile(r"^(\s*)elect\.sync\s+%r\d+\|(%p\d+), -1;", re.M)
-_MADE, _APART = "mbarrier.init.", ("bra", "\n$L", "\n{\n")  # what makes a barrier; where code may part, or begins
-_MAPS = re.compile(r"^\s*\.param \.align 64 \.b8 (\w+)\[128\]", re.M)
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 
@@ -66,7 +65,7 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
         if when == "ahead":
             return f"cp.async.bulk.prefetch.tensor.{m[1].split('.')[4]}.L2.global {_PLACE.search(m[2])[0]};"  # type: ignore
         if when and when.startswith("blocks"):
-            return f"{m[1].replace('::cta', '::cluster')}.multicast::cluster {m[2]}, %cluster_blocks;"
+            return f"{m[1].replace('::cta', '::cluster')}{clusters.SHARED}{m[2]}, %cluster_blocks;"
         return f"{m[1]}.L2::cache_hint {m[2]}, %evict_{when};" if when else m[0]
 
     text = _LOAD.sub(spelt, text)
@@ -97,43 +96,6 @@ def narrowed(text: str, columns: Sequence[tuple[int, int]]) -> str:
         text, found = instruction.subn(first, text)
         assert found, f"no products of {wide} columns"
     return text
-
-
-def with_one_leader(text: str) -> str:
-    """PTX of a kernel whose barriers are all made by the thread that was elected for the first of them.
-
-    Triton elects a thread for each barrier, which is the same one every time, and ptxas does not know it: of 16
-    barriers, 125 instructions stood in front of all else that a block does.
-    """
-    leader = ""
-
-    def elected(m: re.Match[str]) -> str:
-        nonlocal leader
-        if leader:
-            return f"{m[1]}mov.pred {m[2]}, {leader};"
-        leader = m[2]
-        return m[0]
-
-    first, last = text.find(_MADE), text.rfind(_MADE)
-    begin = max(text.rfind(what, 0, max(first, 0)) for what in _APART)
-    made = text[begin:last]
-    if first == last or begin < 0 or any(what in text[first:last] for what in _APART):
-        return text
-    return text[:begin] + _ELECTED.sub(elected, made) + text[last:]
-
-
-def fetching_maps(text: str, warps: int) -> str:
-    """PTX of a kernel that asks for its tensor maps when it begins: a thread behind the `warps` warps of the first role
-    does it, while those make the barriers."""
-    maps = _MAPS.findall(text)
-    if not maps:
-        return text
-    asked = "".join(f"\t@%map_asks prefetch.param.tensormap [{name}];\n" for name in maps)
-    begin = (
-        "\t.reg .pred %map_asks;\n\t.reg .b32 %map_thread;\n\tmov.u32 %map_thread, %tid.x;\n"
-        f"\tsetp.eq.u32 %map_asks, %map_thread, {32 * warps};\n{asked}"
-    )
-    return _START.sub(lambda m: m[0] + begin, text, count=1)
 
 
 def letting(text: str) -> str:

@@ -26,12 +26,13 @@ class Shared:
     Attributes:
       blocks: of a cluster; neighbours in the grid.
       loads: copies that all of them make alike -> (axis of the buffer, elements along it) of the part of each block.
-      rings: barriers at which the consumers of all of them arrive: of the slots that these copies fill.
+      rings: barriers at which the consumers of all of them arrive, of the slots that these copies fill -> how often
+        slots are filled.
     """
 
     blocks: int
     loads: dict[ir.AsyncLoad, tuple[int, int]]
-    rings: frozenset[ir.Value]
+    rings: dict[ir.Value, int]
 
 
 def shared(kernel: ir.Kernel, blocks: int) -> Shared | None:
@@ -50,14 +51,62 @@ def shared(kernel: ir.Kernel, blocks: int) -> Shared | None:
             if isinstance(op, ir.AsyncLoad) and emptied is not None and emptied is not op.barrier:
                 rings.setdefault(emptied, []).append(op)
     even = {id(op) for block in found.even for op in block.ops}
-    used = set()
+    used: dict[ir.Value, int] = {}
     for ring, copies in rings.items():
         ends = [op for op in kernel.body.walk() if isinstance(op, ir.Arrive) and op.barrier is ring]
         parts = {op: part for op in copies if (part := _part(op, blocks)) and found.same(op)}
-        if parts and ends and all(id(op) in even and found.alike(op.when) and found.alike(op.at) for op in ends):
+        fills = _fills(kernel, ring)
+        if (
+            parts
+            and ends
+            and fills
+            and all(id(op) in even and found.alike(op.when) and found.alike(op.at) for op in ends)
+        ):
             loads |= parts
-            used.add(ring)
-    return Shared(blocks, loads, frozenset(used)) if loads else None
+            used[ring] = fills
+    return Shared(blocks, loads, used) if loads else None
+
+
+def _fills(kernel: ir.Kernel, ring: ir.Value) -> int:
+    """How often the slots of a ring are filled; 0 where that is not known, or not how often each consumer lets them
+    go."""
+    roles = [op for op in kernel.body.ops if isinstance(op, ir.Roles)]
+    bodies = roles[0].bodies if roles else ()
+    waits, arrivals = ([_times(body, ring, kind) for body in bodies] for kind in (ir.Wait, ir.Arrive))
+    fills = max(waits, default=0)
+    once = sum(n != 0 for n in waits) == 1 and all(n in (0, fills) for n in arrivals)
+    return fills if once and sum(n != 0 for n in arrivals) == ring.type.arrivals else 0  # type: ignore[union-attr]
+
+
+def _times(block: ir.Block, ring: ir.Value, kind: type[ir.Wait | ir.Arrive], loop: ir.For | None = None) -> int:
+    """How often a block of ops waits, or arrives, at the barriers of a ring; -1 where that is not known."""
+    times = 0
+    for op in block.ops:
+        if isinstance(op, ir.Wait | ir.Arrive) and isinstance(op, kind) and op.barrier is ring:
+            if op.when is not None and not _not_first(op.when, loop):
+                return -1
+            times += rounds(loop) - (op.when is not None) if loop else 1
+        inner = op if isinstance(op, ir.For) else None
+        inside = [_times(b, ring, kind, inner) for b in op.blocks()]
+        if any(inside) and (inner is None or loop is not None or min(inside) < 0 or not rounds(inner)):
+            return -1
+        times += sum(inside)
+    return times
+
+
+def rounds(loop: ir.For) -> int:
+    """How many rounds a loop has; 0 where that is not known."""
+    bounds = [b.op.value if isinstance(b.op, ir.Full) else None for b in (loop.lo, loop.hi, loop.step)]
+    return len(range(*bounds)) if all(isinstance(b, int) for b in bounds) else 0  # type: ignore[arg-type]
+
+
+def _not_first(when: ir.Value, loop: ir.For | None) -> bool:
+    """Whether a condition holds in all rounds of a loop but the first."""
+    op = when.op
+    if loop is None or not isinstance(op, ir.Map) or op.fn != "ne" or op.args[0] is not loop.body.params[0]:
+        return False
+    first, lo = op.args[1].op, loop.lo.op
+    return isinstance(first, ir.Full) and isinstance(lo, ir.Full) and first.value == lo.value
 
 
 def _part(op: ir.AsyncLoad, blocks: int) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from ..ttir import Val
 from . import emit_posts
 from .analysis import COLUMNS, product_layout
 from .code import LaidCode
+from .emit_shared import slot
 from .emitter import BLOCK, BlockEmitter
 
 REGISTERS = 65536  # registers of a block on sm_90
@@ -67,11 +68,25 @@ def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
         wait = next((op for op in roles.bodies[k].ops if isinstance(op, ir.Receive)), None) if clears else None
         em.memo["clear in front of"] = wait  # while nothing has come
         em.block(roles.bodies[k])
+        _wait_for_cluster(em, roles.bodies[k])
         if devices:
             if clears and wait is None:
                 emit_posts.clear(em, devices)
             devices.leave()
         return code, em.captures or {}
+
+
+def _wait_for_cluster(em: BlockEmitter, body: ir.Block) -> None:
+    """Wait, in the role that fills the slots of a ring, until all blocks of a cluster have said that they have read the
+    last of each: a block must not end while another may still reach its barriers."""
+    for ring, fills in em.cluster.rings.items() if em.cluster is not None else ():
+        if not any(isinstance(op, ir.Wait) and op.barrier is ring for op in body.walk()):
+            continue
+        found = em.env[ring]
+        for k in range(ring.type.count):  # type: ignore[union-attr]
+            last = len(range(k, fills, ring.type.count)) - 1  # type: ignore[union-attr]
+            one = slot(em, found, em.code.i32(k))
+            em.code.do(f"ttng.wait_barrier {one.name}, {em.code.i32(last % 2).name} : {one.type}")
 
 
 def _specialise(em: BlockEmitter, roles: ir.Roles, parts: list[tuple[LaidCode, dict]]) -> None:
