@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -361,8 +362,9 @@ class Generation(Iterator):
             jax.block_until_ready(out)
             start = self._prompt_done(began)
         made, first = 1, [None if x is None else x[:, None] for x in (tokens, logprobs)]
-        pending = [(*first, 1, done)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
-        for x in (*first, done):
+        ended = jnp.copy(done)  # `decode` takes the array itself
+        pending = [(*first, 1, ended)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
+        for x in (*first, ended):
             if x is not None:
                 x.copy_to_host_async()  # behind the launch of a chunk the copy would come later
         while pending:
@@ -370,7 +372,7 @@ class Generation(Iterator):
                 count = min(CHUNK, self._new_tokens - made)
                 numbers = np.int32(made), np.int32(count), *rest
                 *out, tokens, done, memory = decode(self._lm._weights, memory, tokens, done, *numbers)
-                pending.append((*out, done))
+                pending.append(out)
                 made += count
             rows, logprobs, steps, ended = (None if x is None else np.asarray(x) for x in pending.pop(0))
             start = self._prompt_done(began) if start is None else start

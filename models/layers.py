@@ -55,7 +55,7 @@ class Routed:
 
 
 Weight = jax.Array | QuantizedTensor | tuple | Adapted | Routed
-ADDED = False  # whether products of small matrices add what the norm behind them is of
+ADDED = True  # whether products of small matrices add what the norm behind them is of
 
 
 def rms_norm(x, weight, eps: float):

@@ -45,7 +45,7 @@ LIES: dict[str, tuple[tuple[str, ...], Any]] = {
     "logits": ((WEIGHTS, ROWS, ROWS, ROWS), ROWS),
     "embed": ((WEIGHTS, ROWS, ROWS), ROWS),
     "prefill": ((WEIGHTS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
-    "decode": ((WEIGHTS, MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, MEMORY)),
+    "decode": ((WEIGHTS, MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, ROWS, MEMORY)),
     "step": ((WEIGHTS, ENTRIES, SAME, SAME, WEIGHTS), (SAME, ENTRIES)),
     "several": ((WEIGHTS, ENTRIES, STATE, STATE, SAME, SAME, WEIGHTS), (STATE, ENTRIES, STATE)),
     "bring": ((STATE, SAME), STATE),

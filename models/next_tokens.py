@@ -128,9 +128,9 @@ def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, *, chunk: int, r
 
     x, angles = model.enter(tokens, cache.lengths)
     cos, sin = zip(*(angles[rope] for rope in ropes))
-    out = jnp.zeros((tokens.shape[0], chunk), jnp.int32)
+    out = jnp.zeros((tokens.shape[0], chunk + 1), jnp.int32)  # the last column is none of a step: see `decode`
     carry = tokens, done, out, cache, (x, jnp.zeros_like(x), cos, sin)
     # Attention reads the lengths early, which `next_tokens` writes: the first product of a step lets it start only when
     # `next_tokens` has ended (see `entered` of `Decoder.step`).
     tokens, done, out, cache, _ = jax.lax.fori_loop(0, chunk, lambda i, carry: run(step, i, carry), carry)
-    return out, tokens, done, cache
+    return out[:, :chunk], tokens, done, cache

@@ -114,13 +114,16 @@ def _most_that_overlap(rows: int, weights, devices: int = 1) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"), donate_argnames=("memory",)
-)
+    jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"),
+    donate_argnames=("memory", "tokens", "done"),
+)  # fmt: skip
 def decode(structure, weights, memory, tokens, done, made, count, numbers, ends, *, chunk, steps, logprobs):
     """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
 
-    Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, the last tokens, done,
-    memory)."""
+    Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, done as int8, the last
+    tokens, done, memory). What the next call takes stays in its place of the device's memory, and the rest comes out of
+    arrays of other sizes than the loop has: XLA writes the CUDA graph of the loop anew where an array of it has moved,
+    which takes the host longer than a step of a small model takes the device."""
     model = merge(structure, weights)
     if next_tokens.fits(model, len(tokens), steps, logprobs):
         return _greedy(model, weights, memory, tokens, done, count, ends, chunk)
@@ -140,14 +143,15 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
         return tokens, done | is_end(tokens, ends), out, memory, filled
 
     dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
-    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk), dtype) for dtype in dtypes], memory, jnp.int32(0)
+    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk + 1), dtype) for dtype in dtypes], memory, jnp.int32(0)
     if on_host():
         more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
         _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
     else:  # a GPU would wait until the host has read a condition: some tokens too many, which nobody reads, cost less
         carry = jax.lax.fori_loop(0, chunk, step, carry)
     tokens, done, out, memory, filled = carry
-    return out[0], out[1] if logprobs else None, filled, tokens, done, memory
+    out = [x[:, :chunk] for x in out]
+    return out[0], out[1] if logprobs else None, filled, done.astype(jnp.int8), tokens, done, memory
 
 
 def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, chunk: int):
@@ -158,10 +162,11 @@ def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, 
             return step(*args)
 
     out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, chunk=chunk, run=run)
+    memory = dataclasses.replace(memory, cache=cache)
     column = jnp.arange(chunk, dtype=jnp.int32)
     before = (is_end(out, ends)[:, None, :] & (column[None, :] < column[:, None])[None]).any(-1)
     filled = ((column < count) & ~(before | done[:, None]).all(0)).sum(dtype=jnp.int32)
-    return out, None, filled, tokens, ended, dataclasses.replace(memory, cache=cache)
+    return out, None, filled, ended.astype(jnp.int8), tokens, ended, memory
 
 
 def is_end(tokens, ends):
