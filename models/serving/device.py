@@ -55,21 +55,15 @@ class Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a launch, on the device: tokens int32 [k], or [steps, k], first those of `Plan.samples`, then
-    padding."""
+    """The result of a step, on the device: tokens int32 [k], first those of `Plan.samples`, then padding."""
 
     tokens: jax.Array
     rates: tuple[jax.Array, ...] | None
 
-    @property
-    def ended(self) -> bool:
-        """Whether the device has nothing more to do for it."""
-        return self.tokens.is_ready()
-
     def read(self) -> tuple[np.ndarray, Rates | None]:
-        """Waits for the launch; returns its tokens, int32 [steps, k], and log-probabilities on the host."""
+        """Waits for the step; returns its tokens and log-probabilities on the host."""
         rates = None if self.rates is None else Rates(*(np.asarray(x) for x in self.rates))
-        return np.atleast_2d(np.asarray(self.tokens)), rates
+        return np.asarray(self.tokens), rates
 
 
 class Device:
@@ -92,7 +86,7 @@ class Device:
         self._options = self._sent(self._chosen)
         self._changed = False
         self._penalties: dict[str, jax.Array] = {}
-        self._kept: dict[tuple[int, ...], jax.Array] = {}  # numbers and tokens of steps by shape, see `programs.bring`
+        self._numbers: dict[int, jax.Array] = {}  # the numbers of steps by how many they are, see `programs.bring`
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
     def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
@@ -109,10 +103,8 @@ class Device:
         """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
         samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
         todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
+        todo += [lambda n=n: self._bringing(self._count(n)) for n in self._settings.shapes]
         todo += [lambda k=k, level=level: self._choose(k, level, False, False) for k in samples for level in (0, 1)]
-        if self._settings.launch_steps > 1:
-            alone = [n for n in self._settings.shapes if n == self._settings.samples(n)]
-            todo += [lambda n=n, level=level: self._several(n, level) for n in alone for level in (0, 1)]
         todo.append(self._copy)
         for done, make in enumerate(todo):
             progress(done, len(todo))
@@ -121,7 +113,7 @@ class Device:
 
     def release(self) -> None:
         """Gives the memory of the cache back, whoever still has this object; nothing may run afterwards."""
-        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties, self._kept)):
+        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties, self._numbers)):
             x.delete()
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
@@ -149,8 +141,6 @@ class Device:
             self._options, self._changed = self._sent(self._chosen), False
         n, singles = self._settings.layout([segment.count for segment in plan.segments])
         batch, of, which = self._arrays(plan, n, singles)
-        if plan.steps > 1:
-            return self._run_several(plan, level, batch, which)
         logits = self.logits(self._table, batch, of)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
@@ -169,33 +159,18 @@ class Device:
         logits, self._entries = run(self._lm._weights, self._entries, self._last, numbers, self._adapters)
         return logits
 
-    def tokens(self, table: np.ndarray, batch: np.ndarray, level: int) -> jax.Array:
-        """Runs `programs.several`, and returns its tokens."""
-        numbers, n = self._bring(batch, table), batch.shape[1]
-        run, shape = self._several(n, level), (self._settings.launch_steps, n)
-        args = self._entries, self._last, self._keep(shape), self._options, numbers, self._adapters
-        self._kept[shape], self._entries, self._last = run(self._lm._weights, *args)
-        return self._get(("copied", shape), programs.copied, self._kept[shape])(self._kept[shape])
-
     def _bring(self, *parts: np.ndarray) -> jax.Array:
         """The numbers of a step, one part after the other, on the device, in the place of the last ones."""
         numbers = np.concatenate([part.ravel() for part in parts])  # a copy: the device may read it later
-        old = self._keep(numbers.shape)
-        run = self._get(("bring", numbers.shape), programs.bring, old, numbers)
-        new = self._kept[numbers.shape] = run(old, numbers)
-        return new
+        count = len(numbers)
+        found = self._numbers[count] = self._bringing(count)(self._place(count), numbers)
+        return found
 
-    def _keep(self, shape: tuple[int, ...]) -> jax.Array:
-        """The array int32 of a shape that steps use again and again."""
-        if shape not in self._kept:
-            self._kept[shape] = self._zeros(shape, jnp.int32)
-        return self._kept[shape]
-
-    def _run_several(self, plan: Plan, level: int, batch: np.ndarray, which: np.ndarray) -> Result:
-        """Runs a launch of several steps; its arguments are those of the first one."""
-        chosen = np.zeros((batch.shape[1],), np.int32)
-        chosen[: len(plan.segments)] = [segment.chosen for segment in plan.segments]
-        return Result(self.tokens(self._table, np.concatenate([batch, chosen[None], which[1:]]), level), None)
+    def _place(self, count: int) -> jax.Array:
+        """Where so many numbers of steps lie, int32 [count]."""
+        if count not in self._numbers:
+            self._numbers[count] = self._zeros((count,), jnp.int32)
+        return self._numbers[count]
 
     def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `programs.step` and `programs.choose` for a plan; brings the table up to date, too. If a
@@ -264,20 +239,20 @@ class Device:
                 self._compiled[key] = lower(*args, **static).compile()
         return self._compiled[key]
 
+    def _count(self, n: int) -> int:
+        """How many numbers a step of n tokens is given."""
+        return 5 * n + self._settings.samples(n) + self._table.size
+
+    def _bringing(self, count: int) -> jax.stages.Compiled:
+        return self._get(("bring", count), programs.bring, self._place(count), np.zeros((count,), np.int32))
+
     def _step(self, n: int) -> jax.stages.Compiled:
         lm, samples = self._lm, self._settings.samples(n)
-        args = self._entries, self._last, self._keep((5 * n + samples + self._table.size,)), self._adapters
+        args = self._entries, self._last, self._place(self._count(n)), self._adapters
         singles, tile = self._settings.singles, self._settings.tile
         options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
         options |= {"tokens": n, "samples": samples}
         return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
-
-    def _several(self, n: int, level: int) -> jax.stages.Compiled:
-        lm, count = self._lm, self._settings.launch_steps
-        numbers = self._keep((7 * n + self._table.size,))
-        args = self._entries, self._last, self._keep((count, n)), self._options, numbers, self._adapters
-        options, key = {"splits": self._settings.splits, "steps": LEVELS[level]}, ("several", n, level, count)
-        return self._get(key, programs.several, lm._structure, lm._weights, *args, **options)
 
     def _all_allowed(self, k: int) -> np.ndarray:
         return np.full((k, -(-self._lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)

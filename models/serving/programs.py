@@ -42,18 +42,9 @@ def step(structure, weights, entries, last, numbers, adapters, *, tokens, sample
     taken from `last`, int32 [slots], the newest token of each slot, and the number of its adapter, 0 for none. table:
     int32 [slots, pages of a row]. The last slot is for padding, of which nothing is kept; its positions are -1.
     adapters: the result of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
-    batch, of, table = _parts(numbers, last, tokens, samples)
-    return _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles)
-
-
-def _parts(numbers, last, tokens: int, samples: int, rows: int = 5):
-    """The parts of `numbers`: batch [rows, tokens], of [samples], table [slots, pages of a row]."""
-    batch, rest = numbers[: rows * tokens], numbers[rows * tokens :]
-    return batch.reshape(rows, tokens), rest[:samples], rest[samples:].reshape(last.shape[0], -1)
-
-
-def _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles=None):
-    tokens, positions, slots, pending, adapter = batch
+    batch, of, table = jnp.split(numbers, [5 * tokens, 5 * tokens + samples])
+    tokens, positions, slots, pending, adapter = batch.reshape(5, tokens)
+    table = table.reshape(last.shape[0], -1)
     tokens = jnp.where(pending > 0, last[slots], tokens)
     cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
     invariant = splits is not None  # then sums of a row do not depend on how many rows there are
@@ -63,41 +54,6 @@ def _step(structure, weights, entries, last, table, batch, of, adapters, splits,
             laid(model, dataclasses.replace(model.over, steady=True))
         logits, cache = model.step(tokens, cache, of)
     return logits, cache.entries
-
-
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("splits", "steps"), donate_argnames=("entries", "last", "chosen")
-)
-def several(structure, weights, entries, last, chosen, options, numbers, adapters, *, splits, steps):
-    """Several times `step` and `choose`, without penalties, for n rows that all decode: (int32 [count, n] tokens in the
-    place of `chosen`, the longer cache, last).
-
-    numbers: as in `step`, but that a batch is [7, n], and `of` nothing: behind the others stand how many tokens each
-    row makes, at most `count`, and how many of its answer were made before. Behind its last one a row is padding.
-    Tokens have the bits that the same steps give one by one: each has the same kernels, and the barriers keep XLA from
-    merging what stands in programs of its own there."""
-    batch, _, table = _parts(numbers, last, chosen.shape[1], 0, rows=7)
-    made = []
-    for _ in range(len(chosen)):
-        args = entries, last, options, table, batch, adapters
-        tokens, entries, last, batch = _one_of_several(structure, weights, *args, splits=splits, steps=steps)
-        made.append(tokens)
-    return jax.lax.dynamic_update_slice(chosen, jnp.stack(made), (0, 0)), entries, last
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "steps"))
-def _one_of_several(structure, weights, entries, last, options, table, batch, adapters, *, splits, steps):
-    """(tokens, the longer cache, last, the batch of the next step): a function of its own, which is traced once."""
-    tokens, positions, slots, pending, adapter, left, made = batch
-    active, of = left > 0, jnp.arange(batch.shape[1], dtype=jnp.int32)
-    at = jnp.where(active, slots, last.shape[0] - 1)
-    now = jax.lax.optimization_barrier(jnp.stack([tokens, jnp.where(active, positions, -1), at, pending, adapter]))
-    logits, entries = _step(structure, weights, entries, last, table, now, of, adapters, splits)
-    numbers = {name: x[at] for name, x in options.items()}
-    logits, numbers = jax.lax.optimization_barrier((logits, numbers))
-    newest = jax.lax.optimization_barrier(sampling.choose(logits, made, steps, numbers, {}))
-    behind = jnp.stack([newest, positions + 1, slots, jnp.zeros_like(pending), adapter, left - 1, made + 1])
-    return newest, entries, last.at[at].set(newest), behind
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "logprobs"), donate_argnames=("last", "penalties"))
@@ -138,14 +94,8 @@ def _masked(logits, allowed):
 @functools.partial(jax.jit, donate_argnums=0)
 def bring(old, new):
     """New numbers in the place of the old ones. XLA records the kernels of a step as a CUDA graph, which it writes anew
-    if any operand lies elsewhere than before: that took the host 3 ms of each step of an 8B model beside an H200."""
+    if any operand lies elsewhere than before, which takes the host some microseconds a kernel."""
     return jax.lax.dynamic_update_slice(old, new, (0,))
-
-
-@jax.jit
-def copied(x):
-    """A copy, which lies elsewhere."""
-    return jnp.copy(x)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
