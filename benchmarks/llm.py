@@ -1,4 +1,5 @@
-"""SmolLM2-135M: prefill of 512 tokens and greedy decoding, against llama.cpp where its Python package is installed."""
+"""SmolLM2-135M: prefill of 512 tokens and greedy decoding, against llama.cpp where its Python package is installed; and
+steps of several rows, against those of one."""
 
 from __future__ import annotations
 
@@ -16,21 +17,25 @@ from jtile.testing import Timing
 
 PREFILL, DECODE = 512, 128
 CONFIGS = ("prefill 512", "decode 128 after 16", "decode 128 after 512")  # one measurement gives all three
+ROWS = 8
 
 
 def results(roofline: Any, repeats: int) -> Iterator[Result]:
-    """Microseconds a token: for a 512-token prompt, and for 128 tokens after a short and after that long prompt."""
+    """Microseconds a token: for a 512-token prompt, for 128 tokens after a short and after that long prompt, and for 64
+    tokens in each of several rows."""
     try:
         path = default_model()
     except ModelError as missing:
         print(f"llm: left out, {missing}")
         return
     ids = np.random.default_rng(0).integers(100, 40000, PREFILL).tolist()
-    runners: dict[str, Callable] = {"ours": _ours(load(path))}
+    lm = load(path)
+    runners: dict[str, Callable] = {"ours": _ours(lm)}
     if (peer := _llama_cpp(path, roofline.threads)) is not None:
         runners["llama.cpp"] = peer
     rounds = max(3, repeats // 6)
-    samples: dict[str, dict[str, list[float]]] = {config: {} for config in CONFIGS}
+    together = f"decode {DECODE // 2} after 16, {ROWS} rows"
+    samples: dict[str, dict[str, list[float]]] = {config: {} for config in (*CONFIGS, together)}
     for turn in range(rounds + 1):
         for name, run in runners.items():
             prefill, late = run(ids, DECODE)
@@ -38,10 +43,15 @@ def results(roofline: Any, repeats: int) -> Iterator[Result]:
             if turn:  # the first round compiles and warms up
                 for config, value in zip(samples, (prefill, early, late)):
                     samples[config].setdefault(name, []).append(value)
+        for name, rows in (("ours", ROWS), ("one row", 1)):
+            taken = _step(lm, np.tile(ids[:16], (rows, 1))) / rows
+            if turn:
+                samples[together].setdefault(name, []).append(taken)
     weights = path.stat().st_size
     for config, of_runner in samples.items():
         times = {name: Timing(float(np.median(v)), min(v)) for name, v in of_runner.items()}
-        bound = 1e6 * weights / roofline.bandwidth(weights) if config.startswith("decode") else None
+        alone = config.startswith("decode") and config != together
+        bound = 1e6 * weights / roofline.bandwidth(weights) if alone else None
         yield result("smollm2", config, "q4_1, us/token", roofline.device, times, bound_us=bound)
 
 
@@ -53,6 +63,14 @@ def _ours(lm: LanguageModel) -> Callable:
         return 1e6 / stream.stats.prefill_rate, 1e6 / stream.stats.decode_rate
 
     return run
+
+
+def _step(lm: LanguageModel, ids: np.ndarray) -> float:
+    """Microseconds of a step of the rows of ids."""
+    stream = lm.stream(ids, DECODE // 2 + 1, eos=None)
+    for _ in stream:
+        pass
+    return 1e6 * stream.stats.decode_seconds / (DECODE // 2)
 
 
 def _llama_cpp(path, threads: int) -> Callable | None:

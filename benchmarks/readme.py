@@ -48,6 +48,7 @@ SHOWN = (
     ("gemv", "4096x4096", "q4_0"),
     ("smollm2", "prefill 512", "q4_1, us/token"),
     ("smollm2", "decode 128 after 16", "q4_1, us/token"),
+    ("smollm2", "decode 64 after 16, 8 rows", "q4_1, us/token"),
     ("overhead", "eager call", "us"),
     ("overhead", "one kernel inside jit", "us"),
     ("linear_cross_entropy", "512x512x32000", "float32"),
