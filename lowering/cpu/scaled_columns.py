@@ -154,11 +154,15 @@ def _quads(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int
 def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> None:
     """Asks the cache for a part of the next 16 rows of B, as large as a block of these. Sixteen rows at once are more
     streams than the hardware follows: a step of SmolLM2 waited for most of its head."""
-    lines = LANES * (BLOCK // 2 if spec.nibbles else BLOCK) // 64
-    at = c.gep("i8", c.gep("i8", b, c.mul(b_row, LANES)), c.mul(block, 64 * lines))
-    for line in range(lines):
-        hints = Val("i32", "0"), Val("i32", "3"), Val("i32", "1")  # to read, into the first level
-        c.intrinsic("prefetch", "void", c.gep("i8", at, 64 * line), *hints, suffix="p0")
+    size = LANES * (BLOCK // 2 if spec.nibbles else BLOCK)
+    _ask(c, c.gep("i8", c.gep("i8", b, c.mul(b_row, LANES)), c.mul(block, size)), size)
+
+
+def _ask(c: Code, at: Val, size: int) -> None:
+    """Asks the cache for so many bytes."""
+    hints = Val("i32", "0"), Val("i32", "3"), Val("i32", "1")  # to read, into the first level
+    for line in range(0, size, 64):
+        c.intrinsic("prefetch", "void", c.gep("i8", at, line), *hints, suffix="p0")
 
 
 def _turned(c: Code, rows: list[Val]) -> list[Val]:
@@ -201,6 +205,7 @@ def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: 
         return name
     src, row, panel = params = [Val("ptr", "%src"), Val("i64", "%row"), Val("ptr", "%panel")]
     c = Code(module, name, params, attributes=ATTRIBUTES)
+    _ask(c, c.gep("i8", src, c.mul(row, LANES)), min(LANES * spec.groups * (4 if dtype == "float32" else 2), 2048))
     if spec.groups < 8 or dtype == "float32":
         mode = Mode(isa, "fma", dtype, dtype, "float", 1, "float")
         inner = gemm_pack.panel_from_rows(module, mode, dtype, spec.groups, LANES)
