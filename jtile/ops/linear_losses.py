@@ -101,20 +101,40 @@ def linear_cross_entropy_cotangents(
     """d [rows, classes], cotangents of the logits of `classes` classes from block `first` on, for those of the
     first two results of `linear_cross_entropy_parts`; below: the third one, or None where these classes have none;
     rows without a label have no cotangents, whatever their logits are."""
-    # d_iv = exp(z_iv - lse_ji) lse'_ji + q_iv aim'_ji
     i, j = jt.program_id(0), jt.program_id(1)
     block = first[...] + j
-    of_lse, of_aim = (a.tiles(None, bm)[block, i][:, None] for a in (ct_lse, ct_aim))
     if below is None:
         z, inside = _logits(x, w, bias, i, block, bm, bn, bk)
         z = z - lse.tiles(None, bm)[block, i][:, None]
     else:
         z, inside = below.tiles(bm, bn)[i, block], (block * bn + jt.arange(bn) < w.shape[0])[None, :]
+    d.tiles(bm, bn)[i, j] = _cotangent(z, inside, labels, ct_lse, ct_aim, i, block, w.shape[0], smoothing).astype(
+        d.dtype
+    )
+
+
+def _cotangent(z, inside, labels, ct_lse, ct_aim, i, block, vocab: int, smoothing: float):
+    """The cotangents of a tile of logits, which lie by z below the log-sum-exp of their block."""
+    # d_iv = exp(z_iv - lse_ji) lse'_ji + q_iv aim'_ji
+    bm, bn = z.shape
+    of_lse, of_aim = (a.tiles(None, bm)[block, i][:, None] for a in (ct_lse, ct_aim))
     label = labels.tiles(bm, pad=-1)[i]
     target = jnp.where(jt.arange(bn)[None, :] + block * bn == label[:, None], 1.0 - smoothing, 0.0)
-    target = target + smoothing / w.shape[0] if smoothing else target
+    target = target + smoothing / vocab if smoothing else target
     cotangent = jnp.exp(z.astype(of_lse.dtype)) * of_lse + target * of_aim
-    d.tiles(bm, bn)[i, j] = jnp.where(inside & (label >= 0)[:, None], cotangent, 0.0).astype(d.dtype)
+    return jnp.where(inside & (label >= 0)[:, None], cotangent, 0.0)
+
+
+@jt.kernel(
+    out_type=lambda below, *_, **__: jt.like(below),
+    grid=lambda below, *_, bm, bn, **__: (jt.cdiv(below.shape[0], bm), jt.cdiv(below.shape[1], bn)),
+    alias={"below": "d"},
+)
+def linear_cross_entropy_cotangents_in_place(below, labels, ct_lse, ct_aim, d, *, bm: int, bn: int, smoothing: float):
+    """`linear_cross_entropy_cotangents` of all classes, in the memory in which their logits are kept."""
+    i, j = jt.program_id(0), jt.program_id(1)
+    D, inside = d.tiles(bm, bn), (j * bn + jt.arange(bn) < d.shape[1])[None, :]
+    D[i, j] = _cotangent(D[i, j], inside, labels, ct_lse, ct_aim, i, j, d.shape[1], smoothing).astype(d.dtype)
 
 
 @jt.kernel(
@@ -183,7 +203,9 @@ def _forward(x, w, bias, labels, *, kept: int, bm: int, bn: int, memory: int | N
 def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kept: int, **_):
     x, w, bias, labels, lse, below = residuals
     (rows, k), vocab, itemsize = x.shape, w.shape[0], x.dtype.itemsize
-    blocks, per = jt.cdiv(vocab, bn), _blocks_at_a_time(x, w, bm, bn)
+    at_once = below is not None and below.shape[1] == vocab and below.dtype == x.dtype and machine().whole
+    blocks = jt.cdiv(vocab, bn)
+    per = blocks if at_once else _blocks_at_a_time(x, w, bm, bn)
     make = linear_cross_entropy_cotangents
     make = tuned(make, **gpu_tiles.product_options(bm, bn, itemsize)) if small_tiles() else make
     wide, options = sums_in(x), {"bm": bm, "bn": bn, "bk": bk, "smoothing": smoothing}
@@ -195,7 +217,11 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kep
     def step(block, so_far, blocks, below):
         dx, dw, db = so_far
         classes = min(blocks * bn, vocab)
-        d = make(x, w, bias, labels, below, lse, of_lse, ct[1], block, classes=classes, **options)
+        if at_once:
+            own = {"bm": bm, "bn": bn, "smoothing": smoothing}
+            d = linear_cross_entropy_cotangents_in_place(below, labels, of_lse, ct[1], **own)
+        else:
+            d = make(x, w, bias, labels, below, lse, of_lse, ct[1], block, classes=classes, **options)
         if further is not None:
             d += jax.lax.dynamic_slice_in_dim(further, block * bn, classes, 1).astype(d.dtype)
         add, sides = _tuned(linear_cross_entropy_dx, itemsize, rows, k, classes)
