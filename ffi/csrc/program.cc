@@ -77,7 +77,7 @@ void Program::run_parallel(const Launch& launch, void* const* bufs, int64_t work
                            const std::function<void(std::function<void()>)>& schedule) const {
   if (launch.programs == 0) return;
   Run run(*this, launch, bufs, workers);
-  with_helpers(workers, schedule, [&run] { run.drain(); });
+  with_helpers(workers, schedule, [&run](int64_t worker) { run.drain(worker); });
   run.check();
 }
 
@@ -87,7 +87,7 @@ namespace {
 struct Job {
   Job(const Program& program, const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk)
       : launch(launch), bufs(std::move(bufs)), talk(std::move(talk)), left(std::min(launch.programs, kMostThreads)),
-        run(program, this->launch, this->bufs.data(), launch.programs) {}
+        run(program, this->launch, this->bufs.data(), 1) {}
 
   // Runs every `step`-th program from the first on.
   void some(int64_t first, int64_t step) {

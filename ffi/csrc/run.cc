@@ -68,16 +68,43 @@ Workspace::Workspace(size_t size) {
   data_ = kept.get();
 }
 
-// Large chunks first, for locality, and small ones at the end, so that the workers finish together.
-bool Run::take(int64_t& begin, int64_t& end) {
+// A worker begins with programs that lie side by side, the same ones in every call: what a kernel reads of the one in
+// front is then in this core's cache, and what it writes over as well. Of assertions that fail the lowest program is
+// told, so that such kernels have one share, whose chunks are taken in order.
+std::vector<Run::Share> Run::parts_of(const Program& program, const Launch& launch, int64_t workers) {
+  int64_t count = program.sites_.empty() ? std::max<int64_t>(1, workers) : 1;
+  std::vector<Share> shares(static_cast<size_t>(count));
+  for (int64_t k = 0; k < count; ++k) {
+    int64_t whole = launch.programs / count, rest = launch.programs % count;
+    Share& share = shares[static_cast<size_t>(k)];
+    share.next = k * whole + std::min(k, rest);
+    share.end = share.next + whole + (k < rest ? 1 : 0);
+  }
+  return shares;
+}
+
+bool Run::take(int64_t worker, int64_t& begin, int64_t& end) {
+  size_t count = shares_.size();
+  for (size_t k = 0; k < count; ++k)
+    if (take_of(shares_[(static_cast<size_t>(worker) + k) % count], begin, end)) return true;
+  return false;
+}
+
+// Large chunks first, and small ones at the end, so that the workers finish together.
+bool Run::take_of(Share& share, int64_t& begin, int64_t& end) {
   int64_t least = std::max<int64_t>(1, kChunkNs / std::max<int64_t>(1, program_.cost_));
-  begin = next_.load();
+  int64_t parts = shares_.size() > 1 ? 2 : 2 * workers_;
+  begin = share.next.load();
   do {
-    int64_t left = launch_.programs - begin;
+    int64_t left = share.end - begin;
     if (left <= 0) return false;
-    end = begin + std::min(left, std::max(least, left / (2 * workers_)));
-  } while (!next_.compare_exchange_weak(begin, end));
+    end = begin + std::min(left, std::max(least, left / parts));
+  } while (!share.next.compare_exchange_weak(begin, end));
   return true;
+}
+
+void Run::take_no_more() {
+  for (Share& share : shares_) share.next.store(share.end);
 }
 
 void Run::run_range(int64_t begin, int64_t end, const Workspace& workspace) {
@@ -110,13 +137,13 @@ bool Run::run_one(int64_t program, Talk& talk) {
   return true;
 }
 
-void Run::drain() {
+void Run::drain(int64_t worker) {
   try {
     int64_t begin = 0, end = 0;
-    if (!take(begin, end)) return;  // a late helper allocates nothing
+    if (!take(worker, begin, end)) return;  // a late helper allocates nothing
     Workspace workspace(static_cast<size_t>(program_.workspace_));
     do run_range(begin, end, workspace);
-    while (take(begin, end));
+    while (take(worker, begin, end));
   } catch (const std::exception& error) {
     stop(error.what());
   }
@@ -126,7 +153,7 @@ void Run::stop(const std::string& message) {
   std::lock_guard lock(mutex_);
   if (broken_.empty()) broken_ = message;
   bad_.store(true);
-  next_.store(launch_.programs);
+  take_no_more();
 }
 
 void Run::print(int64_t site, const int64_t* pid, void* const* args) {
@@ -154,7 +181,7 @@ void Run::record(int64_t site, const int64_t* pid) {
     failed_pid_.assign(pid, pid + at.axes + at.lanes);
   }
   bad_.store(true);
-  next_.store(launch_.programs);
+  take_no_more();
 }
 
 void Run::check() const {
@@ -186,18 +213,18 @@ struct Gate {
 
 }  // namespace
 
-void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void()>& work) {
+void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void(int64_t)>& work) {
   auto gate = std::make_shared<Gate>();
-  auto help = [gate, &work] {
+  auto help = [gate, &work](int64_t worker) {
     gate->inside.fetch_add(1);
-    if (gate->open.load()) work();
+    if (gate->open.load()) work(worker);
     if (gate->inside.fetch_sub(1) == 1) gate->inside.notify_all();
   };
   try {
-    for (int64_t k = 1; k < workers; ++k) schedule(help);
+    for (int64_t k = 1; k < workers; ++k) schedule([help, k] { help(k); });
   } catch (const std::exception&) {  // those that began, and this thread, do it all
   }
-  work();
+  work(0);
   // Either a helper saw the gate open, and is counted inside, or it sees it closed: both are sequentially consistent.
   gate->open.store(false);
   while (int64_t inside = gate->inside.load()) gate->inside.wait(inside);

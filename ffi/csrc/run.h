@@ -39,12 +39,13 @@ class Run {
         launch_(launch),
         bufs_(bufs),
         workers_(workers),
+        shares_(parts_of(program, launch, workers)),
         counters_(static_cast<size_t>(program.image_->counters())) {
     host_.callbacks.counters = counters_.data();
   }
 
-  // Takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
-  void drain();
+  // As worker number `worker`, takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
+  void drain(int64_t worker);
   void run_all();
   // Runs the programs [begin, end).
   void run_range(int64_t begin, int64_t end, const Workspace& workspace);
@@ -75,7 +76,16 @@ class Run {
     std::longjmp(self->out, 1);
   }
 
-  bool take(int64_t& begin, int64_t& end);
+  // The programs of one worker, which the others take when they are done with theirs.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  static std::vector<Share> parts_of(const Program& program, const Launch& launch, int64_t workers);
+
+  bool take(int64_t worker, int64_t& begin, int64_t& end);
+  bool take_of(Share& share, int64_t& begin, int64_t& end);
+  void take_no_more();
   void print(int64_t site, const int64_t* pid, void* const* args);
   void record(int64_t site, const int64_t* pid);
   void stop(const std::string& message);
@@ -85,9 +95,9 @@ class Run {
   const Launch& launch_;
   void* const* bufs_;
   int64_t workers_;
+  std::vector<Share> shares_;
   std::vector<int32_t> counters_;
   Host host_{{on_print, on_fail}, this};
-  std::atomic<int64_t> next_{0};
 
   std::atomic<bool> bad_{false};  // whether anything below was written
   mutable std::mutex mutex_;
@@ -100,10 +110,11 @@ class Run {
 // Starts a task on some thread.
 using Schedule = std::function<void(std::function<void()>)>;
 
-// Calls `work` on `workers` workers: this thread, and workers - 1 others, which `schedule` starts. It is called with a
+// Calls `work` with the number of the worker on `workers` workers: number 0 is this thread, and `schedule` starts the
+// others. It is called with a
 // task that any thread may run, at once, late or after this returned; this never waits for a task that has not begun,
 // so `work` must get everything done on one thread, too. Where there is no memory or no thread for more helpers, those
 // that began do it all.
-void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void()>& work);
+void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void(int64_t)>& work);
 
 }  // namespace jtile

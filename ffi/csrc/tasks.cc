@@ -338,7 +338,7 @@ void TaskGraph::run(void* const* arrays, void* arena, int64_t workers, const Sch
                     int64_t* trace) const {
   std::unique_ptr<Call> call = take_call();
   call->begin(arrays, arena, trace);
-  with_helpers(workers, schedule, [&call] { call->work(); });
+  with_helpers(workers, schedule, [&call](int64_t) { call->work(); });
   call->check();
   std::lock_guard lock(mutex_);
   free_.push_back(std::move(call));
