@@ -55,13 +55,8 @@ def shared(kernel: ir.Kernel, blocks: int) -> Shared | None:
     for ring, copies in rings.items():
         ends = [op for op in kernel.body.walk() if isinstance(op, ir.Arrive) and op.barrier is ring]
         parts = {op: part for op in copies if (part := _part(op, blocks)) and found.same(op)}
-        fills = _fills(kernel, ring)
-        if (
-            parts
-            and ends
-            and fills
-            and all(id(op) in even and found.alike(op.when) and found.alike(op.at) for op in ends)
-        ):
+        together = all(id(op) in even and found.alike(op.when) and found.alike(op.at) for op in ends)
+        if parts and ends and together and (fills := _fills(kernel, ring)):
             loads |= parts
             used[ring] = fills
     return Shared(blocks, loads, used) if loads else None
@@ -75,7 +70,8 @@ def _fills(kernel: ir.Kernel, ring: ir.Value) -> int:
     waits, arrivals = ([_times(body, ring, kind) for body in bodies] for kind in (ir.Wait, ir.Arrive))
     fills = max(waits, default=0)
     once = sum(n != 0 for n in waits) == 1 and all(n in (0, fills) for n in arrivals)
-    return fills if once and sum(n != 0 for n in arrivals) == ring.type.arrivals else 0  # type: ignore[union-attr]
+    every = sum(n != 0 for n in arrivals) == ring.type.arrivals  # type: ignore[union-attr]
+    return fills if once and every and fills > 0 else 0
 
 
 def _times(block: ir.Block, ring: ir.Value, kind: type[ir.Wait | ir.Arrive], loop: ir.For | None = None) -> int:
@@ -131,6 +127,10 @@ class _Alike:
         for op in kernel.body.walk():
             if isinstance(op, ir.For):
                 self.loops |= {p: (op, k - 1) for k, p in enumerate(op.body.params)}
+        self.unlike: set[ir.Value] = set()  # of the values that loops carry, and count
+        while found := {v for v in self.loops if v not in self.unlike and not self._carried(v)}:
+            self.unlike |= found
+            self.known.clear()
         self.even: list[ir.Block] = []  # blocks of ops that all blocks of a cluster go through equally often
         self._enter(kernel.body)
 
@@ -149,24 +149,25 @@ class _Alike:
     def alike(self, v: ir.Value | None) -> bool:
         if v is None:
             return True
+        if v in self.loops:
+            return v not in self.unlike
         if v not in self.known:
-            self.known[v] = True  # of what a loop carries, if what follows from it is
             self.known[v] = self._alike(v)
         return self.known[v]
 
+    def _carried(self, v: ir.Value) -> bool:
+        """Whether a value that a loop carries, or counts, is alike if those are that are not known to be unlike."""
+        loop, k = self.loops[v]
+        return all(map(self.alike, (loop.lo, loop.step) if k < 0 else (loop.inits[k], loop.body.yields[k])))
+
     def _alike(self, v: ir.Value) -> bool:
-        if v in self.loops:
-            loop, k = self.loops[v]
-            bounds = all(map(self.alike, (loop.lo, loop.step)))
-            return bounds and (k < 0 or (self.alike(loop.inits[k]) and self.alike(loop.body.yields[k])))
         op = v.op
         if isinstance(op, ir.Full | ir.NumPrograms | ir.SizeOf):
             return True
         if isinstance(op, ir.ProgramId):
             return op.axis >= len(self.grid) or self._behind(op.axis) % self.blocks == 0
         if isinstance(op, ir.For):
-            k = op.results.index(v)
-            return all(map(self.alike, (op.lo, op.hi, op.step, op.inits[k], op.body.yields[k])))
+            return all(map(self.alike, (op.lo, op.hi, op.step, op.body.params[1 + op.results.index(v)])))
         if isinstance(op, ir.Map) and op.fn == "div" and self._counts(op.args[0]) and self._multiple(op.args[1]):
             return True
         return isinstance(op, _SCALAR) and not v.shape and all(map(self.alike, op.operands()))

@@ -7,8 +7,9 @@ import pytest
 import tile_kernels as tk
 from machines import card, machine
 
+from jtile import ir
 from jtile.lowering.triton import clusters
-from jtile.lowering.triton.block.alike import shared
+from jtile.lowering.triton.block.alike import _Alike, shared
 from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.compile import compile_kernel
 
@@ -36,6 +37,28 @@ def parts(kernel, blocks):
 )  # fmt: skip
 def test_neighbours_share_the_columns_of_their_tiles(kernel, blocks, expected):
     assert parts(kernel, blocks) == expected
+
+
+CARRIED = """kernel @carried(%x: ref<64x64xbf16>) grid(4) {
+  %c0 = full 0 : i32
+  %c1 = full 1 : i32
+  %c8 = full 8 : i32
+  %block = program_id 0 : i32
+  %last, %twice = for %k in %c0..%c8 step %c1 carry (%at = %c0, %before = %c0) {
+    %double = add %at, %at : i32
+    %next = add %at, %block : i32
+    yield %next, %double
+  }
+}"""
+
+
+def test_what_follows_from_a_carry_that_differs_differs():
+    kernel = ir.parse_kernel(CARRIED)
+    loop = next(op for op in kernel.body.walk() if isinstance(op, ir.For))
+    for order in (loop.results, loop.results[::-1]):
+        found = _Alike(kernel, 2)
+        assert [found.alike(v) for v in order] == [False, False]
+    assert _Alike(kernel, 2).alike(loop.body.params[0])
 
 
 def test_the_machine_code_says_it():
