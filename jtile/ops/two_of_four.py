@@ -127,7 +127,7 @@ def _place(codes, h: int, e: int):
 
 def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str | None = None) -> Sparse24Tensor:
     """The weight [n, k] with the two numbers of every four along a row that are largest in magnitude, the first
-    ones where several are equal.
+    ones where several are equal. NaN counts as infinite.
 
     Args:
       weight: float array [n, k], k a multiple of 8.
@@ -155,6 +155,7 @@ def sparse24(weight: jax.Array, mask: jax.Array | None = None, *, order: str | N
         weight = jnp.where(mask, weight, jnp.zeros((), weight.dtype))
     groups = weight.reshape(n, HALVES, k // UNIT, PLACES)
     size = jnp.abs(jax.lax.stop_gradient(groups).astype(sums_in(weight)))
+    size = jnp.where(jnp.isnan(size), jnp.inf, size)  # what is wrong with a weight is not to vanish
     places = jnp.sort(jnp.argsort(-size, -1, stable=True)[..., :KEPT], -1)
     values = jnp.take_along_axis(groups, places, -1).swapaxes(2, 3).reshape(n, HALVES * KEPT, k // UNIT)
     weights = np.int32(4) ** np.arange(HALVES * KEPT, dtype=np.int32)

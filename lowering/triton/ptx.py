@@ -51,7 +51,12 @@ def through_first_cache(text: str) -> str:
 def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
     """PTX whose copies by some tensor maps say when the second-level cache forgets what they read; triton has no words
     for it. `evict`: (position of the map among the parameters, "first" or "last"). "ahead": these copies are none, but
-    bring what they name to that cache only; "blocks 2": to the same place in both blocks of a cluster."""
+    bring what they name to that cache only; "blocks 2": to the same place in both blocks of a cluster.
+
+    Raises:
+      ValueError: a copy that is none is spelt in another way than was known: as a copy it would write to memory that
+        nobody has set aside.
+    """
     policies: dict[str, str] = {}  # register with the address of a map -> when the cache forgets what copies by it read
     for position, when in evict:
         policies |= dict.fromkeys(re.findall(_MAP.format(position), text), when)
@@ -63,12 +68,19 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
     def spelt(m: re.Match[str]) -> str:
         when = policies.get(m[3])
         if when == "ahead":
-            return f"cp.async.bulk.prefetch.tensor.{m[1].split('.')[4]}.L2.global {_PLACE.search(m[2])[0]};"  # type: ignore
+            place = _PLACE.search(m[2])
+            if place is None:
+                raise ValueError(f"this is no copy that can be brought to a cache only: {m[0]}")
+            return f"cp.async.bulk.prefetch.tensor.{m[1].split('.')[4]}.L2.global {place[0]};"
         if when and when.startswith("blocks"):
             return f"{m[1].replace('::cta', '::cluster')}{clusters.SHARED}{m[2]}, %cluster_blocks;"
         return f"{m[1]}.L2::cache_hint {m[2]}, %evict_{when};" if when else m[0]
 
     text = _LOAD.sub(spelt, text)
+    for line in text.split("\n"):
+        of = re.search(r"cp\.async\.bulk\.tensor\..*\[(%rd\d+), ", line)
+        if of and policies.get(of[1]) == "ahead":
+            raise ValueError(f"this is no copy that can be brought to a cache only: {line.strip()}")
     made = [
         f"\t.reg .b64 %evict_{when};\n\tcreatepolicy.fractional.L2::evict_{when}.b64 %evict_{when}, 1.0;\n"
         for when in sorted(set(policies.values()) & {"first", "last"})

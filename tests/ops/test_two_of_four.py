@@ -47,6 +47,13 @@ def test_products(m, n, k, dtype, arch):
             gradients_agree(*of_both, x, w.values)
 
 
+def test_not_a_number_is_kept():
+    """A weight that has gone wrong shows it, whatever stands beside it."""
+    w = np.tile(np.array([3, np.nan, -5, np.inf], "f"), (1, 2))
+    dense = evaluated(lambda w: ops.sparse24(w).dense())(w)
+    np.testing.assert_array_equal(dense, np.where(np.isfinite(w), 0, w))
+
+
 def test_dtypes():
     x, w = normal(0, 2, 3, 16, dtype="bfloat16"), ops.sparse24(normal(1, 5, 16).astype("float8_e4m3fn"))
     agree(*PAIR, x, w, out_dtype="float32")

@@ -90,3 +90,6 @@ def test_only_copies_by_the_maps_that_are_named():
     ahead = ptx.evicting(text, [(3, "ahead")])  # no copy, but an instruction that brings the box to the cache
     assert f"\t{other}\n" in ahead and "createpolicy" not in ahead
     assert "\t@%p1 cp.async.bulk.prefetch.tensor.2d.L2.global [%rd1, {%r2, %r3}];\n" in ahead
+    for unknown in (text.replace("[%r1], [%rd1", "[%rd9], [%rd1"), text.replace("{%r2, %r3}", "%r2")):
+        with pytest.raises(ValueError, match="no copy that can be brought to a cache only"):
+            ptx.evicting(unknown, [(3, "ahead")])
