@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jtile import ir
@@ -38,6 +39,7 @@ from .llvm import Code, Module, Val, i64
 from .values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
+SHORT = 250  # lines of a kernel that needs LLVM's shorter list of passes alone
 AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known yet
 
 
@@ -47,31 +49,35 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tupl
     kernel = spans(kernel)
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
-    refs = [*kernel.inputs, *kernel.outputs]
+    names = ["bufs", "dims", "begin", "end", "ws", "host"]
+    types = ["ptr", "ptr", "i64", "i64", "ptr", "ptr"]
+    bufs, dims, begin, end, ws, _ = params = [Val(t, f"%{n}") for t, n in zip(types, names, strict=True)]
+    code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
+    em = Emitter(kernel, isa, module, code, marks)
+    symbols = sizes.load_symbols(code, kernel, dims)
+    grid = [sizes.emit_size(code, n, symbols) if isinstance(n, ir.Extent) else i64(max(n, 1)) for n in kernel.grid]
+    em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}
     shared = {r for i, o in kernel.aliases for r in (kernel.inputs[i], kernel.outputs[o])}
     shared |= emit_arrivals.shared_refs(kernel)
-    params = [Val("ptr" if r in shared else "ptr noalias", f"%r{k}") for k, r in enumerate(refs)]
-    names = [Val("i64", f"%p{k}") for k in range(len(kernel.grid))]
-    ws = Val("ptr noalias", "%ws")
-    symbols = {n: Val("i64", f"%d{k}") for k, n in enumerate(ir.launch_symbols(kernel))}
-    code = Code(module, "jtile_program", [*params, *names, *symbols.values(), ws, Val("ptr", "%host")])
-    em = Emitter(kernel, isa, module, code, marks)
-    em.program = {k: i64(0) if n == 1 else v for k, (n, v) in enumerate(zip(kernel.grid, names, strict=True))}
-    em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}
-    for k, r in enumerate(refs):
-        em.env[r] = Buffer(Val("ptr", f"%r{k}"), r.shape, _strides(em, r.shape), r.dtype, None, owned=False)
+    code.own(ws)
+    for k, r in enumerate([*kernel.inputs, *kernel.outputs]):
+        pointer = code.load("ptr", code.gep("ptr", bufs, k), align=8)
+        em.env[r] = Buffer(pointer, r.shape, _strides(em, r.shape), r.dtype, None, owned=False)
+        if r not in shared:
+            code.own(pointer)
     for r in kernel.scratch:
         em.env[r] = dataclasses.replace(em.new_buffer(r.shape, r.dtype), owned=False)
     if kernel.devices:
         em.devices = emit_devices.Devices(em)
-    em.block(kernel.body)
-    em.leave()
-    em.arena.tick()
-    for r in kernel.scratch:
-        em.arena.touch(em.env[r].alloc)
-    code.finish()
+    with code.loop(begin, end) as p:
+        em.program = dict(enumerate(_place(code, p, grid)))
+        em.block(kernel.body)
+        em.leave()
+        em.arena.tick()
+        for r in kernel.scratch:
+            em.arena.touch(em.env[r].alloc)
+    code.finish(Val("i32", "0"))
     workspace = em.arena.assign()
-    _entry(module, kernel, len(refs))
     emit_arrivals.emit_number(module, kernel)
     launch = {
         "name": kernel.name,
@@ -101,24 +107,15 @@ def _strides(em: Emitter, shape: tuple[ir.Size, ...]) -> tuple[int | Val, ...]:
     return tuple(reversed(out))
 
 
-def _entry(module: Module, kernel: ir.Kernel, refs: int) -> None:
-    """`jtile_entry`: decode each linear program id (last axis fastest) and run the program."""
-    names = ["bufs", "dims", "begin", "end", "ws", "host"]
-    types = ["ptr", "ptr", "i64", "i64", "ptr", "ptr"]
-    bufs, dims, begin, end, ws, host = params = [Val(t, f"%{n}") for t, n in zip(types, names, strict=True)]
-    code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
-    ptrs = [code.load("ptr", code.gep("ptr", bufs, k), align=8) for k in range(refs)]
-    symbols = sizes.load_symbols(code, kernel, dims)
-    grid = [sizes.emit_size(code, n, symbols) if isinstance(n, ir.Extent) else i64(max(n, 1)) for n in kernel.grid]
-    with code.loop(begin, end) as p:
-        ids: list[Val] = []
-        rest = p
-        for n in reversed(grid):
-            ids.append(code.let("i64", f"urem {rest}, {n.name}"))
-            rest = code.let("i64", f"udiv {rest}, {n.name}")
-        args = [*ptrs, *reversed(ids), *symbols.values(), ws, host]
-        code.do(f"call void @jtile_program({', '.join(map(str, args))})")
-    code.finish(Val("i32", "0"))
+def _place(code: Code, p: Val, grid: Sequence[Val]) -> list[Val]:
+    """The place in the grid of a program, by its number: the last axis is the fastest. The first one's remainder, too,
+    says to LLVM how large the place may be."""
+    ids: list[Val] = []
+    for n in reversed(grid):
+        one = n.name == "1"
+        ids.append(i64(0) if one else code.binary("urem", p, n))
+        p = p if one else code.binary("udiv", p, n)
+    return ids[::-1]
 
 
 def initialize(isa: Isa) -> None:
@@ -150,16 +147,6 @@ def machine(isa: Isa):
     return _kept(isa, 2 if current().optimize else 0)
 
 
-def _tuning():
-    """The text is vectorised and unrolled already: LLVM's own attempts double the code and the compile time for
-    nothing."""
-    import llvmlite.binding as llvm
-
-    options = llvm.create_pipeline_tuning_options(speed_level=1)
-    options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = False
-    return options
-
-
 @paused()
 def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Artifact:
     """Compile a kernel for an instruction set (default: this machine).
@@ -187,26 +174,65 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)
     if current().optimize:
-        # Each module gets its own builder, though 2 to 3 KiB of it stay when llvmlite frees it: a run leaves
-        # callbacks in its builder, which all later runs of that builder would call.
-        _optimise(module, llvm.create_pass_builder(tm, _tuning()))
-    levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
-    return tm.emit_object(module), levels
+        _optimise(module, tm, short=text.count("\n") <= SHORT)
+    with _loops_as_they_are():
+        levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
+        return tm.emit_object(module), levels
 
 
-def _optimise(module: Any, builder: Any) -> None:
+def _optimise(module: Any, tm: Any, *, short: bool = False) -> None:
     """Inline first the functions that the text marks so, then simplify every function once. LLVM's own order simplifies
-    a function before and after it is inlined into its caller: twice the time for the same machine code."""
+    a function before and after it is inlined into its caller: twice the time for the same machine code.
+
+    The text is vectorised and unrolled, its loops test at their end, and what is the same in all turns of one, or was
+    computed before, is written once (`invariant`). In a `short` kernel LLVM's list of passes, which takes three times
+    as long, finds nothing else; in a long one it unrolls loops of few turns, which is 3 % of the time of windows.
+    """
     import llvmlite.binding as llvm
 
-    with _freed(llvm.create_new_module_pass_manager()) as inliner:
-        inliner.add_always_inliner_pass()
-        inliner.add_ipsccp_pass()  # arguments that are the same in all calls of a function become constants in it
-        inliner.run(module, builder)
+    # Each module gets its own builder, though 2 to 3 KiB of it stay when llvmlite frees it: a run leaves callbacks in
+    # its builder, which all later runs of that builder would call.
+    options = llvm.create_pipeline_tuning_options(speed_level=1)
+    options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(tm, options)
+    functions = [function for function in module.functions if not function.is_declaration]
+    with _freed(llvm.create_new_module_pass_manager()) as passes:
+        if len(functions) > 1:
+            passes.add_always_inliner_pass()
+            passes.add_ipsccp_pass()  # arguments that are the same in all calls of a function become constants in it
+        if short:
+            passes.add_sroa_pass()
+            passes.add_instruction_combine_pass()
+            passes.add_simplify_cfg_pass()
+        passes.run(module, builder)
+    if short:
+        return
     with _freed(builder.getFunctionPassManager()) as simplifier:
         for function in module.functions:
             if not function.is_declaration:
                 simplifier.run(function, builder)
+
+
+_SWITCH = threading.Lock()
+_SWITCHED = range(20, 23)  # LLVM's versions that were tried: it ends the process at an option that it does not know
+
+
+@contextlib.contextmanager
+def _loops_as_they_are() -> Iterator[None]:
+    """Code generation without LLVM's strength reduction of loops, which gives each address of a loop a variable of its
+    own: a third to a half of the time of the code generator, for code that is as quick without. The option is one for
+    all of LLVM in the process (which Numba shares), so that it is taken back at once."""
+    import llvmlite.binding as llvm
+
+    if llvm.llvm_version_info[0] not in _SWITCHED:
+        yield
+        return
+    with _SWITCH:
+        llvm.set_option("jtile", "-disable-lsr=true")
+        try:
+            yield
+        finally:
+            llvm.set_option("jtile", "-disable-lsr=false")
 
 
 @contextlib.contextmanager

@@ -263,12 +263,12 @@ def _rows(
 
     def step(here: list[list[Ix]], at: Val, lanes: Lanes, chain: int) -> None:
         """Add a vector of each row, from element `at` along `lane`, to the accumulators of one chain."""
-        for index, sums_of_row in zip(here, sums, strict=True):
+        for number, (index, sums_of_row) in enumerate(zip(here, sums, strict=True)):
             full = list(index)
             if lane is not None:
                 full[lane] = Ix(at, 1 if lanes.count > 1 else 0)
             row = None if row_axis is None else index[row_axis].base
-            point = Point(em, tuple(shape), tuple(full), lanes, row=row)
+            point = Point(em, tuple(shape), tuple(full), lanes, row=row, number=number)
             for job, sums_of_job in zip(jobs, sums_of_row, strict=True):
                 x = _value(em, point, job)
                 code.store(_combine(em, job, code.load(x.ty, sums_of_job[chain]), x), sums_of_job[chain])

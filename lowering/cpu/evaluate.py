@@ -27,6 +27,7 @@ class Point:
 
     `covers` says that the nest visits every element once, so that flagged values may be kept on the way. `row`: the
     index of the row that is being read, where many rows follow each other: a Ref's rows to come are prefetched.
+    `number`: of that row among those that are read side by side.
     """
 
     em: Emitter
@@ -35,6 +36,7 @@ class Point:
     lanes: Lanes
     covers: bool = True
     row: Val | None = None
+    number: int = 0
     memo: dict = dataclasses.field(default_factory=dict)
 
     @property
@@ -75,7 +77,8 @@ class Point:
         if axis is None or not isinstance(buf.strides[axis], int) or (buf.strides[-1], ix[-1].step) != (1, 1):
             return
         row_bytes = buf.strides[axis] * access.elem_bytes(buf.dtype)
-        if 0 < row_bytes <= PREFETCH_ROW:
+        same = self.number and self.number * row_bytes % LINE >= row_bytes  # the row before begins in the same line
+        if 0 < row_bytes <= PREFETCH_ROW and not same:
             later = tuple(
                 Ix(self.code.add(x.base, PREFETCH // row_bytes if k == axis else 0)) for k, x in enumerate(ix)
             )
@@ -101,6 +104,7 @@ FUSABLE = (
 )  # a product and the sum it goes into may round once (fused multiply-add), as XLA's CPU code does
 
 PREFETCH = 12 << 10  # bytes ahead: about 0.4 us at the bandwidth of one core
+LINE = 64  # bytes that are fetched together
 PREFETCH_ROW = 4 << 10  # bytes of a row: the hardware prefetches longer ones by itself
 
 Rule = Callable[[Point, ir.Op, Index], Val]

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from . import invariant
+
 
 class Val(NamedTuple):
     """A typed LLVM operand: `ty` is its type's text, `name` an SSA name (`%v3`) or a constant (`42`, `splat (float
@@ -61,6 +63,7 @@ def const(ty: str, literal: str) -> Val:
 
 
 _CALLED = re.compile(r" call [^@\n]*@([\w.]+)\(")  # begins with a plain text, which is found faster than a boundary
+_READS = ("load i", "load f", "load d", "load h", "load b", "load p", "load <")  # not: atomic
 _SHORT = 12  # lines of a function that costs less than its call
 
 
@@ -121,6 +124,12 @@ class Code:
         self._body: list[str] = []
         self.mark = ""  # a comment behind each line: see `emitting.Marks`
         self._count = 0
+        self._memory = invariant.Memory([p.name for p in params if "noalias" in p.ty])
+        self._known: dict[str, Val] = {}  # pure expressions whose values are there at this place
+        self._sums: dict[str, tuple[Val, int]] = {}  # values that a constant was added to
+        self._read: dict[str, Val] = {}  # what this block has loaded, and nobody has written since
+        self._writes: list[set[str] | None] = [set()]  # the memory that each loop around this place writes; None: any
+        self._scopes: list[list[str]] = [[]]  # the keys of `_known` that each block around this place has added
 
     # -- instructions -------------------------------------------------------------------------------------------
     def ssa(self, hint: str = "v") -> str:
@@ -128,14 +137,59 @@ class Code:
         return f"%{hint}{self._count}"
 
     def let(self, ty: str, expr: str, hint: str = "v") -> Val:
-        """Append `%x = expr` and return `%x` with type `ty`."""
+        """Append `%x = expr` and return `%x` with type `ty`; where an equal expression is known, return its value."""
+        known = self._known.get(expr)
+        if known is not None:
+            return known
         self._count += 1
         name = f"%{hint}{self._count}"
         self._body.append(f"  {name} = {expr}{self.mark}")
-        return Val(ty, name)
+        value = Val(ty, name)
+        if invariant.is_pure(expr):
+            self._known[expr] = value
+            self._scopes[-1].append(expr)
+            if "ptr" in ty:
+                self._memory.note(name, expr)
+        else:
+            if "ptr" in ty:
+                self._memory.note(name, expr)
+            if not expr.startswith(_READS):
+                self._wrote(f"{name} = {expr}")
+        return value
 
     def do(self, line: str) -> None:
         self._body.append(f"  {line}{self.mark}")
+        self._wrote(line)
+
+    def _wrote(self, line: str) -> None:
+        """Note what an instruction may write: what is known of that memory is no longer known."""
+        written = self._memory.written(line)
+        if written is None:
+            self._read.clear()
+            self._writes[-1] = None
+        elif written:
+            mine = self._writes[-1]
+            self._writes[-1] = None if mine is None else mine | written
+            if self._read:
+                root = lambda key: self._memory.root(key.rpartition("ptr ")[2].partition(",")[0])
+                gone = [k for k in self._read if not all(self._memory.apart(root(k), w) for w in written)]
+                for key in gone:
+                    del self._read[key]
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        """What becomes known in here is forgotten behind."""
+        self._scopes.append([])
+        self._read.clear()
+        yield
+        self._leave()
+        self._scopes.pop()
+
+    def _leave(self) -> None:
+        for key in self._scopes[-1]:
+            self._known.pop(key, None)
+        self._scopes[-1].clear()
+        self._read.clear()
 
     def binary(self, op: str, a: Val, b: Val) -> Val:
         """`op` with its flags: `"fadd"`, `"mul nsw"`, `"fmul reassoc"`."""
@@ -160,7 +214,7 @@ class Code:
         if ret == "void":
             self.do(call)
             return Val("void", "")
-        return self.let(ret, call)
+        return self.read(ret, call, args[0]) if name == "masked.load" else self.let(ret, call)
 
     def splat(self, x: Val, lanes: int) -> Val:
         """Broadcast a scalar to `lanes` lanes."""
@@ -179,26 +233,56 @@ class Code:
         tail = (f", i64 {count}" if count != 1 else "") + (f", align {align}" if align else "")
         self._entry.append(f"  {name} = alloca {ty}{tail}")
         slot = Val("ptr", name)
+        self._memory.slots.add(name)
         if init is not None:
             self.store(init, slot)
         return slot
 
     def load(self, ty: str, ptr: Val, align: int | None = None, meta: str = "") -> Val:
-        return self.let(ty, f"load {ty}, {ptr}" + (f", align {align}" if align else "") + meta)
+        return self.read(ty, f"load {ty}, {ptr}" + (f", align {align}" if align else "") + meta, ptr)
+
+    def read(self, ty: str, expr: str, ptr: Val) -> Val:
+        """Append an expression that only reads memory, unless this block has read the same and nobody wrote since."""
+        if ptr.name in self._memory.slots:
+            return self.let(ty, expr)
+        if expr not in self._read:
+            self._read[expr] = self.let(ty, expr)
+        return self._read[expr]
+
+    def own(self, ptr: Val) -> None:
+        """Say that the memory of a pointer is reached through no other pointer."""
+        self._memory.own.add(ptr.name)
+        self._memory.roots.pop(ptr.name, None)
 
     def store(self, value: Val, ptr: Val, align: int | None = None, meta: str = "") -> None:
-        self.do(f"store {value}, {ptr}" + (f", align {align}" if align else "") + meta)
+        line = f"store {value}, {ptr}" + (f", align {align}" if align else "") + meta
+        if ptr.name in self._memory.slots:
+            self._body.append(f"  {line}{self.mark}")
+        else:
+            self.do(line)
 
     def gep(self, elem: str, ptr: Val, index: Val | int) -> Val:
-        index = i64(index) if isinstance(index, int) else index
-        return ptr if index.name == "0" else self.let("ptr", f"getelementptr {elem}, {ptr}, {index}")
+        """The address of an element. What is constant of the index comes last: an instruction adds it for nothing, and
+        neighbours share the rest."""
+        base, rest = self._parts(index)
+        if base is not None:
+            ptr = self.let("ptr", f"getelementptr {elem}, {ptr}, {base}")
+        return self.let("ptr", f"getelementptr {elem}, {ptr}, i64 {rest}") if rest else ptr
 
     # -- integer arithmetic on i64 with constant folding (addresses, trip counts) ---------------------------------
     def add(self, a: Val | int, b: Val | int) -> Val:
-        return self._fold("add nsw", a, b, lambda x, y: x + y, unit=0)
+        (x, c), (y, d) = self._parts(a), self._parts(b)
+        return self._plus(x or y if x is None or y is None else self.binary("add nsw", x, y), c + d)
 
     def mul(self, a: Val | int, b: Val | int) -> Val:
-        return self._fold("mul nsw", a, b, lambda x, y: x * y, unit=1)
+        (x, c), (y, d) = self._parts(a), self._parts(b)
+        if x is not None and y is not None:
+            return self.binary("mul nsw", _i64(a), _i64(b))
+        if x is None:
+            x, c, d = y, d, c
+        if x is None or d == 0:
+            return i64(c * d)
+        return self._plus(x if d == 1 else self.binary("mul nsw", x, i64(d)), c * d)
 
     def sub(self, a: Val | int, b: Val | int) -> Val:
         a, b = _i64(a), _i64(b)
@@ -206,18 +290,19 @@ class Code:
             return i64(_literal(a) - _literal(b))
         return a if b.name == "0" else self.binary("sub nsw", a, b)
 
-    def _fold(self, op: str, a, b, fn, unit: int) -> Val:
-        x = a if isinstance(a, int) else _literal(a)
-        y = b if isinstance(b, int) else _literal(b)
-        if x is not None and y is not None:
-            return i64(fn(x, y))
-        if x == unit:
-            return _i64(b)
-        if y == unit:
-            return _i64(a)
-        if unit == 1 and 0 in (x, y):
-            return i64(0)
-        return self.binary(op, _i64(a), _i64(b))
+    def _parts(self, x: Val | int) -> tuple[Val | None, int]:
+        """A value and the constant that was added to it; None: nothing but a constant."""
+        if isinstance(x, int):
+            return None, x
+        literal = _literal(x)
+        return self._sums.get(x.name, (x, 0)) if literal is None else (None, literal)
+
+    def _plus(self, x: Val | None, n: int) -> Val:
+        if x is None or n == 0:
+            return i64(n) if x is None else x
+        out = self.binary("add nsw", x, i64(n))
+        self._sums[out.name] = x, n
+        return out
 
     # -- control flow -------------------------------------------------------------------------------------------
     def label(self, hint: str = "b") -> str:
@@ -225,13 +310,15 @@ class Code:
         return f"{hint}{self._count}"
 
     def place(self, label: str) -> None:
+        """Begin a block that other blocks lead to; what was known since the structure around it began is forgotten."""
+        self._leave()
         self._body.append(f"{label}:")
 
     def br(self, label: str) -> None:
-        self.do(f"br label %{label}")
+        self._body.append(f"  br label %{label}{self.mark}")
 
     def cond_br(self, cond: Val, then: str, other: str) -> None:
-        self.do(f"br {cond}, label %{then}, label %{other}")
+        self._body.append(f"  br {cond}, label %{then}, label %{other}{self.mark}")
 
     @contextlib.contextmanager
     def loop(self, lo: Val | int, hi: Val | int, step: Val | int = 1, hint: str = "i", meta: str = "") -> Iterator[Val]:
@@ -242,37 +329,54 @@ class Code:
         if None not in literals and len(range(*literals)) == 1:
             yield lo
             return
-        slot = self.var("i64", lo)
-        head, body, done = self.label("head"), self.label("body"), self.label("done")
-        self.br(head)
-        self.place(head)
-        i = self.load("i64", slot)
-        self.cond_br(self.cmp("icmp", "slt", i, hi), body, done)
-        self.place(body)
-        yield i
-        self.store(self.binary("add nsw", i, step), slot)
-        self.do(f"br label %{head}{meta}")
-        self.place(done)
+        some = None not in literals and len(range(*literals)) > 0
+        slot, body, done = self.var("i64"), self.label("body"), self.label("done")
+        outside, self._body = self._body, []
+        self._writes.append(set())
+        with self._scope():
+            i = self.load("i64", slot)
+            yield i
+            after = self.let("i64", f"add nsw {i}, {step.name}")
+            self.store(after, slot)
+            again = self.cmp("icmp", "slt", after, hi)
+        lines, self._body = self._body, outside
+        writes = self._writes.pop()
+        if None not in literals and not some:
+            return
+        mine = self._writes[-1]
+        self._writes[-1] = None if writes is None or mine is None else mine | writes
+        before, rest = invariant.split(lines, self._memory, writes if some else None)
+        self._body += before
+        self.store(lo, slot)
+        if some:
+            self.br(body)
+        else:
+            self.cond_br(self.cmp("icmp", "slt", lo, hi), body, done)
+        rest.append(f"  br {again}, label %{body}, label %{done}{meta}{self.mark}")
+        self._body.append("\n".join([f"{body}:", *rest, f"{done}:"]))  # one entry: no loop around looks into it
 
     @contextlib.contextmanager
     def when(self, cond: Val) -> Iterator[None]:
         """`if cond:` without an else."""
         then, done = self.label("then"), self.label("done")
         self.cond_br(cond, then, done)
-        self.place(then)
-        yield
+        self._body.append(f"{then}:")
+        with self._scope():
+            yield
         self.br(done)
-        self.place(done)
+        self._body.append(f"{done}:")
 
     # -- code that must dominate everything -----------------------------------------------------------------------
     def detour(self) -> list[str]:
         """From here to `rejoin`, instructions go to the entry block: constants and addresses that every block may
         use."""
         body, self._body = self._body, self._entry
+        self._aside, self._known, self._read = (self._known, self._read), {}, {}
         return body
 
     def rejoin(self, body: list[str]) -> None:
         self._body = body
+        self._known, self._read = self._aside
 
     def finish(self, value: Val | None = None) -> str:
         """Return from the function, add it to the module and give its text."""

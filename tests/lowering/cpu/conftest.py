@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from draws import thorough
 
-from jtile.lowering.cpu.compile import _optimise, _tuning
+from jtile.lowering.cpu.compile import _optimise
 from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.isa import ISAS, Isa, host_isa
@@ -89,7 +89,7 @@ class Elementwise:
             reloc="pic" if near else "static", codemodel="small" if near else "large",
         )  # fmt: skip
         if optimise:
-            _optimise(parsed, llvm.create_pass_builder(machine, _tuning()))  # as kernels are
+            _optimise(parsed, machine)  # as kernels are
         image = machine.emit_object(parsed)
         assert undefined_symbols(image) == []
         return machine, image
