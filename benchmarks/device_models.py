@@ -37,7 +37,7 @@ from jtile.models.latent import LatentConfig
 from jtile.models.mesh import ENTRIES, ROWS, SAME
 from jtile.models.programs import Memory
 from jtile.models.sampling import Sampling
-from jtile.ops import collectives, gpu_tiles
+from jtile.ops import collectives, gpu_tiles, hopper_normed, hopper_wide
 
 CONTEXT, STEPS, REPEATS = 512, 32, 5  # tokens in front of a step, steps of a sample, samples
 ROOM = 0.85  # the share of a device's memory that weights may have
@@ -117,14 +117,31 @@ SIDES: dict[str, Callable[[str, bool], Callable]] = {
 }
 
 
+def by_xla(x, w, r, norm, weights, axis, *, eps, activation=None):
+    """`hopper_normed_sums.products` with XLA's collective: the sum, its norm and the product behind are apart."""
+    total = collectives.all_reduce_reference(ops.matmul(x, w, transpose_b=True), axis)
+    normed, y = ops.rms_norm(total, norm, eps=eps, residual=r)
+    return y, hopper_wide.product(normed, weights, activation=activation)
+
+
+def by_itself(x, w, r, norm, weights, axis, **options):
+    """`hopper_normed_sums.products` of a device that needs no other."""
+    del axis
+    return hopper_normed.products(x, w, r, norm, weights, **options)
+
+
+PRODUCTS = {"jtile": parallel.norm_products, "xla": by_xla, "alone": by_itself}  # the products around a norm, by side
+
+
 @contextlib.contextmanager
 def collectives_of(side: str) -> Iterator[None]:
     """A block in which models are traced with the collectives of a side."""
-    usual, parallel.collective = parallel.collective, SIDES[side]
+    usual = parallel.collective, parallel.norm_products
+    parallel.collective, parallel.norm_products = SIDES[side], PRODUCTS[side]
     try:
         yield
     finally:
-        parallel.collective = usual
+        parallel.collective, parallel.norm_products = usual
 
 
 # Steps --------------------------------------------------------------------------------------------------------------

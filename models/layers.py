@@ -103,11 +103,10 @@ def linear_or_unmade(x, weight: Weight) -> jax.Array | Unmade:
     return unmade(x, weight)
 
 
-def summed(x, weight: Weight, over: Axes, parts: bool = False) -> jax.Array | Term | Unmade:
-    """`linear` of what this device has of x and of the weight: its `Term` of the sum over devices, or, where product
-    and sum are one kernel, the sum. parts: what is behind it takes `Unmade` terms, too."""
-    found = over.reduced(x, weight)
-    found = over.unmade(x, weight) if found is None and parts else found
+def summed(x, weight: Weight, over: Axes, parts: bool = False) -> Term | Unmade | jax.Array:
+    """`linear` of what this device has of x and of the weight, as its `Term` of the sum over devices. parts: what is
+    behind it takes `Unmade` terms, too."""
+    found = over.unmade(x, weight) if parts else None
     return over.term(linear(x, weight)) if found is None else found
 
 

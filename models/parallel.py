@@ -18,13 +18,15 @@ import jtile as jt
 from jtile import ops
 from jtile.models.sums import Parts, Product
 from jtile.ops import collectives, hopper_normed_sums
-from jtile.ops.collective_products import in_one_kernel
 
 # A sum of up to `FUSED` bytes and its norm are one kernel, in which every device adds up everything, if no device sends
 # more than `SENT` bytes to others beside the first of them.
 FUSED, SENT = 512 << 10, 1 << 20
 GATHERED = 1 << 20  # up to so many bytes of rows of all devices, each device takes all rows
 WHOLE = 1 << 20  # up to so many bytes of logits a device, the largest are searched in those of all devices
+
+
+norm_products = hopper_normed_sums.products  # a name of this module, in whose place benchmarks put others
 
 
 def collective(name: str, talk: bool) -> Callable:
@@ -81,7 +83,7 @@ class TermOfProduct(Product):
 
     def norm_product(self, x, norm, eps: float, *weights, activation=None):
         options = {"eps": eps, "activation": activation}
-        total, y = hopper_normed_sums.products(self.x, self.weight, x, norm, weights, self.axis, **options)
+        total, y = norm_products(self.x, self.weight, x, norm, weights, self.axis, **options)
         return total, y if y.ndim == 2 else Parts(y, x.dtype.name)
 
 
@@ -147,18 +149,9 @@ class Axes:
         """What a product over heads or features of this device gives: a `Term` of the sum over devices, or y itself."""
         return y if self.tensor is None else Term(y, self.tensor, self.steady, self.talk)
 
-    def reduced(self, x, weight):
-        """x [rows, in] times the transposed weight [out, in], summed over the devices that share heads or features, if
-        that is one kernel. Else None."""
-        if self.tensor is None or self.steady or not self.talk or not isinstance(weight, jax.Array):
-            return None
-        if x.ndim != 2 or x.dtype != weight.dtype or not in_one_kernel(x, weight, self.tensor):
-            return None
-        return collective("matmul_all_reduce", self.talk)(x, weight, self.tensor, transpose_b=True)
-
     def unmade(self, x, weight) -> TermOfProduct | None:
-        """This device's term of the same sum, if its product is best left to the kernel that makes the sum. Else
-        None."""
+        """This device's term of the sum of x [rows, in] times the transposed weight [out, in] over the devices that
+        share heads or features, if the product is best left to the kernel that makes the sum. Else None."""
         if self.tensor is None or self.steady or not self.talk or not isinstance(weight, jax.Array):
             return None
         fits = x.ndim == 2 and x.dtype == weight.dtype

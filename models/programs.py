@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jtile as jt
-from jtile.ops import hopper_normed_sums, hopper_rows, hopper_wide
+from jtile.ops import hopper_rows, hopper_wide
 
 from . import cache as kv
 from . import next_tokens, sampling
@@ -92,10 +92,12 @@ def overlapping(rows: int, most: int = hopper_rows.FEW):
 
 
 def _devices(over: Axes) -> int:
-    """How many devices share heads and features, if nothing else is cut; else 0."""
+    """How many devices share heads and features, if nothing else is cut and the kernels of products may make sums over
+    devices; else 0."""
     if over == ALONE:
         return 1
-    return jt.axis_size(over.tensor) if over.names == (over.tensor,) else 0
+    summed = over.names == (over.tensor,) and over.talk and not over.steady
+    return jt.axis_size(over.tensor) if summed else 0
 
 
 def _most_that_overlap(rows: int, weights, devices: int = 1) -> int:
@@ -109,8 +111,7 @@ def _most_that_overlap(rows: int, weights, devices: int = 1) -> int:
         return hopper_rows.MOST
     if not all(w.ndim == 2 and sixteen(w) and w.shape[1] * max(devices, 1) >= LONG for w in matrices):
         return hopper_rows.FEW
-    many = devices == 1 or (devices > 1 and hopper_normed_sums.POSTED)
-    return rows if many and rows in hopper_wide.TAKEN else hopper_rows.MOST
+    return rows if devices and rows in hopper_wide.TAKEN else hopper_rows.MOST
 
 
 @functools.partial(

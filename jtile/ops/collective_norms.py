@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_shape
-from jtile.ops.collective_parts import UNROLLED, programs_at_most, signal_others, summed_cotangent
+from jtile.ops.collective_parts import programs_at_most, signal_others, summed_cotangent
 from jtile.ops.collective_posts import not_posted, posted_to_all
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
-POSTED = False  # whether rows are posted (`jt.post`) where kernels at the block level run: not timed yet
 WIDEST = 16384  # numbers of a row that a program of eight warps has in registers
 
 
@@ -62,8 +61,6 @@ def _normed(axis: str, eps: float, x, residual, weight):
 
 
 def _by_signals(x, residual, weight, *, axis: str, eps: float):
-    if x.shape[0] <= programs_at_most() and jt.axis_size(axis) <= UNROLLED:
-        return normed_sum_of_row(x, residual, weight, axis=axis, eps=eps)
     programs = min(programs_at_most(), x.shape[0])
     return normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
 
@@ -75,7 +72,6 @@ def _by_posts(x, residual, weight, *, axis: str, eps: float):
 
 def _not_by_posts(x, residual, weight, *, axis: str, eps: float) -> str | None:
     return not_posted(x, axis) or first_unmet(
-        (POSTED, "no GPU has timed it"),
         (x.shape[0] <= programs_at_most(), "there are many rows"),
         (x.shape[1] <= WIDEST and x.shape[1] % 8 == 0, "rows are long, or no whole lines"),
     )
@@ -148,39 +144,12 @@ def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int
     out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
     grid=lambda x, r, w, **_: x.shape[0],
     scratch=lambda x, r, w, *, axis, **_: [
-        jt.symmetric((jt.axis_size(axis), *x.shape), x.dtype),
-        jt.signals((x.shape[0], jt.axis_size(axis))),
-    ],
-)
-def normed_sum_of_row(x, r, w, y, s, box, came, *, axis: str, eps: float):
-    """`normed_sum` with a row in each program: what this device has is in registers before it waits for others, whose
-    terms are then loaded at once."""
-    # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    own = x[p]
-    for k in range(n - 1):
-        box.on(axis, (me + 1 + k) % n)[me, p] = own
-    signal_others(came, p, axis)
-    total, weight = r[p].astype(jnp.float32), w[...].astype(jnp.float32)
-    for k in range(n - 1):
-        jt.wait(came[p, (me + 1 + k) % n])
-    for d in range(n):
-        sent = box[jnp.where(me == d, (me + 1) % n, d), p]  # of this device nothing is there
-        total = total + jnp.where(me == d, own, sent).astype(jnp.float32)
-    s[p] = total.astype(s.dtype)
-    scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
-    y[p] = (total * scale * weight).astype(y.dtype)
-
-
-@jt.kernel(
-    out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
-    grid=lambda x, r, w, **_: x.shape[0],
-    scratch=lambda x, r, w, *, axis, **_: [
         jt.symmetric((jt.axis_size(axis), x.shape[0], jt.next_power_of_2(x.shape[1])), x.dtype)
     ],
 )
 def posted_sum_of_row(x, r, w, y, s, box, *, axis: str, eps: float, ahead: bool = False):
-    """`normed_sum_of_row` by posts. ahead: the kernels in front do not make w."""
+    """`normed_sum` with a row in each program, which is posted: what this device has is in registers before it waits
+    for others. ahead: the kernels in front do not make w."""
     # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
     p, width = jt.program_id(0), box.shape[2]
     columns = jt.arange(width)

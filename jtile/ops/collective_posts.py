@@ -56,7 +56,6 @@ def posted_to_all(box, place, own, axis: str):
 
 # -- parts of arrays, a tile in each program --------------------------------------------------------------------------
 
-POSTED = False  # whether parts of arrays are posted: not timed yet
 SIDE, LEAST = 8192, 1024  # numbers of a tile at most, and at least: a program of eight warps has one for each device
 
 
@@ -68,7 +67,6 @@ def tile_of(size: int) -> int:
 def not_in_posts(x, *, axis: str) -> str | None:
     """Why parts [..., size] of an array are not posted."""
     return not_posted(x, axis) or first_unmet(
-        (POSTED, "no GPU has timed it"),
         (x.shape[-1] <= SIDE * programs_at_most(), "there are many bytes"),
         (jt.axis_size(axis) * tile_of(x.shape[-1]) <= 4 * SIDE, "tiles of all devices are large"),
     )

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import exchanged_parts, exchanged_products, hopper_gemv_sums, hopper_summed, hopper_travelling
+from jtile.ops import exchanged_parts, exchanged_products, hopper_summed, hopper_travelling
 from jtile.ops.collective_parts import accumulator, summed_cotangent, varying_together
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
 from jtile.ops.matmul import matmul
 
 PROGRAMS = 4  # programs on a CPU, where each is a thread
-STREAMED = "rows against a stream of the matrix"
 
 
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
@@ -119,12 +118,9 @@ def _same(x: jax.Array, axis: str) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _all_reduced(axis: str, transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jt.same_along((_summed_rows if transposed else _summed_products)(x, w, axis=axis), axis)
-
-
-def in_one_kernel(x, w, axis: str) -> bool:
-    """Whether `matmul_all_reduce(x, w, axis, transpose_b=True)` is one kernel."""
-    return _summed_rows.choice(x, w, axis=axis).implementation == STREAMED
+    if transposed:
+        return jt.same_along(_collectives().sum_of(matmul(x, w, transpose_b=True), axis), axis)
+    return jt.same_along(_summed_products(x, w, axis=axis), axis)
 
 
 def _all_reduced_backward(axis, transposed, residuals, ct):
@@ -334,17 +330,6 @@ _summed_products = _op(
         hopper_summed.misfit,
         BLOCK_LEVEL,
         portable=False,
-    ),
-)
-
-
-# x [m, k], w [n, k]: their product [m, n], summed over the devices along an axis.
-_summed_rows = Op(
-    "product of rows with sums everywhere",
-    Implementation(STREAMED, hopper_gemv_sums.product, hopper_gemv_sums.misfit, BLOCK_LEVEL, portable=False),
-    Implementation(
-        "a product and a collective",
-        lambda x, w, *, axis: _collectives().sum_of(matmul(x, w, transpose_b=True), axis),
     ),
 )
 

@@ -15,7 +15,6 @@ from jtile.ops.collective_parts import programs_at_most
 from jtile.ops.collective_posts import not_posted, post_to_others, receive_terms
 from jtile.ops.dispatch import first_unmet
 
-POSTED = False  # whether they are chosen: not timed yet
 WIDEST = 16384  # numbers of a row that a program of eight warps has in registers
 COLUMNS = 512  # numbers of a row that a program adds up
 
@@ -58,7 +57,6 @@ def gathered(x, residual, weight, *, axis: str, eps: float):
 def not_gathered(x, residual, weight, *, axis: str, eps: float) -> str | None:
     """Why rows are not normed and posted."""
     return not_posted(x, axis) or first_unmet(
-        (POSTED, "no GPU has timed it"),
         (x.shape[0] <= programs_at_most(), "there are many rows"),
         (x.shape[1] <= WIDEST and x.shape[1] % 8 == 0, "rows are long, or no whole lines"),
     )
@@ -105,6 +103,5 @@ def summed(y, places, chosen, weights, *, axis: str, count: int):
 def not_summed(y, places, chosen, weights, *, axis: str, count: int) -> str | None:
     """Why sums of experts are not posted."""
     return not_posted(y, axis) or first_unmet(
-        (POSTED, "no GPU has timed it"),
         (places.shape[1] * jt.cdiv(y.shape[1], COLUMNS) <= programs_at_most(), "there are many rows"),
     )

@@ -186,9 +186,8 @@ def _produce(mem, weights, walk: Walk, kind: str, places: Places):
 
 @jt.function
 def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, walk: Walk, places: Places,
-           share, others):  # fmt: skip
-    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product; others: see
-    `hopper_gemv_sums`."""
+           share):  # fmt: skip
+    """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
     rows, roles, tiles, first, programs = walk.rows, walk.roles, walk.tiles, walk.first, walk.programs
     m, bias, residual = x.x.shape[0], epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
@@ -223,12 +222,7 @@ def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, 
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
             row, column = places.of_result(i, tile)
             out = out if share is None else out * share[row]
-            if others is None:
-                y.tiles(None, rows)[row, column] = out.astype(y.dtype)
-            else:
-                others.post(walk, i, n, out)
-    if others is not None:
-        others.add(walk, y)
+            y.tiles(None, rows)[row, column] = out.astype(y.dtype)
 
 
 @jt.function
@@ -272,10 +266,8 @@ def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, k
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
             slots: int, early: bool = False, beside: bool = False,
-            places: Places = IN_ORDER, count: int | None = None, share=None,
-            others=None):  # fmt: skip
-    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y; others:
-    y is summed over devices."""
+            places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
+    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
@@ -293,7 +285,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
-        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share, others)
+        _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
 
 
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:

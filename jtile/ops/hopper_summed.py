@@ -14,12 +14,10 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles
-from jtile.ops.collective_posts import posted_to_all
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.hopper_travelling import consume
 
 ROWS, TERMS = 64, 128  # of a tile of x
-POSTED = False  # whether tiles are posted (`jt.post`): not timed yet
 DEVICES = 2  # at most: the kernel is for any number, and more have not been timed
 _SHARED = 196 << 10  # bytes of the ring
 
@@ -62,35 +60,6 @@ def summed_rows(x, w, o, box, came, *, axis: str, bn: int, slots: int, bm: int =
             jt.async_copy(w.tiles(bk, bn).at[k, j], B.at(k), full.at(k))
 
 
-@jt.kernel(
-    out_type=lambda x, w, **_: jt.like(x, shape=(x.shape[0], w.shape[1])),
-    grid=lambda x, w, *, bn, **_: jt.cdiv(w.shape[1], bn),
-    scratch=lambda x, w, *, axis, bn, bm=ROWS, **_: [
-        jt.symmetric((jt.axis_size(axis), jt.cdiv(w.shape[1], bn), bm, bn), x.dtype),
-    ],
-)
-def posted_rows(x, w, o, box, *, axis: str, bn: int, slots: int, bm: int = ROWS, bk: int = TERMS):
-    """`summed_rows` by posts."""
-    # o = sum over d of (x w) of device d     A, B: rings of tiles of x and w; C: the tile of this device
-    j, rounds = jt.program_id(0), jt.cdiv(x.shape[1], bk)
-    A, B = jt.alloc((bm, bk), x.dtype, slots=slots), jt.alloc((bk, bn), w.dtype, slots=slots)
-    C = jt.alloc((bm, bn), o.dtype)
-    full, empty = jt.barrier(slots), jt.barrier(slots)
-    with jt.role("consumer", warps=4, registers=200):
-        _, acc = consume(A, B, full, empty, rounds, 0, jt.zeros((bm, bn), jnp.float32))
-        C.store(acc.astype(o.dtype))  # so that a thread has neighbours in a row, which it sends at once
-        jt.role_barrier()
-        terms = posted_to_all(box, (j, slice(None), slice(None)), C.load(), axis)
-        total = functools.reduce(jnp.add, [term.astype(jnp.float32) for term in terms])
-        o.tiles(bm, bn)[0, j] = total.astype(o.dtype)
-    with jt.role("producer", warps=1, registers=40):
-        for k in jt.range(rounds):
-            empty.at(k).wait(before=True)
-            full.at(k).expect(A.nbytes + B.nbytes)
-            jt.async_copy(x.tiles(bm, bk).at[0, k], A.at(k), full.at(k))
-            jt.async_copy(w.tiles(bk, bn).at[k, j], B.at(k), full.at(k))
-
-
 def _total(part, boxes, j, axis: str):
     """The sum of tile j of all devices, in their order, float32; part: that of this one."""
     n, me = jt.axis_size(axis), jt.axis_index(axis)
@@ -115,7 +84,7 @@ def sums(x, w, *, axis: str):
     """`matmul_all_reduce` of x [m, k], w [k, columns]."""
     bn = _columns(w.shape[1])
     slots = min(16, _SHARED // ((ROWS + bn) * TERMS * x.dtype.itemsize))
-    return (posted_rows if POSTED else summed_rows)(x, w, axis=axis, bn=bn, slots=slots)
+    return summed_rows(x, w, axis=axis, bn=bn, slots=slots)
 
 
 def misfit(x, w, *, axis: str) -> str | None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import hopper_travelling
+from jtile.ops import hopper_normed_sums, hopper_travelling
 from jtile.ops.flash_attention import attention_reference
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
@@ -307,11 +307,40 @@ def test_tiles_that_travel(talk, k):
     assert relative_error(first, np.einsum("edmk,ekc->dmc", parts, weights).reshape(-1, columns)) < 6e-3
 
 
+def test_products_around_a_norm(talk):
+    """The product in front of a norm sums over devices; many calls with the same bits."""
+    n, k, columns = talk.n, 2048, 4096
+    x, w, gate, up = (
+        normal(i, n * rows, of) for i, rows, of in ((1, 64, k), (2, columns, k), (3, k, columns), (4, k, columns))
+    )
+    r, norm = jnp.tile(normal(5, 64, columns), (n, 1)), normal(6, columns)
+
+    def run(args):
+        x, w, r, gate, up = args
+        return hopper_normed_sums.products(x, w, r, norm, (gate, up), "x", eps=1e-5, activation="silu")
+
+    def reference(args):
+        x, w, r, gate, up = (v.astype(jnp.float32) for v in args)
+        y = r + jax.lax.psum(jnp.matmul(x, w.T, precision="highest"), "x")
+        unit = y * jax.lax.rsqrt((y * y).mean(1, keepdims=True) + 1e-5) * norm.astype(jnp.float32)
+        of = lambda m: jnp.matmul(unit, m.T, precision="highest")
+        return y, jax.nn.silu(of(gate)) * of(up)
+
+    args = x, w, r, gate, up
+    with jt.config(overlap=True):
+        program = talk(run)
+        first = jax.tree.map(np.asarray, program(args))
+        for _ in range(100):
+            jax.tree.map(np.testing.assert_array_equal, program(args), first)
+    for got, want in zip(first, talk(reference)(args), strict=True):
+        assert relative_error(got, np.asarray(want)) < 1e-2
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_few_rows(talk, overlap):
     """Products and the sums behind them in one kernel, whose roles are early where launches overlap, and what a mixture
     does with few rows, each in one kernel; many calls with the same bits."""
-    n, k, columns, experts = talk.n, 2048, 1024, 4
+    n, k, columns, experts = talk.n, 2048, 4096, 4
     x, w = normal(1, n, k), normal(2, n * columns, k)
     many, right, weight = normal(3, n * 64, k), normal(4, n * k, columns), normal(5, k)
     rows, deltas, copies = normal(6, n * 8, k), normal(7, n * 8, k), normal(8, n * n * 16, k)

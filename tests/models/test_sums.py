@@ -24,12 +24,13 @@ def test_the_norm_behind_them():
 
 
 def test_which_steps_overlap():
-    """Those of a few rows; with long 16-bit matrices, and mixtures, those of some more; with long matrices on one
-    device those of many that wide tiles take."""
+    """Those of a few rows; with long 16-bit matrices, and mixtures, those of some more; with long matrices those of
+    many that wide tiles take, also where devices share the rows of the matrices."""
     of = lambda *shape: jnp.zeros(shape, "bfloat16")
     long, short = [of(8, 4096), of(8)], [of(8, 4096), of(8, 2048)]
     most = programs._most_that_overlap
-    assert most(64, long) == 64 and most(17, long) == 17 and most(12, long) == 16 and most(64, long, devices=2) == 16
+    assert most(64, long) == 64 and most(17, long) == 17 and most(12, long) == 16 and most(64, long, devices=0) == 16
+    assert most(64, short, devices=2) == 64
     experts, router, codes = of(2, 8, 2048), jnp.zeros((2, 2048), "float32"), jnp.zeros((2, 8, 1024), "int8")
     assert most(64, [experts, router, *short]) == most(16, [experts, router], devices=0) == 16
     assert most(64, short) == most(64, [codes, router]) == 8

@@ -10,9 +10,8 @@ import jtile as jt
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_posts as posts
 from jtile.ops import collective_row_posts as row_posts
-from jtile.ops import gpu_tiles, hopper_gemv_sums, hopper_normed_sums, hopper_summed
+from jtile.ops import hopper_normed_sums
 from jtile.ops.hopper_wide import Form
-from jtile.ops.operands import Weight
 
 
 def whole(*shape, dtype=np.float32) -> np.ndarray:
@@ -50,26 +49,6 @@ def test_a_sum_and_its_norm(n, width):
 def _products(x, w) -> np.ndarray:
     """The sum over devices of x [m, k] times w [n, k] transposed."""
     return np.einsum("dmk,dnk->mn", x.astype(np.float32), w.astype(np.float32))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_products_of_few_rows(n):
-    x, w = whole(n, 6, 40, dtype=jnp.bfloat16), whole(n, 40, 16, dtype=jnp.bfloat16)
-    got = hopper_summed.posted_rows.interpret(x, w, axis="x", mesh={"x": n}, seed=n, bm=8, bn=8, bk=16, slots=2)
-    want = _products(x, w.swapaxes(1, 2))
-    np.testing.assert_array_equal(got.astype(np.float32), np.broadcast_to(want, got.shape))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_products_of_one_row(n, monkeypatch):
-    """A program has several tiles, and the last ones have fewer."""
-    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
-    x, w = whole(n, 1, 512, dtype=jnp.bfloat16), whole(n, 28, 512, dtype=jnp.bfloat16)
-    options = dict(kind="bfloat16", out_dtype="float32", rows=4, roles=1, slots=2)
-    got = hopper_gemv_sums.summed_product.interpret(
-        x.reshape(n, 1, -1, 8), (Weight(w),), axis="x", mesh={"x": n}, seed=n, **options
-    )
-    np.testing.assert_array_equal(got, np.broadcast_to(_products(x, w), got.shape))
 
 
 @pytest.mark.parametrize(("n", "parts"), [(2, 2), (3, 1)])
