@@ -1,6 +1,7 @@
 """The collector of reference cycles while the compiler works."""
 
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +25,46 @@ def collecting():
         gc.disable()
 
 
+def collects() -> bool:
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
 def test_it_goes_on_afterwards():
-    assert gc.isenabled()
+    assert collects()
+    before = gc.get_threshold()
     with paused():
         with paused():
-            assert not gc.isenabled()
-        assert not gc.isenabled(), "the outer one ends the pause"
-    assert gc.isenabled()
+            assert not collects()
+        assert not collects(), "the outer one ends the pause"
+    assert collects() and gc.get_threshold() == before
 
 
 def test_it_stays_off_for_those_who_have_switched_it_off():
-    gc.disable()
     with paused():
-        pass
+        gc.disable()  # as another thread may
     assert not gc.isenabled()
+    gc.enable()
+    assert collects()
+
+
+def test_thresholds_that_are_set_meanwhile_stay():
+    before = gc.get_threshold()
+    with paused():
+        gc.set_threshold(1234)
+    assert gc.get_threshold()[0] == 1234
+    gc.set_threshold(*before)
+
+
+def test_threads_share_a_pause():
+    outer, inner = paused(), paused()
+    outer.__enter__()
+    started = threading.Thread(target=inner.__enter__)
+    started.start()
+    started.join()
+    outer.__exit__(None, None, None)
+    assert not collects()
+    inner.__exit__(None, None, None)
+    assert collects()
 
 
 def test_kernels_are_made_without_collections():
@@ -46,7 +73,7 @@ def test_kernels_are_made_without_collections():
 
     @jt.kernel(out_type=lambda x: jt.like(x), grid=1)
     def twice(x, o):
-        seen.append(gc.isenabled())
+        seen.append(collects())
         o[...] = x[...] * 2
 
     @jt.kernel(out_type=lambda x: jt.like(x), grid=1)
@@ -58,4 +85,4 @@ def test_kernels_are_made_without_collections():
     assert not any(seen)
     with pytest.raises(KernelTypeError, match="returns a value"):
         jax.make_jaxpr(wrong)(jnp.ones(8))
-    assert gc.isenabled()
+    assert collects()
