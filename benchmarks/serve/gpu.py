@@ -169,12 +169,14 @@ class _Engines:
         batch[1, :rows], batch[2, :rows], batch[3, :rows] = context - 1, np.arange(rows), 1
         of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
         of[:rows], which[0], which[0, :rows] = np.arange(rows), settings.rows, np.arange(rows)
-        choose = device._choose(k, 0, False, False)
+        step, choose = device._step(n), device._choose(k, 0, False, False)
 
         def loop(count: int) -> float:
             start = time.perf_counter()
             for _ in range(count):
-                logits = device.logits(table, batch, of)
+                logits, device._entries = step(
+                    self._lm._weights, device._entries, device._last, table.copy(), batch.copy(), of, None
+                )
                 tokens, _, device._last, _ = choose(logits, device._last, {}, device._options, which, None)
                 del logits  # before the next step needs memory, as the engine does
             jax.block_until_ready(tokens)

@@ -86,7 +86,6 @@ class Device:
         self._options = self._sent(self._chosen)
         self._changed = False
         self._penalties: dict[str, jax.Array] = {}
-        self._numbers: dict[int, jax.Array] = {}  # the numbers of steps by how many they are, see `programs.bring`
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
     def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
@@ -103,7 +102,6 @@ class Device:
         """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
         samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
         todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
-        todo += [lambda n=n: self._bringing(self._count(n)) for n in self._settings.shapes]
         todo += [lambda k=k, level=level: self._choose(k, level, False, False) for k in samples for level in (0, 1)]
         todo.append(self._copy)
         for done, make in enumerate(todo):
@@ -113,7 +111,7 @@ class Device:
 
     def release(self) -> None:
         """Gives the memory of the cache back, whoever still has this object; nothing may run afterwards."""
-        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties, self._numbers)):
+        for x in jax.tree.leaves((self._entries, self._last, self._options, self._penalties)):
             x.delete()
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
@@ -141,7 +139,9 @@ class Device:
             self._options, self._changed = self._sent(self._chosen), False
         n, singles = self._settings.layout([segment.count for segment in plan.segments])
         batch, of, which = self._arrays(plan, n, singles)
-        logits = self.logits(self._table, batch, of)
+        run = self._step(n)
+        table = self._table.copy()  # the device may read it later than the next plan is written here
+        logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
         if masks:
@@ -151,26 +151,6 @@ class Device:
         tokens, rates, self._last, penalties = choose(logits, self._last, penalties, self._options, which, allowed)
         self._penalties = penalties or self._penalties
         return Result(tokens, rates)
-
-    def logits(self, table: np.ndarray, batch: np.ndarray, of: np.ndarray) -> jax.Array:
-        """Runs `programs.step`, and returns its logits."""
-        numbers = self._bring(batch, of, table)
-        run = self._step(batch.shape[1])
-        logits, self._entries = run(self._lm._weights, self._entries, self._last, numbers, self._adapters)
-        return logits
-
-    def _bring(self, *parts: np.ndarray) -> jax.Array:
-        """The numbers of a step, one part after the other, on the device, in the place of the last ones."""
-        numbers = np.concatenate([part.ravel() for part in parts])  # a copy: the device may read it later
-        count = len(numbers)
-        found = self._numbers[count] = self._bringing(count)(self._place(count), numbers)
-        return found
-
-    def _place(self, count: int) -> jax.Array:
-        """Where so many numbers of steps lie, int32 [count]."""
-        if count not in self._numbers:
-            self._numbers[count] = self._zeros((count,), jnp.int32)
-        return self._numbers[count]
 
     def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `programs.step` and `programs.choose` for a plan; brings the table up to date, too. If a
@@ -239,19 +219,11 @@ class Device:
                 self._compiled[key] = lower(*args, **static).compile()
         return self._compiled[key]
 
-    def _count(self, n: int) -> int:
-        """How many numbers a step of n tokens is given."""
-        return 5 * n + self._settings.samples(n) + self._table.size
-
-    def _bringing(self, count: int) -> jax.stages.Compiled:
-        return self._get(("bring", count), programs.bring, self._place(count), np.zeros((count,), np.int32))
-
     def _step(self, n: int) -> jax.stages.Compiled:
-        lm, samples = self._lm, self._settings.samples(n)
-        args = self._entries, self._last, self._place(self._count(n)), self._adapters
+        lm, of = self._lm, np.zeros((self._settings.samples(n),), np.int32)
+        args = self._entries, self._last, self._table, np.zeros((5, n), np.int32), of, self._adapters
         singles, tile = self._settings.singles, self._settings.tile
         options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
-        options |= {"tokens": n, "samples": samples}
         return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
 
     def _all_allowed(self, k: int) -> np.ndarray:

@@ -30,21 +30,15 @@ PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, each a
 LOGPROBS = 20  # how many of the likeliest tokens a step reports, if a request wants any
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("tokens", "samples", "splits", "tiles"), donate_argnames=("entries",)
-)
-def step(structure, weights, entries, last, numbers, adapters, *, tokens, samples, splits, tiles=None):
-    """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache) of a step of n `tokens` with k
-    `samples`.
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "tiles"), donate_argnames=("entries",))
+def step(structure, weights, entries, last, table, batch, of, adapters, *, splits, tiles=None):
+    """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
 
-    numbers: what `Device` brings, int32, of which the parts follow each other:
     batch: int32 [5, n], for each of n tokens its id, its position, the slot of its sequence, whether its id is to be
     taken from `last`, int32 [slots], the newest token of each slot, and the number of its adapter, 0 for none. table:
     int32 [slots, pages of a row]. The last slot is for padding, of which nothing is kept; its positions are -1.
     adapters: the result of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
-    batch, of, table = jnp.split(numbers, [5 * tokens, 5 * tokens + samples])
-    tokens, positions, slots, pending, adapter = batch.reshape(5, tokens)
-    table = table.reshape(last.shape[0], -1)
+    tokens, positions, slots, pending, adapter = batch
     tokens = jnp.where(pending > 0, last[slots], tokens)
     cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
     invariant = splits is not None  # then sums of a row do not depend on how many rows there are
@@ -89,14 +83,6 @@ def _masked(logits, allowed):
     ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
     bits = jax.lax.shift_right_logical(allowed[:, ids // 32], (ids % 32)[None, :]) & 1
     return jnp.where((bits > 0) | jnp.isnan(logits), logits, -jnp.inf)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def bring(old, new):
-    """New numbers in the place of the old ones. XLA records the kernels of a step as a CUDA graph, which it writes anew
-    if any operand lies elsewhere than before. (For a step of an 8B model it made no difference, see
-    docs/notes/launches.md.)"""
-    return jax.lax.dynamic_update_slice(old, new, (0,))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
