@@ -58,6 +58,8 @@ def posted_to_all(box, place, own, axis: str):
 
 SIDE, LEAST = 8192, 1024  # numbers of a tile at most, and at least: a program of eight warps has one for each device
 
+MOST = 1 << 20  # bytes of a part: larger ones have not been timed
+
 
 def tile_of(size: int) -> int:
     """Numbers of a tile of which programs that run at once have one each."""
@@ -67,7 +69,8 @@ def tile_of(size: int) -> int:
 def not_in_posts(x, *, axis: str) -> str | None:
     """Why parts [..., size] of an array are not posted."""
     return not_posted(x, axis) or first_unmet(
-        (x.shape[-1] <= SIDE * programs_at_most(), "there are many bytes"),
+        (x.shape[-1] * x.dtype.itemsize <= MOST, "there are many bytes"),
+        (x.shape[-1] <= SIDE * programs_at_most(), "there are many numbers"),
         (jt.axis_size(axis) * tile_of(x.shape[-1]) <= 4 * SIDE, "tiles of all devices are large"),
     )
 
