@@ -2,6 +2,7 @@
 
 import pytest
 
+from jtile.tune import warpgroups
 from jtile.tune.warpgroups import Gpu, Product, neighbours
 
 H200 = Gpu(132)
@@ -18,5 +19,7 @@ H200 = Gpu(132)
         (4000, 3000, 2000, (128, 256), 1),  # two rounds
     ],
 )
-def test_blocks_share_where_rows_start_inside_of_lines(m, n, k, tile, expected):
+def test_blocks_share_where_rows_start_inside_of_lines(m, n, k, tile, expected, monkeypatch):
+    assert neighbours(Product(m, n, k), *tile, H200) == 1  # off
+    monkeypatch.setattr(warpgroups, "CLUSTERS", True)
     assert neighbours(Product(m, n, k), *tile, H200) == expected
