@@ -287,3 +287,22 @@ def subprocess_env(tmp_path):
     """The environment for a child Python: CPU only, a fresh jtile cache, no options of ours."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("JTILE_")}
     return env | {"JAX_PLATFORMS": "cpu", "JTILE_CACHE_DIR": str(tmp_path / "jtile-cache")}
+
+
+@pytest.fixture
+def compilations(monkeypatch, tmp_path):
+    """The kernels that were compiled so far; nothing is found in a cache from before."""
+    import jtile as jt
+    from jtile.lowering import registry
+
+    monkeypatch.setattr(jt.config, "cache_dir", str(tmp_path), raising=False)
+    registry.forget()
+    names, compile_ = [], registry._compile
+
+    def counted(kernel, target, options, texts):
+        names.append(kernel.name)
+        return compile_(kernel, target, options, texts)
+
+    monkeypatch.setattr(registry, "_compile", counted)
+    monkeypatch.setattr(registry, "_stored", lambda key, target: None)
+    return names

@@ -14,7 +14,6 @@ from products import tiled_matmul
 import jtile as jt
 from jtile import ir
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.lowering import registry
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
 
@@ -52,22 +51,6 @@ def scaled(x, block=64):
     n = len(x)
     last = np.arange(n) >= (-(-n // block) - 1) * block
     return x * np.float32(n) + last.astype("f") + np.where(np.arange(n) < n - 1, 0, 5).astype("f") + 2 * x[-1]
-
-
-@pytest.fixture
-def compilations(monkeypatch, tmp_path):
-    """The kernels that were compiled so far; nothing is found in a cache from before."""
-    monkeypatch.setattr(jt.config, "cache_dir", str(tmp_path), raising=False)
-    registry.forget()
-    names, compile_ = [], registry._compile
-
-    def counted(kernel, target, options, texts):
-        names.append(kernel.name)
-        return compile_(kernel, target, options, texts)
-
-    monkeypatch.setattr(registry, "_compile", counted)
-    monkeypatch.setattr(registry, "_stored", lambda key, target: None)
-    return names
 
 
 def normal(*shape):

@@ -1,6 +1,7 @@
 """Sums over devices whose elements say themselves that they have come: their kernels in the interpreter, whose races
 and deadlocks it would find, and for sm_90."""
 
+import expert_copies
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,20 +77,9 @@ def test_norms_that_are_gathered(n):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_sums_of_experts(n):
-    """Copies that belong to no expert of a device are NaN, and are not read."""
-    rng, count, k = np.random.default_rng(n), 2, 3
-    chosen = np.stack([rng.permutation(n * count)[:k] for _ in range(2 * n)]).astype(np.int32)
-    weights, y = whole(2 * n, k), whole(n, 2 * n * k + 1, 5)
-    y[:, -1] = np.nan
-    own = chosen[None] // count == np.arange(n)[:, None, None]
-    places = np.where(own, np.arange(chosen.size, dtype=np.int32).reshape(chosen.shape), chosen.size)
-    by_device = lambda v: np.broadcast_to(v, (n, *v.shape)).reshape(n, n, 2, k)
-    got = row_posts.sums_posted.interpret(
-        y, places.astype(np.int32).reshape(n, n, 2, k), by_device(chosen), by_device(weights),
-        axis="x", count=count, bn=4, mesh={"x": n}, seed=n,
-    )  # fmt: skip
-    want = sum(np.where(own[d][..., None], y[d][places[d]], 0) * weights[..., None] for d in range(n)).sum(1)
-    np.testing.assert_array_equal(got, want.reshape(n, 2, 5))
+    operands, want = expert_copies.of_devices(n)
+    got = row_posts.sums_posted.interpret(*operands, axis="x", count=2, bn=4, mesh={"x": n}, seed=n)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_machine_code():

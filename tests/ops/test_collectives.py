@@ -4,6 +4,7 @@ interpreter, whose races and deadlocks it would find."""
 from pathlib import Path
 
 import devices
+import expert_copies
 import numpy as np
 import pytest
 
@@ -83,22 +84,10 @@ def test_norms_that_are_gathered_in_the_interpreter(n):
 
 @pytest.mark.parametrize(("n", "programs"), [(2, 4), (3, 2)])
 def test_sums_of_experts_in_the_interpreter(n, programs):
-    """Copies that belong to no expert of a device are NaN, and are not read. With as many programs as tiles, each has
-    its own."""
-    rng, count, k = np.random.default_rng(n), 2, 3
-    chosen = np.stack([rng.permutation(n * count)[:k] for _ in range(2 * n)]).astype(np.int32)
-    weights, y = whole(2 * n, k), whole(n, 2 * n * k + 1, 5)
-    y[:, -1] = np.nan
-    own = chosen[None] // count == np.arange(n)[:, None, None]
-    places = np.where(own, np.arange(chosen.size, dtype=np.int32).reshape(chosen.shape), chosen.size)
-    by_device = lambda v: np.broadcast_to(v, (n, *v.shape)).reshape(n, n, 2, k)
-    got = rows.sent_sums.interpret(
-        y, places.astype(np.int32).reshape(n, n, 2, k), by_device(chosen), by_device(weights),
-        axis="x", count=count, bn=4, programs=programs, mesh={"x": n}, seed=n,
-    )  # fmt: skip
-    shares = np.take_along_axis(y[:, :, None], places.reshape(n, -1, 1, 1), 1).reshape(n, 2 * n, k, 5)
-    want = np.where(own[..., None], shares * weights[None, :, :, None], 0).sum((0, 2))
-    np.testing.assert_array_equal(got, want.reshape(n, 2, 5))
+    """With as many programs as tiles, each has its own."""
+    operands, want = expert_copies.of_devices(n)
+    got = rows.sent_sums.interpret(*operands, axis="x", count=2, bn=4, programs=programs, mesh={"x": n}, seed=n)
+    np.testing.assert_array_equal(got, want)
 
 
 W = whole(N, 4, 3)

@@ -10,7 +10,6 @@ from library import normal
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
-from jtile.lowering import registry
 from jtile.ops.convolutions import convolution_reference
 from jtile.ops.elementwise import bias_gelu_residual_reference
 from jtile.ops.filters import stencil_reference
@@ -25,22 +24,6 @@ from jtile.ops.softmaxes import log_softmax_reference, softmax_reference
 from jtile.testing.evaluate import evaluated
 
 SIZES = (5, 1, 33)  # the first one is compiled for
-
-
-@pytest.fixture
-def compilations(monkeypatch, tmp_path):
-    """The kernels that were compiled so far; nothing is found in a cache from before."""
-    monkeypatch.setattr(jt.config, "cache_dir", str(tmp_path), raising=False)
-    registry.forget()
-    names, compile_ = [], registry._compile
-
-    def counted(kernel, target, options, texts):
-        names.append(kernel.name)
-        return compile_(kernel, target, options, texts)
-
-    monkeypatch.setattr(registry, "_compile", counted)
-    monkeypatch.setattr(registry, "_stored", lambda key, target: None)
-    return names
 
 
 def of(*shape):
