@@ -86,13 +86,9 @@ def product_and_residual(x, b, residual) -> jax.Array | None:
     Returns:
       The sum in the residual's dtype; None where there is no such kernel for the call.
     """
-    plain = not isinstance(b, QuantizedTensor)
-    if x.ndim != 2 or (b.dtype != x.dtype if plain else b.is_super or b.activations is not None):
+    if x.ndim != 2 or _added.choice(x, b, residual).implementation != HELD:
         return None
-    kind, stored = _stored(x, (b,))
-    if hopper_gemv.misfit(x, stored[0], kind) is not None or hopper_held.choice(x, stored, kind) is None:
-        return None
-    return hopper_gemv.product(x, stored, Epilogue(residual=residual), kind=kind, out_dtype=residual.dtype)
+    return _added(x, b, residual)
 
 
 def rms_norm_matmul_reference(x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None):
@@ -189,4 +185,35 @@ _product = Op(
     Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
     Implementation("norm that rounds its rows, then product", _rounded, _not_rounded, BLOCK_LEVEL, portable=False),
     Implementation("norm, then product", _one_by_one),
+)
+
+
+def _held(x, b, residual):
+    kind, stored = _stored(x, (b,))
+    return hopper_gemv.product(x, stored, Epilogue(residual=residual), kind=kind, out_dtype=residual.dtype)
+
+
+def _not_held(x, b, residual) -> str | None:
+    plain = not isinstance(b, QuantizedTensor)
+    if b.dtype != x.dtype if plain else b.is_super or b.activations is not None:
+        return "the matrix has another dtype than the rows, several arrays of codes, or wants rounded rows"
+    kind, stored = _stored(x, (b,))
+    if (why := hopper_gemv.misfit(x, stored[0], kind)) is not None:
+        return why
+    return None if hopper_held.choice(x, stored, kind) is not None else "registers do not hold a program's rows of it"
+
+
+def _product_then_sum(x, b, residual):
+    if isinstance(b, QuantizedTensor):
+        return quantized_matmul(x, b, residual=residual, out_dtype=residual.dtype)
+    y = matmul(x, b, transpose_b=True, out_dtype=jnp.float32)
+    return (y + residual.astype(jnp.float32)).astype(residual.dtype)
+
+
+HELD = "rows of the matrix held in registers"
+# x [m, k] times a matrix [n, k], plus a residual [m, n], of which a norm is taken next.
+_added = Op(
+    "product and residual",
+    Implementation(HELD, _held, _not_held, BLOCK_LEVEL, portable=False),
+    Implementation("product, then sum", _product_then_sum),
 )

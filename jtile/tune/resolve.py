@@ -40,7 +40,7 @@ class _Anew:
         marks = [a + b for a, b in zip(marks, declared(self.kernel._signature, self.kernel._spec.dynamic, args))]
         large = [
             jax.ShapeDtypeStruct([LARGE if is_symbolic(n) or k in at else n for k, n in enumerate(x.shape)], x.dtype)
-            for x, at in zip(leaves, ({axis % max(x.ndim, 1) for axis, _ in m} for x, m in zip(leaves, marks)))
+            for x, at in zip(leaves, ({axis % max(x.ndim, 1) for axis, *_ in m} for x, m in zip(leaves, marks)))
         ]
         plain = self.kernel.with_options(dynamic=None)
         plain._vjp = plain._tuning = None

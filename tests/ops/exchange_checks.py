@@ -189,9 +189,9 @@ def check_what_is_chosen():
     assert chosen(product, (64, 3584), (3584, 4096)) == "a product and a collective"
     assert chosen(product, (4096, 3584), (3584, 4096), dtype="float32") == "a product and a collective"
     assert chosen(lambda x: ops.all_reduce(x, "x"), (4096, 4096)) == "kernels in steps"
-    assert chosen(lambda x: ops.all_reduce(x, "x"), (64, 4096)) == "kernels that talk"
+    assert chosen(lambda x: ops.all_reduce(x, "x"), (64, 4096)) == "tiles that are posted"
     assert chosen(lambda x: ops.all_gather(x, "x"), (4096, 4096)) == "engines for copies"
-    assert chosen(lambda x: ops.all_gather(x, "x"), (64, 4096)) == "kernels that talk"
+    assert chosen(lambda x: ops.all_gather(x, "x"), (64, 4096)) == "tiles that are posted"
     ring = lambda q, k, v: ops.ring_attention(q, k, v, "x", causal=True, zigzag=True)
     assert chosen(ring, (1, 4096, 8, 128), *[(1, 4096, 2, 128)] * 2) == "attention beside copies"
     near = lambda q, k, v: ops.ring_attention(q, k, v, "x", causal=True, window=512)
