@@ -13,11 +13,9 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_shape
 from jtile.ops.collective_parts import programs_at_most, signal_others, summed_cotangent
-from jtile.ops.collective_posts import not_posted, posted_to_all
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
+from jtile.ops.collective_posts import not_in_rows, posted_to_all
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.norms import rms_norm, rms_norm_reference
-
-WIDEST = 16384  # numbers of a row that a program of eight warps has in registers
 
 
 def all_reduce_rms_norm(
@@ -71,10 +69,7 @@ def _by_posts(x, residual, weight, *, axis: str, eps: float):
 
 
 def _not_by_posts(x, residual, weight, *, axis: str, eps: float) -> str | None:
-    return not_posted(x, axis) or first_unmet(
-        (x.shape[0] <= programs_at_most(), "there are many rows"),
-        (x.shape[1] <= WIDEST and x.shape[1] % 8 == 0, "rows are long, or no whole lines"),
-    )
+    return not_in_rows(x, axis)
 
 
 def _forward(axis, eps, x, residual, weight):

@@ -27,6 +27,19 @@ def not_posted(x, axis: str) -> str | None:
     )
 
 
+WIDEST = 16384  # numbers of a row that a program of eight warps has in registers
+SHORTEST = 64  # bytes: of shorter rows of 16 bits a thread would have single numbers
+
+
+def not_in_rows(x, axis: str) -> str | None:
+    """Why rows of x [rows, n], one in each program, are not posted."""
+    return not_posted(x, axis) or first_unmet(
+        (x.shape[0] <= programs_at_most(), "there are many rows"),
+        (x.shape[1] <= WIDEST and x.shape[1] % 8 == 0, "rows are long, or no whole lines"),
+        (x.shape[1] * x.dtype.itemsize > SHORTEST, "rows are short"),
+    )
+
+
 @jt.function
 def post_to_others(box, place, own, axis: str):
     """Post a tile as that of this device, (its number, *place) of `box`, to all others, beginning with the next."""

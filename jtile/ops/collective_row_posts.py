@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.collective_parts import programs_at_most
-from jtile.ops.collective_posts import not_posted, post_to_others, receive_terms
+from jtile.ops.collective_posts import not_in_rows, not_posted, post_to_others, receive_terms
 from jtile.ops.dispatch import first_unmet
 
-WIDEST = 16384  # numbers of a row that a program of eight warps has in registers
 COLUMNS = 512  # numbers of a row that a program adds up
 
 
@@ -56,10 +55,7 @@ def gathered(x, residual, weight, *, axis: str, eps: float):
 
 def not_gathered(x, residual, weight, *, axis: str, eps: float) -> str | None:
     """Why rows are not normed and posted."""
-    return not_posted(x, axis) or first_unmet(
-        (x.shape[0] <= programs_at_most(), "there are many rows"),
-        (x.shape[1] <= WIDEST and x.shape[1] % 8 == 0, "rows are long, or no whole lines"),
-    )
+    return not_in_rows(x, axis)
 
 
 @jt.kernel(

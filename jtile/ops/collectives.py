@@ -2,7 +2,8 @@
 peers and signal them. Each waits for all peers in each call, so that no barrier is needed between calls.
 
 Sums are in float32 (integers in their own dtype), in the order of the devices: the same bits on all of them, in every
-run. The transpose of one collective is another.
+run. What is only moved keeps its bits, but for the NaN whose bits are all ones: it may come as another NaN. The
+transpose of one collective is another.
 """
 
 from __future__ import annotations

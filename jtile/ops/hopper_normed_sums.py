@@ -63,7 +63,7 @@ def _finish(sums, r, norm, y, scaled, squares, shared, turned, box, tile, form: 
 
 @jt.kernel(
     out_type=hopper_normed._into_types,
-    grid=lambda x, w, *_, form, **__: form.parts * jt.cdiv(w.shape[0], form.columns),
+    grid=lambda x, w, *_, form, **__: _programs(w, form),
     scratch=_boxes,
 )
 def sum_into_norm(x, w, r, norm, y, scaled, squares, shared, box, *, axis: str, form: Form, early: bool = False):
@@ -104,7 +104,12 @@ def misfit_of_first(x, w, axis: str) -> str | None:
         (has(jt.target(), *BLOCK_LEVEL), "the target has no products of warpgroups"),
         (x.dtype == jnp.bfloat16, f"rows are {x.dtype.name}: those without their norm may overflow"),
         (form is not None and form.columns % PIECE == 0, f"tiles have no multiple of {PIECE} columns"),
+        (form is not None and _programs(w, form) <= gpu_tiles.processors(), "its programs do not run at once"),
     )
+
+
+def _programs(w, form: Form) -> int:
+    return form.parts * jt.cdiv(w.shape[0], form.columns)
 
 
 def _into(x, w, r, norm, *, axis: str, form: Form):

@@ -50,6 +50,11 @@ def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
     return z, (j * bn + jt.arange(bn) < w.shape[0])[None, :]
 
 
+def _base(top):
+    """What logits of a block are exponents above: 0 where all of them are -inf, which have no weight then."""
+    return jnp.where(top == -math.inf, 0.0, top)
+
+
 def _parts_type(x, w, *_, bn: int, kept: int, **__):
     part = jax.ShapeDtypeStruct((jt.cdiv(w.shape[0], bn), x.shape[0]), sums_in(x))
     return (part, part, jax.ShapeDtypeStruct((x.shape[0], kept), _kept_dtype(x))) if kept else (part, part)
@@ -81,11 +86,10 @@ def linear_cross_entropy_parts(
     if smoothing:
         aimed = (1.0 - smoothing) * aimed + smoothing / w.shape[0] * jnp.where(inside, z, 0.0).sum(1)
     z = jnp.where(inside, z, -math.inf)
-    top = z.max(1)
-    base = jnp.where(top == -math.inf, 0.0, top)
+    base = _base(z.max(1))
     here = base + jnp.log(jnp.exp(z - base[:, None]).sum(1))
     if below is not None:
-        below.tiles(bm, bn)[i, j] = (z - here[:, None]).astype(below.dtype)
+        below.tiles(bm, bn)[i, j] = (z - _base(here)[:, None]).astype(below.dtype)
     lse.tiles(None, bm)[j, i] = here
     aim.tiles(None, bm)[j, i] = aimed
 
@@ -105,7 +109,7 @@ def linear_cross_entropy_cotangents(
     block = first[...] + j
     if below is None:
         z, inside = _logits(x, w, bias, i, block, bm, bn, bk)
-        z = z - lse.tiles(None, bm)[block, i][:, None]
+        z = z - _base(lse.tiles(None, bm)[block, i])[:, None]
     else:
         z, inside = below.tiles(bm, bn)[i, block], (block * bn + jt.arange(bn) < w.shape[0])[None, :]
     d.tiles(bm, bn)[i, j] = _cotangent(z, inside, labels, ct_lse, ct_aim, i, block, w.shape[0], smoothing).astype(
@@ -217,11 +221,13 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kep
     def step(block, so_far, blocks, below):
         dx, dw, db = so_far
         classes = min(blocks * bn, vocab)
+        again = functools.partial(make, classes=classes, **options)
         if at_once:
             own = {"bm": bm, "bn": bn, "smoothing": smoothing}
-            d = linear_cross_entropy_cotangents_in_place(below, labels, of_lse, ct[1], **own)
+            first = lambda *a: linear_cross_entropy_cotangents_in_place(a[4], a[3], *a[6:8], **own)
         else:
-            d = make(x, w, bias, labels, below, lse, of_lse, ct[1], block, classes=classes, **options)
+            first = again
+        d = _by_what_is_kept(first, again, x, w, bias, labels, below, lse, of_lse, ct[1], block)
         if further is not None:
             d += jax.lax.dynamic_slice_in_dim(further, block * bn, classes, 1).astype(d.dtype)
         add, sides = _tuned(linear_cross_entropy_dx, itemsize, rows, k, classes)
@@ -242,6 +248,25 @@ def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float, kep
         so_far = run(0, so_far) if times == 1 else jax.lax.fori_loop(0, times, run, so_far)
     dx, dw, db = so_far
     return dx.astype(x.dtype), dw, None if bias is None else db[:vocab].astype(bias.dtype), None
+
+
+def _by_what_is_kept(first, again, x, w, bias, labels, below, lse, of_lse, of_aim, block):
+    """The cotangents of logits by `first`, whose derivatives are those of `again`, which computes the logits again:
+    cotangents of kept ones would be of their dtype, in which float16 loses small ones."""
+    if below is None or below.dtype.itemsize > 2:
+        return first(x, w, bias, labels, below, lse, of_lse, of_aim, block)
+
+    @jax.custom_jvp
+    def run(x, w, bias, lse, of_lse, of_aim, labels, below, block):
+        return first(x, w, bias, labels, below, lse, of_lse, of_aim, block)
+
+    @run.defjvp
+    def _(primals, tangents):
+        *smooth, labels, _, block = primals
+        make = lambda x, w, bias, *of: again(x, w, bias, labels, None, *of, block)
+        return run(*primals), jax.jvp(make, smooth, list(tangents[:6]))[1]
+
+    return run(x, w, bias, lse, of_lse, of_aim, labels, below, block)
 
 
 def _stretches(blocks: int, per: int, kept: int) -> list[tuple[int, int, int, bool]]:

@@ -4,7 +4,8 @@ A call site has one block of memory on each device, which peers reach; the kerne
 it stays where it is from call to call, so that a command buffer can hold the launch. Bytes of the block, and who writes
 them (`ffi/csrc/gpu_devices.cc` makes the block, and writes what is the host's):
 
-    0    i32 fault     not zero: a call has failed. Every device sets it on all, and programs that find it end
+    0    i32 fault     not zero: a call has failed. Every device sets it on all, and programs that find it end; one
+                       that waits for what is posted sets its own, and programs go on, so that they post to others
     4    i32 claimed   not zero: a program of this device has reported a fault
     16   i64 timeout   nanoseconds that a program waits                                          (the host's)
     24   i64 report    address of host memory for the report of a fault: seven i32               (the host's)

@@ -82,6 +82,32 @@ def test_sums_of_experts(n):
     np.testing.assert_array_equal(got, want)
 
 
+def test_which_rows_and_products_are_posted():
+    """Not those that would not compile: short rows of 16 bits, and products with more programs than run at once."""
+    found = {}
+
+    def look(x):
+        for n in (16, 32, 40, 4096, 20000):
+            found[n] = posts.not_in_rows(jax.ShapeDtypeStruct((4, n), jnp.bfloat16), "x")
+        for n in (1056, 4096):
+            w = jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16)
+            rows = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+            found["product", n] = hopper_normed_sums.misfit_of_first(rows, w, "x")
+        return x
+
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    with jt.config(arch="sm_90", overlap=True):
+        jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(2))
+    assert {n: why for n, why in found.items() if why} == {
+        16: "rows are short", 32: "rows are short", 20000: "rows are long, or no whole lines",
+        ("product", 1056): "its programs do not run at once",
+    }  # fmt: skip
+    row = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    options = dict(axis="x", eps=1e-5, mesh={"x": 2}, target="cuda:sm_90")
+    assert norms.posted_sum_of_row.lower(row(1, 40), row(1, 40), row(40), **options).texts["ptx"]
+
+
 def test_machine_code():
     """Nothing of a row waits for what was stored; only whoever receives waits."""
     row = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -91,6 +91,21 @@ def test_rows_without_a_label_have_no_gradient():
     assert dx[[0, 1, 2, 4]].any(1).all()
 
 
+@pytest.mark.parametrize("memory", [None, 0])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_blocks_of_classes_that_a_bias_takes_out(monkeypatch, dtype, memory):
+    """Of such a block all logits are -inf, and so is its log-sum-exp."""
+    monkeypatch.setattr(linear_losses, "tiles", lambda *_, **__: {"bm": 16, "bn": 16, "bk": 0})
+    (x, w, _), labels = operands(dtype), np.abs(LABELS) % 30
+    low = np.where(np.arange(100) < 30, 0, -np.inf).astype("float32")
+    slopes = lambda f, *first, **options: evaluated(
+        jax.grad(lambda x, w: f(x, w[: first[0]] if first else w, labels, **options).sum(), (0, 1))
+    )(x, w)
+    ours = slopes(ops.linear_cross_entropy, bias=low, memory=memory)
+    theirs = slopes(linear_cross_entropy_reference, 30)
+    assert max(relative_error(a, b) for a, b in zip(ours, theirs)) < (2e-3 if dtype == "float16" else 1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_forward_mode_and_the_gradient_of_a_gradient(dtype, tolerance):
     labels, (x, w, _) = np.abs(LABELS) % 100, operands(dtype)
@@ -107,6 +122,16 @@ def test_reverse_mode_of_what_is_kept():
     slope = lambda f: lambda x: (jax.grad(lambda x: (f(x, w, labels) ** 2).sum())(x).astype("float32") ** 2).sum()
     both = (evaluated(jax.grad(slope(f)))(x) for f in (ops.linear_cross_entropy, linear_cross_entropy_reference))
     assert relative_error(*both) < 2e-2
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+def test_second_derivatives_that_are_small(arch):
+    """As those of means of many rows: float16, in which logits are kept, would have zeros for most of them."""
+    labels, (x, w, _), small = np.abs(LABELS) % 100, operands("bfloat16"), 1e-6
+    slope = lambda f: lambda x: jax.grad(lambda x: small * f(x, w, labels).sum())(x).astype("float32").sum() / small
+    with jt.config(arch=arch):
+        both = (evaluated(jax.grad(slope(f)))(x) for f in (ops.linear_cross_entropy, linear_cross_entropy_reference))
+        assert relative_error(*both) < 2e-2
 
 
 def test_errors():
