@@ -68,9 +68,9 @@ Workspace::Workspace(size_t size) {
   data_ = kept.get();
 }
 
-// A worker begins with programs that lie side by side, the same ones in every call: what a kernel reads of the one in
-// front is then in this core's cache, and what it writes over as well. Of assertions that fail the lowest program is
-// told, so that such kernels have one share, whose chunks are taken in order.
+// A worker begins with programs that lie side by side, the same ones in every call with as many: what a kernel reads of
+// the one in front may then be in this core's cache, and what it writes over as well. Of assertions that fail the
+// lowest program is told, so that such kernels have one share, whose chunks are taken in order.
 std::vector<Run::Share> Run::parts_of(const Program& program, const Launch& launch, int64_t workers) {
   int64_t count = program.sites_.empty() ? std::max<int64_t>(1, workers) : 1;
   std::vector<Share> shares(static_cast<size_t>(count));

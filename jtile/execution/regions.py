@@ -229,7 +229,7 @@ class _Cutter:
                 order += found
             if clash is None:
                 return dataclasses.replace(self.program, order=order, why=self.why)
-            self.why[clash] = "it updates an operand in place that others read later"
+            self.why[clash] = "it updates an operand in place that others read later, or it reads by another name"
 
     def _makers(self, k: int) -> list[int]:
         return [self.maker[x] for x in self.steps[k].ins if isinstance(x, Value) and x in self.maker]
@@ -311,12 +311,14 @@ class _Cutter:
         made = {v for k in own for v in self.steps[k].outs}
         updated: set[Value] = set()
         for k in own:
+            mine = [of(x) for x in self.steps[k].ins if isinstance(x, Value)]
             for x in self._updates(k):
                 x = of(x)
                 others = [r for r in readers[x] if r != k and is_kernel(self.steps[r])]
                 # Kernels that read a view read its memory, so `readers` knows them by the base of the view.
                 seen = x in made and any(self._needed(v, members) for v in [x, *(w for w in base if base[w] is x)])
-                if x in updated or seen or any(above[r] >> k & 1 for r in others):
+                twice = mine.count(x) > 1  # the kernel reads by one name what it writes by another
+                if x in updated or seen or twice or any(above[r] >> k & 1 for r in others):
                     return [], k
                 updated.add(x)
                 needs[k] |= set(others)

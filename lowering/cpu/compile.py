@@ -160,8 +160,9 @@ def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = F
     return Artifact("cpu", image, {"llvm": text, **levels} if texts else {}, launch)
 
 
-def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str, str]]:
-    """LLVM text to an object; with `texts`, the optimised LLVM text and the assembly too.
+def assemble(text: str, isa: Isa, texts: bool = False, *, lines: int | None = None) -> tuple[bytes, dict[str, str]]:
+    """LLVM text to an object; with `texts`, the optimised LLVM text and the assembly too. `lines`: of the kernel, where
+    the text says more than it, since kernels are optimised by their length.
 
     Where the option `optimize` is off, LLVM does nothing but choose instructions: to inline functions and to make
     registers of variables would be a third of the time to compile, for code that runs once.
@@ -174,7 +175,7 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)
     if current().optimize:
-        _optimise(module, tm, short=text.count("\n") <= SHORT)
+        _optimise(module, tm, short=(text.count("\n") if lines is None else lines) <= SHORT)
     with _loops_as_they_are():
         levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
         return tm.emit_object(module), levels
@@ -185,8 +186,9 @@ def _optimise(module: Any, tm: Any, *, short: bool = False) -> None:
     a function before and after it is inlined into its caller: twice the time for the same machine code.
 
     The text is vectorised and unrolled, its loops test at their end, and what is the same in all turns of one, or was
-    computed before, is written once (`invariant`). In a `short` kernel LLVM's list of passes, which takes three times
-    as long, finds nothing else; in a long one it unrolls loops of few turns, which is 3 % of the time of windows.
+    computed before, is written once (`invariant`). In a `short` kernel LLVM's list of passes, which takes four times as
+    long, gains nothing that was measured; in a long one it unrolls loops of few turns, which is 3 % of the time of
+    windows.
     """
     import llvmlite.binding as llvm
 
@@ -220,16 +222,17 @@ _SWITCHED = range(20, 23)  # LLVM's versions that were tried: it ends the proces
 @contextlib.contextmanager
 def _loops_as_they_are() -> Iterator[None]:
     """Code generation without LLVM's strength reduction of loops, which gives each address of a loop a variable of its
-    own: a third to a half of the time of the code generator, for code that is as quick without. The option is one for
-    all of LLVM in the process (which Numba shares), so that it is taken back at once."""
+    own: a third to a half of the time of the code generator, for code that is as quick without (docs/notes/compiling.md
+    has the exceptions). The option is one for all of LLVM in the process (which Numba shares), so that it is taken back
+    at once."""
     import llvmlite.binding as llvm
 
     if llvm.llvm_version_info[0] not in _SWITCHED:
         yield
         return
     with _SWITCH:
-        llvm.set_option("jtile", "-disable-lsr=true")
         try:
+            llvm.set_option("jtile", "-disable-lsr=true")  # within: an interrupt may come as soon as it has returned
             yield
         finally:
             llvm.set_option("jtile", "-disable-lsr=false")

@@ -117,6 +117,6 @@ def _may_move(kind: str, expression: str, memory: Memory, writes: set[str] | Non
         called = _CALLED.search(expression)
         return called is not None and called[1].startswith(_PURE_CALLS)
     if kind in _DIVISIONS:
-        divisor = expression.rpartition(", ")[2].strip()
+        divisor = expression.partition(" ; ")[0].rpartition(", ")[2]  # without the mark of a line
         return divisor.isdigit() and int(divisor) > 0
     return kind not in _IMPURE

@@ -127,7 +127,7 @@ class Code:
         self._memory = invariant.Memory([p.name for p in params if "noalias" in p.ty])
         self._known: dict[str, Val] = {}  # pure expressions whose values are there at this place
         self._sums: dict[str, tuple[Val, int]] = {}  # values that a constant was added to
-        self._read: dict[str, Val] = {}  # what this block has loaded, and nobody has written since
+        self._read: dict[str, dict[str, Val]] = {}  # by root, what this block has loaded, and nobody has written since
         self._writes: list[set[str] | None] = [set()]  # the memory that each loop around this place writes; None: any
         self._scopes: list[list[str]] = [[]]  # the keys of `_known` that each block around this place has added
 
@@ -170,11 +170,9 @@ class Code:
         elif written:
             mine = self._writes[-1]
             self._writes[-1] = None if mine is None else mine | written
-            if self._read:
-                root = lambda key: self._memory.root(key.rpartition("ptr ")[2].partition(",")[0])
-                gone = [k for k in self._read if not all(self._memory.apart(root(k), w) for w in written)]
-                for key in gone:
-                    del self._read[key]
+            for root in [*self._read]:
+                if not all(self._memory.apart(root, w) for w in written):
+                    del self._read[root]
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
@@ -233,7 +231,8 @@ class Code:
         tail = (f", i64 {count}" if count != 1 else "") + (f", align {align}" if align else "")
         self._entry.append(f"  {name} = alloca {ty}{tail}")
         slot = Val("ptr", name)
-        self._memory.slots.add(name)
+        if count == 1:  # elements of others are reached through pointers that are counted from them
+            self._memory.slots.add(name)
         if init is not None:
             self.store(init, slot)
         return slot
@@ -245,9 +244,10 @@ class Code:
         """Append an expression that only reads memory, unless this block has read the same and nobody wrote since."""
         if ptr.name in self._memory.slots:
             return self.let(ty, expr)
-        if expr not in self._read:
-            self._read[expr] = self.let(ty, expr)
-        return self._read[expr]
+        known = self._read.setdefault(self._memory.root(ptr.name), {})
+        if expr not in known:
+            known[expr] = self.let(ty, expr)
+        return known[expr]
 
     def own(self, ptr: Val) -> None:
         """Say that the memory of a pointer is reached through no other pointer."""

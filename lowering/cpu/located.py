@@ -13,7 +13,7 @@ from .compile import ENTRY, assemble, emit_kernel
 from .isa import Isa
 
 FILE = "kernel.ll"
-_DEFINE = re.compile(rf"^define [^@]*@(jtile_program|{ENTRY})\(")
+_DEFINE = re.compile(rf"^define [^@]*@({ENTRY})\(")
 _UNIT = """
 !llvm.dbg.cu = !{{!0}}
 !llvm.module.flags = !{{!2}}
@@ -36,12 +36,12 @@ def located_levels(kernel: ir.Kernel, isa: Isa) -> tuple[dict[str, str], list[ir
     marked, _ = emit_kernel(kernel, isa, marks)
     places = marks.places(marked)
     text = re.sub(r" ; @\d+$", "", marked, flags=re.MULTILINE)
-    _, levels = assemble(with_lines(text), isa, texts=True)
+    _, levels = assemble(with_lines(text), isa, texts=True, lines=text.count("\n"))
     return {"llvm": text, **levels}, places
 
 
 def with_lines(text: str) -> str:
-    """LLVM text of a kernel with a debug location of its own for each instruction of the program and of its caller."""
+    """LLVM text of a kernel with a debug location of its own for each instruction of the programs."""
     nodes: list[str] = []
     lines = list(_with_lines(text.splitlines(), nodes))
     return "\n".join(lines) + _UNIT.format(file=FILE) + "\n".join(nodes) + "\n"

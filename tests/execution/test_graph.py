@@ -67,6 +67,25 @@ def test_an_update_that_others_come_too_late_for_is_no_task():
     close(g(X, Y), (X + 2 * Y, X + 2 * (X + 2 * Y)))
 
 
+@jt.kernel(out_type=lambda c, *_: jt.like(c), grid=lambda c, *_: c.shape[0], alias={"c": "o"})
+def mirrored(c, x, o):
+    i = jt.program_id(0)
+    o[i, :] = c[i, :] + x[x.shape[0] - 1 - i, :]
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.reshape(6, 8).reshape(8, 6)], ids=["array", "view"])
+def test_an_update_of_an_array_that_the_kernel_has_twice_is_no_task(view):
+    """Program 7 adds row 0 to row 7, not what program 0 has written over it."""
+
+    def twice(x):
+        a = doubled(x)
+        return doubled(mirrored(a, view(a)))
+
+    g = jt.graph(twice)
+    assert "or it reads by another name" in str(g.explain(X))
+    close([g(X), g.interpret(X), jax.jit(g, donate_argnums=0)(jnp.array(X))], [4 * (X + X[::-1])] * 3)
+
+
 def test_derivatives_and_vmaps_are_those_of_the_function(monkeypatch):
     """And array programs become tasks, too."""
     monkeypatch.setattr(costs, "LEAST", 0)

@@ -14,7 +14,7 @@ from jtile.explorer import links
 from jtile.explorer.emitted import linked
 from jtile.ir import NOWHERE, Loc
 from jtile.lowering import targets
-from jtile.lowering.cpu.compile import compile_kernel, emit_kernel
+from jtile.lowering.cpu.compile import SHORT, compile_kernel, emit_kernel
 from jtile.lowering.cpu.isa import host_isa
 from jtile.lowering.cpu.located import located_levels
 from jtile.lowering.emitting import Marks
@@ -33,9 +33,22 @@ def scaled(x, o, *, rows=4):
 X = np.ones((10, 32), np.float32)
 
 
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, rows, **_: jt.cdiv(x.shape[0], rows))
+def strided(x, o, *, rows=4):
+    """Of a length at which the debug information alone would make it a long one, with a division in its loop."""
+    i = jt.program_id(0)
+    for k in jt.range(4):
+        o[jt.ds(i * rows, rows), :] = x[jt.ds(i - k, rows, stride=3), :] + x[jt.ds(i + k, rows, stride=2), :]
+
+
 @pytest.fixture(scope="module")
 def lowered():
     return scaled.lower(X, target="cpu")
+
+
+@pytest.fixture(scope="module")
+def shorter():
+    return strided.lower(X, target="cpu")
 
 
 def lines_of(linked, word):
@@ -90,6 +103,14 @@ def test_cpu_levels_are_those_that_run(lowered):
     assert code(found) == code(links.assembly(plain["asm"], []))
     for one in (links.llvm(made["llvm_opt"], places), found):
         assert {p.line for p in one.places if p.file} >= {EXP, STORE}
+
+
+def test_cpu_levels_of_a_kernel_that_debug_information_makes_long(shorter):
+    made, places = located_levels(shorter.kernel, host_isa())
+    plain = compile_kernel(shorter.kernel, texts=True).texts
+    assert made["llvm"] == plain["llvm"] and SHORT / 2 < plain["llvm"].count("\n") <= SHORT
+    code = lambda linked: [x for x in linked.lines if x.startswith("\t") and not x.startswith("\t.")]
+    assert code(links.assembly(made["asm"], places)) == code(links.assembly(plain["asm"], []))
 
 
 PLACES = [NOWHERE, Loc("a.py", 2), Loc("a.py", 3)]

@@ -166,7 +166,16 @@ SCRATCH = entry(
     """
 )
 
-SOURCES = {"vadd": VADD, "assert": ASSERT, "print": PRINT, "linked": LINKED, "scratch": SCRATCH}
+# out[p] += 1, atomically.
+COUNT = entry(
+    """
+    %out = load ptr, ptr %bufs
+    %out.at = getelementptr i64, ptr %out, i64 %p
+    %before = atomicrmw add ptr %out.at, i64 1 monotonic
+    """
+)
+
+SOURCES = {"count": COUNT, "vadd": VADD, "assert": ASSERT, "print": PRINT, "linked": LINKED, "scratch": SCRATCH}
 
 
 @pytest.fixture(autouse=True)

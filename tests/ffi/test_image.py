@@ -27,6 +27,18 @@ def test_vector_add(images, programs, threads):
     np.testing.assert_array_equal(c, a + b)
 
 
+@pytest.mark.parametrize("cost", [0, 100, 10**9])
+@pytest.mark.parametrize("programs", [1, 3, 4, 5, 63, 4097])
+def test_every_program_runs_once(images, programs, cost):
+    """With less programs than threads, with parts that differ by one, in single programs and in chunks of many."""
+    loaded = ffi.LoadedImage(images["count"], programs=programs, cost=cost)
+    out = np.zeros(programs + 1, np.int64)
+    calls = [(threads, k) for threads in (1, 2, 4, 7) for k in range(5)]
+    for threads, _ in calls:
+        loaded.run([out], threads=threads)
+    np.testing.assert_array_equal(out, [*[len(calls)] * programs, 0])
+
+
 def test_only_the_grids_programs_run(images):
     a, b, c = vadd_arrays(4)
     ffi.run_image(images["vadd"], [a, b, c], programs=3)

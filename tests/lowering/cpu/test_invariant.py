@@ -77,6 +77,30 @@ def test_memory_is_read_again_behind_a_write(between):
     assert code.load("i64", pointer(X)) != first
 
 
+def test_marks_of_lines_change_nothing():
+    texts = []
+    for mark in ("", " ; @3"):
+        code = function()
+        code.mark = mark
+        with code.loop(0, 8) as i:
+            code.store(code.binary("sdiv", N, i64(3)), code.gep("i64", pointer(Y), i))
+        texts.append(code.finish().replace(" ; @3", ""))
+    assert texts[0] == texts[1] and "sdiv" in texts[0].partition("\nbody")[0]
+
+
+def test_elements_of_a_variable_are_read_again_behind_a_write():
+    code = function()
+    table = code.var("i64", count=4)
+    at = code.gep("i64", table, N)
+    first = code.load("i64", at)
+    code.store(i64(1), code.gep("i64", table, 0))
+    assert code.load("i64", at) != first
+    with code.loop(0, 8) as i:
+        code.store(code.load("i64", at), pointer(Y))
+        code.store(i, table)
+    assert "load i64, ptr " + at.name in code.finish().partition("\nbody")[2]
+
+
 def test_nested_loops_hand_on_what_moves():
     code = function()
     with code.loop(0, 8), code.loop(0, 8) as j:
