@@ -202,12 +202,12 @@ def _dot_scaled(em: Emitter, op: ir.DotScaled) -> None:
 
 def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
     """The product by `gemm_scaled`, together with one of floats behind it that adds to it only."""
-    (m, k), n, turned = op.a.shape, op.b.shape[1], op.b.op.x
+    (m, k), n, turned = op.a.shape, op.b.shape[1], _turned(em, op.b)
     codes = nibbles.packed_codes(turned) if isinstance(em.rep(turned), Lazy) else None
     added = _added(em, op)
-    of_b = op.sb.op.x
+    of_b = _turned(em, op.sb)
     values = op.a, op.sa, added.a if added else op.sa, (turned if codes is None else codes), of_b
-    values += (_low(added) if added else of_b,)
+    values += (_low(em, added) if added else of_b,)
     operands = [_rows(em, v) for v in values]
     out, accumulate = _output(em, op)
     low = operands[-1].dtype if added else None
@@ -241,10 +241,19 @@ def _added(em: Emitter, op: ir.DotScaled) -> ir.Dot | None:
     return dot if fits and dot.a in em.env and dot.b in em.env else None
 
 
-def _low(dot: ir.Dot) -> ir.Value:
+def _turned(em: Emitter, v: ir.Value) -> ir.Value:
+    """The transpose of a transpose: what it was made from, unless it has memory of its own. Then that may be gone."""
+    if isinstance(em.rep(v), Lazy):
+        return v.op.x
+    op = ir.build(ir.Transpose(v, (1, 0)))
+    em.lazy(op)
+    return op.result
+
+
+def _low(em: Emitter, dot: ir.Dot) -> ir.Value:
     """The lows [n, groups] of a product of sums and lows, in the dtype that they are stored in."""
-    low = dot.b if dot.trans_b else dot.b.op.x
-    stored = low.op.x if isinstance(low.op, ir.Cast) else low
+    low = dot.b if dot.trans_b else _turned(em, dot.b)
+    stored = low.op.x if isinstance(low.op, ir.Cast) and isinstance(em.rep(low), Lazy) else low
     return stored if stored.dtype in ("float16", "bfloat16") else low
 
 

@@ -115,3 +115,35 @@ def test_instructions(kind, isa, wanted):
     lowered = scaled.lower(*given, target=f"cpu:{isa}", rows=16, nibbles=kind == "nibbles", acc=False)
     assert wanted in lowered.texts["asm"]
     assert f"scaled_{'digits' if wanted == 'vpdpbusd' else 'direct'}_1x16x2_{kind}" in lowered.texts["llvm"]
+
+
+@jt.kernel(
+    out_type=lambda a, sa, b, sb, p, q: (
+        jax.ShapeDtypeStruct((len(a), len(p)), jnp.float32),
+        jax.ShapeDtypeStruct((q.shape[1], len(p)), "int8" if b is None else "float32"),
+        jax.ShapeDtypeStruct((len(p), len(p)), jnp.float32),
+    ),
+    grid=lambda *_: 1,
+)
+def of_made_columns(a, sa, b, sb, p, q, y, made, other):
+    """A product with columns or scales that are stored, and whose source is gone by then."""
+    P = jt.dot(p[...], q[...])
+    M = jnp.sin(P) * jnp.cos(P)
+    M = ((M * 100).astype(jnp.int8) if b is None else M).T
+    made[...] = M
+    Q = P * 3 + 1
+    other[...] = jt.dot(Q, Q.T)
+    y[...] = jt.dot_scaled(a[...], sa[...], *((M, sb[...].T) if b is None else (b[...].T, M)))
+
+
+@pytest.mark.parametrize("made", ["codes", "scales"])
+def test_columns_that_have_memory_of_their_own(made):
+    rng, m, n, k = np.random.default_rng(0), 4, 32, 64 if made == "codes" else 1024
+    a, sa = rng.integers(-30000, 30000, (m, k)).astype(np.int16), rng.random((m, k // 32), np.float32)
+    p, q = (rng.normal(size=s).astype(np.float32) for s in ((n, 16), (16, k if made == "codes" else k // 32)))
+    b = None if made == "codes" else rng.integers(-128, 128, (n, k)).astype(np.int8)
+    sb = rng.random((n, k // 32), np.float32) if made == "codes" else None
+    y, found, _ = of_made_columns(a, sa, b, sb, p, q)
+    codes, scales = (np.asarray(found), sb.T) if made == "codes" else (b.T, np.asarray(found))
+    wide = lambda x, s, axis: x.astype(np.float64) * np.repeat(s, 32, axis)
+    assert relative_error(y, wide(a, sa, 1) @ wide(codes, scales, 0)) < 1e-6
