@@ -91,7 +91,7 @@ def _columns(weight: QuantizedTensor, index: np.ndarray, name: str) -> Quantized
         return take(jnp, units, blocks, leaf.ndim - 1).reshape(*leaf.shape[:-1], -1)
 
     found = jax.tree.map(lambda leaf: _bits(leaf, part), weight)
-    ways = {"blocks": found.group == BLOCKS, "rows": True, None: True}
+    ways = {"blocks": found.group == BLOCKS, "rows": True, "int16": True, None: True}
     return found if ways[weight.activations] else dataclasses.replace(found, activations=None)
 
 

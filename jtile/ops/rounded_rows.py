@@ -24,6 +24,7 @@ from jtile.ops.weight_codes import BLOCK
 KINDS = ("q4_0", "q4_1", "q8_0")
 HALF = BLOCK // 2
 TOP = 32767
+LEAST = 2.0**-111  # of the largest magnitudes: the scale of this one, and the inverse, are still normal numbers
 INTEGERS = "int16"  # `QuantizedTensor.activations` of weights whose rows may be rounded so
 _INTEGERS = 400 << 10  # bytes of integers of x of a program: they stay in the second-level cache
 _ROWS, _ROWS_OF_FEW = 384, 4096  # rows of W of a program
@@ -34,9 +35,8 @@ def rounded(X):
     """(q int16 [m, in], s float32 [m, in / 32], the sums of the blocks [m, in / 32]) of rows X float32 [m, in]."""
     m, inner = X.shape
     B = X.reshape(m, inner // BLOCK, BLOCK)
-    top = jnp.max(abs(B), axis=2)
-    unit = jnp.where(top > 0, TOP / jnp.where(top > 0, top, 1.0), 0.0)
-    whole = jnp.round(B * unit[:, :, None])
+    top = jnp.maximum(jnp.max(abs(B), axis=2), LEAST)
+    whole = jnp.round(B * (TOP / top)[:, :, None])
     scale = top * (1 / TOP)
     return whole.astype(jnp.int16).reshape(m, inner), scale, whole.sum(2) * scale
 
@@ -98,8 +98,12 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     bm = min(m, -(-m // parts // 8) * 8)
     programs = 2 * (jt.target().units("device") or 1)
     most = min(_ROWS // matrices if m > 8 else _ROWS_OF_FEW, max(out * -(-m // bm) // programs, 64))
-    sizes = [rows for rows in range(1, min(out, most) + 1) if out % rows == 0]
-    return {"bm": bm, "rows": max(sizes, key=lambda rows: (rows % 16 == 0, rows))}
+    if out <= most:
+        return {"bm": bm, "rows": out}
+    whole = most // 16 * 16
+    exact = next((rows for rows in range(whole, whole // 2, -16) if out % rows == 0), None)
+    # Else the last program hangs over: of the few rows of small divisors, each program would round x for little.
+    return {"bm": bm, "rows": exact or -(-out // -(-out // whole) // 16) * 16}
 
 
 def misfit(x, weights, epilogue, *, kind, activations, **_) -> str | None:

@@ -34,6 +34,7 @@ def rounding(w):
 @pytest.mark.parametrize(("kind", "group", "m", "out", "inner"), [
     ("q4_1", 32, 1, 96, 576), ("q4_0", 128, 3, 101, 256), ("q8_0", 32, 5, 40, 96), ("q8_0", 64, 1, 33, 64),
     ("q4_1", 64, 40, 60, 320), ("q4_0", 32, 300, 16, 1600),
+    ("q4_1", 32, 3, 1009, 64), ("q8_0", 32, 20, 1009, 64),
 ])  # fmt: skip
 def test_product(kind, group, m, out, inner):
     weight, x = ops.quantize(normal(0, out, inner), kind, group), normal(1, m, inner)
@@ -84,10 +85,21 @@ def test_a_row_has_the_same_bits_among_others(kind):
 
 
 def test_numbers_that_are_none():
-    """NaN stays in its row, and what is infinite becomes NaN there; small and large rows keep their digits."""
-    weight, x = ops.quantize(normal(0, 20, 64), "q4_1"), normal(1, 5, 64)
+    """NaN stays in its row, and what is infinite becomes NaN there; small and large rows keep their digits, and tiny
+    ones are next to nothing."""
+    weight, x = ops.quantize(normal(0, 20, 64), "q4_1"), normal(1, 7, 64)
     x = x.at[0, 3].set(jnp.nan).at[1, 40].set(jnp.inf).at[2].multiply(1e30).at[3].multiply(1e-30).at[4].set(0.0)
+    x = x.at[5].multiply(1e-36).at[6].set(0.0).at[6, 7].set(1e-35)
     y, want = ops.quantized_matmul(x, rounding(weight)), ops.quantized_matmul(x, weight)
     assert jnp.isnan(y[:2]).all() and (y[4] == 0).all()
     for row in (2, 3):
         assert relative_error(y[row], want[row]) < ERROR
+    assert (abs(y[5:]) < 1e-32).all()
+
+
+def test_rows_that_no_large_number_divides():
+    """A vocabulary with a few more tokens has no programs of a few rows, and others have no rows to spare."""
+    for m, out in ((1, 32001), (1, 32003), (8, 50257), (64, 32003)):
+        rows = rounded_rows.tiles(m, out, 2048, 1)["rows"]
+        assert rows % 16 == 0 and rows >= 64 and -(-out // rows) * rows < out + rows
+    assert 49152 % rounded_rows.tiles(1, 49152, 576, 1)["rows"] == 0
