@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import hashlib
 import math
 import subprocess
 import sys
@@ -19,7 +20,7 @@ AT_ONCE = 4  # grammars that are made at a time
 SECONDS = 30.0  # that a request waits for a place, and then for its grammar
 KNOWN = 1024  # grammars that are remembered to have an end
 PROGRAM = Path(__file__).with_name("try_grammar.py")
-MESSAGE = "the schema of the answer takes more than {:.0f} s to compile; give a simpler one"
+MESSAGE = "the schema of the answer takes more than {:.0f} s, or too much memory, to compile; give a simpler one"
 
 
 class Compilers:
@@ -33,7 +34,8 @@ class Compilers:
     def __init__(self, at_once: int = AT_ONCE, seconds: float = SECONDS):
         self._free, self._seconds = at_once, seconds
         self._lock = threading.Lock()
-        self._known: collections.OrderedDict[str, None] = collections.OrderedDict()  # the last ones asked for come last
+        # By their digests, for the texts may be 256 KB each; the last ones asked for come last.
+        self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
     def prove(self, grammar: str) -> None:
         """Returns if it does not take too long to compile a grammar, right or wrong, given in llguidance's own form.
@@ -51,16 +53,17 @@ class Compilers:
         if ended.returncode < 0:  # by the system: it has used up its time, or the memory
             raise self._too_long()
         with self._lock:
-            self._known[grammar] = None
+            self._known[_digest(grammar)] = None
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
 
     def _knows(self, grammar: str) -> bool:
         """Whether a grammar was proven and is remembered; it is for longer then."""
+        key = _digest(grammar)
         with self._lock:
-            known = grammar in self._known
+            known = key in self._known
             if known:
-                self._known.move_to_end(grammar)
+                self._known.move_to_end(key)
         return known
 
     def _too_long(self) -> ApiError:
@@ -124,3 +127,7 @@ class Compilers:
     def _give_back(self, taken: bool = True) -> None:
         with self._lock:
             self._free += taken
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode()).digest()

@@ -326,6 +326,8 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Token | 
             for task in done:
                 i, token = following.pop(task), task.result()
                 yield i, token
+                while streams[i].more:  # at once: a busy event loop would fall behind, and `more` stay true
+                    yield i, await anext(streams[i])
                 if token is not None:
                     following[asyncio.ensure_future(anext(streams[i], None))] = i
     finally:

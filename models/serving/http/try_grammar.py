@@ -7,10 +7,15 @@ Its vocabulary is the bytes, since what takes for ever is to compile the lexer, 
 import resource
 import sys
 
+MEMORY = 1 << 30  # bytes: ordinary schemas take some megabytes, and one that takes for ever 50 more a second
+
 
 def main(seconds: int) -> None:
-    """Compiles; the system ends the process after so many seconds of work, if who started it has gone."""
+    """Compiles; the system ends the process after so many seconds of work, if who started it has gone, or where it has
+    no memory left."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from llguidance import LLMatcher, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)

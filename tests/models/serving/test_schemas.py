@@ -66,7 +66,7 @@ def test_work_that_takes_for_ever(monkeypatch):
             await compilers.run(release.wait, "a")
         with pytest.raises(ApiError) as full:
             await compilers.run(wrong, "b")
-        compilers._known["c"] = None
+        compilers._known[compiling._digest("c")] = None
         with pytest.raises(PromptError, match="wrong"):
             await compilers.run(wrong, "c")
         release.set()
@@ -99,6 +99,17 @@ def test_a_process_that_nobody_ends():
     """The system ends it after some seconds of work."""
     command = [sys.executable, "-P", str(compiling.PROGRAM), "1"]
     assert subprocess.run(command, input=forever().encode(), check=False).returncode == -signal.SIGXCPU
+
+
+def test_a_grammar_that_takes_all_memory(monkeypatch, tmp_path):
+    """A process of its own ends, too, where there is no memory left."""
+    small = tmp_path / "try_grammar.py"
+    small.write_text(compiling.PROGRAM.read_text().replace("MEMORY = 1 << 30", "MEMORY = 1 << 26"))
+    monkeypatch.setattr(compiling, "PROGRAM", small)
+    with pytest.raises(ApiError, match="or too much memory") as refused:
+        Compilers().prove(forever())
+    assert refused.value.status == 400
+    Compilers().prove(Grammar.json({"const": 1}).text)
 
 
 def test_time_and_places_that_others_took(monkeypatch):
