@@ -50,7 +50,9 @@ def load(
         memory.
       dtype: that of activations: "float32", "bfloat16" or "float16". By default float32 on CPUs; on GPUs the dtype in
         which the weights are stored, and bfloat16 for quantised ones. Sums, statistics of norms, rotations, routers and
-        logits are float32 in any case. Dense weights of another dtype are rounded to a 16-bit one.
+        logits are float32 in any case. Dense weights of another dtype are rounded to a 16-bit one. By default, products
+        with weights of the kinds q4_0, q4_1 and q8_0 round rows to integers of 16 bits on CPUs with AVX-512 and VNNI,
+        which is off by 2e-5 of a product's norm; where "float32" is given, they do not.
       cache_dtype: that of the key-value cache: one of these three, or "float8_e4m3fn" or "int8" with a scale for each
         token and head; by default the dtype of what goes into it, which is `dtype` (in DeepSeek-V3 the dtype of the
         weights).
