@@ -159,7 +159,15 @@ def random_gamma_p() -> Any:
     return core.random_gamma_p
 
 
+def closed_over(traced: Any) -> Sequence[Any]:
+    """What `jax.jit(f).trace` made operands of, in front of those of the call: tracers that f closes over, and all else
+    where there is one."""
+    return getattr(traced, "_consts", ())
+
+
 def resized(aval: Any, shape: Sequence[Any]) -> Any:
     """A `jax.ShapeDtypeStruct` of the type of a value, but of this shape."""
     weak, varying = getattr(aval, "weak_type", False), getattr(aval, "manual_axis_type", None)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak, manual_axis_type=varying)
+    manual = varying is not None and not varying.empty  # of a mesh, which the type's sharding names
+    sharding = aval.sharding if manual else None
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak, manual_axis_type=varying, sharding=sharding)

@@ -88,6 +88,8 @@ def _symbol(of: Callee, given: str | None, fresh: str, n: Any, sizes: dict[str, 
     """The symbol of a dimension of n elements: the given name, the symbol of an equal dimension, or a fresh one."""
     if given is None:
         same = [s for s, size in sizes.items() if type(size) is type(n) and size == n]
+        while not same and fresh in sizes:  # another argument has a name that reads alike
+            fresh += "_"
         given = same[0] if same else fresh
     if sizes.setdefault(given, n) != n:
         raise KernelValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.calls.signature import Signature, nearest
 
 Axes = Any  # an int, a tuple of ints, or a dict from axes to names
+_TAKEN = ("max", "min", "mod", "floordiv")  # functions in JAX's text of a symbolic dimension
 
 
 class Mark(NamedTuple):
@@ -65,6 +67,7 @@ def dynamic(x: Any, axes: Axes = 0, *, least: int = 1, most: int | None = None) 
     Args:
       x: an array, or a pytree of arrays, all of them with these axes.
       axes: an int, a tuple of ints, or a dict from axis to name: `{0: "rows"}`. Dimensions of one name have one size.
+        An array that is marked already keeps its marks: axes with bounds of their own are marked one after the other.
       least, most: the sizes that these dimensions may have; None: as many as an int32 counts. A call with another size
         is refused.
 
@@ -81,7 +84,8 @@ def dynamic(x: Any, axes: Axes = 0, *, least: int = 1, most: int | None = None) 
         raise KernelValueError(
             f"a dynamic dimension has between {least} and {most} elements: expected 1 <= least <= most"
         )
-    return tree_map(lambda a: Dynamic(a, marks), x)
+    of = lambda a: Dynamic(a.array, (*a.axes, *marks)) if isinstance(a, Dynamic) else Dynamic(a, marks)
+    return tree_map(of, x, is_leaf=lambda a: isinstance(a, Dynamic))
 
 
 def marks_of(axes: Axes) -> tuple[Mark, ...]:
@@ -94,6 +98,8 @@ def marks_of(axes: Axes) -> tuple[Mark, ...]:
             raise KernelTypeError(f"a dynamic axis is an int, got {a!r}")
         if name is not None and not (isinstance(name, str) and name.isidentifier() and name.isascii()):
             raise KernelTypeError(f"the name of a dynamic dimension is an identifier, got {name!r}")
+        if name in _TAKEN or (name is not None and keyword.iskeyword(name)):
+            raise KernelValueError(f"the name {name!r} of a dynamic dimension has a meaning in sizes: take {name}_")
     return tuple(Mark(operator.index(a), name) for a, name in pairs)
 
 

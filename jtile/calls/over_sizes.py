@@ -11,21 +11,23 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure, tree_unflatten
 
-from jtile._compat import resized
-from jtile._errors import JtileError, UnsupportedError
+from jtile._compat import closed_over, resized
+from jtile._errors import JtileError, KernelTypeError, UnsupportedError
 from jtile._frames import shows_users_frames
-from jtile.calls.arguments import key_of
+from jtile.calls.arguments import ARRAY, key_of
 from jtile.calls.dynamic import Callee, Marked, dimensions, marked
 from jtile.calls.marks import Dynamic
 
 _is_mark = lambda x: isinstance(x, Dynamic)
-_is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+# NumPy's numbers, such as 1 / np.sqrt(64), are fixed as Python's are; its classes of dtypes have a shape, too.
+_is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic | type)
 
 
 def takes_marks[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
@@ -44,17 +46,32 @@ def takes_marks[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
       UnsupportedError: at a call with marks, where the function has to know a size that they leave open.
     """
 
+    # What is traced goes with the function, whose closure may hold arrays.
+    programs = functools.lru_cache(maxsize=1024)(functools.partial(_over_arrays, fn))
+
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not any(map(_is_mark, tree_leaves((args, kwargs), is_leaf=_is_mark))):
+        if not _has_mark(args) and not (kwargs and _has_mark(kwargs.values())):
             return fn(*args, **kwargs)
-        return _call(fn, args, kwargs)
+        return _call(fn, programs, args, kwargs)
 
     return call
 
 
+_PLAIN = (np.ndarray, int, float, bool, str, type(None))
+
+
+def _has_mark(values: Iterable[Any]) -> bool:
+    """Whether there is a mark in these arguments; every call asks this, so the usual types have no tree to look at."""
+    for x in values:
+        kind = type(x)
+        if kind is not ARRAY.type and kind not in _PLAIN and any(map(_is_mark, tree_leaves(x, is_leaf=_is_mark))):
+            return True
+    return False
+
+
 @shows_users_frames
-def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call(fn: Callable[..., Any], programs: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn(*args, **kwargs)`, some of whose arrays are marked."""
     name = getattr(fn, "__name__", repr(fn))
     given = inspect.signature(fn).bind(*args, **kwargs)
@@ -62,7 +79,10 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     plain = [x.array if _is_mark(x) else x for _, x in flat]
     held = tuple(_is_array(x) for x in plain)
     arrays = [x for x, array in zip(plain, held, strict=True) if array]
-    parameters = dict(zip([(0, k) for k in range(len(given.args))], given.arguments))
+    of = list(given.signature.parameters.values())
+    parameters = {(0, k): p.name for k, p in enumerate(of) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    parameters |= {(0, k): f"{p.name}_{k - j}" for j, p in enumerate(of) if p.kind is p.VAR_POSITIONAL
+                   for k in range(j, len(given.args))}  # fmt: skip
     names = [_name(path, parameters) for (path, _), array in zip(flat, held, strict=True) if array]
     marks = [x.axes if _is_mark(x) else () for (_, x), array in zip(flat, held, strict=True) if array]
     types = [jax.typeof(x) for x in arrays]
@@ -71,14 +91,26 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         args, kwargs = tree_unflatten(tree, plain)
         return fn(*args, **kwargs)
     static = tuple(_Static(x) for x, array in zip(plain, held, strict=True) if not array)
-    return _run(_over_arrays(fn, tree, held, static), _Sizes(found), *arrays)
+    for x in static:
+        _check_hashable(name, x.value)
+    return programs(tree, held, static)(_Sizes(found), *arrays)
+
+
+def _check_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise KernelTypeError(
+            f"{name} with marks of dynamic sizes is traced once for each value of an argument that is no array, and "
+            f"one of type {type(value).__name__} has no hash: give a tuple, a frozen dataclass, or a pytree of arrays"
+        ) from error
 
 
 def _name(path: Sequence[Any], parameters: Mapping[tuple[int, int], str]) -> str:
     """What symbols of an argument's dimensions are called after: the parameter, and the place in it."""
     top, place, *rest = path
     first = parameters.get((top.idx, getattr(place, "idx", -1)), "") or keystr((place,))
-    return re.sub(r"\W+", "_", first + keystr(tuple(rest))).strip("_")
+    return re.sub(r"\W+", "_", first + keystr(tuple(rest)), flags=re.ASCII).strip("_")
 
 
 class _Sizes:
@@ -120,9 +152,9 @@ class _Static:
         return hash(self.key)
 
 
-@functools.lru_cache(maxsize=1024)
 def _over_arrays(fn: Callable[..., Any], tree: Any, held: tuple[bool, ...], static: tuple[_Static, ...]) -> Any:
-    """`fn` as a function of its arrays alone, under `jax.jit`, whose caches hold what was traced."""
+    """`fn` as a function of the sizes that are dynamic and of its arrays alone, under `jax.jit`, whose caches hold what
+    was traced."""
 
     def call(*arrays: Any) -> Any:
         more, others = iter(arrays), iter(static)
@@ -130,10 +162,10 @@ def _over_arrays(fn: Callable[..., Any], tree: Any, held: tuple[bool, ...], stat
         return fn(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = getattr(fn, "__name__", "call")
-    return jax.jit(call)
+    own = jax.jit(call)
+    return jax.jit(lambda over, *arrays: _run(own, over, *arrays), static_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(fn: Any, over: _Sizes, *arrays: Any) -> Any:
     """The program of `fn` over symbols, with the sizes of these arrays."""
     from jtile.primitive.sized import run
@@ -147,7 +179,7 @@ def _run(fn: Any, over: _Sizes, *arrays: Any) -> Any:
         jax.eval_shape(fn, *types)  # what is wrong for these sizes too has an error of its own
         raise refuse(error) from error
     tree = tree_structure(traced.out_info)
-    return tree_unflatten(tree, run(traced.jaxpr, arrays, sizes, refuse))
+    return tree_unflatten(tree, run(traced.jaxpr, (*closed_over(traced), *arrays), sizes, refuse))
 
 
 def refusal(name: str, symbols: str, error: Exception) -> UnsupportedError:

@@ -92,7 +92,8 @@ def _take_marks(names: dict[str, object]) -> None:
     """Let every function of the library take arrays with marks of `jt.dynamic`."""
     for name, value in list(names.items()):
         if not name.startswith("_") and name not in _OF_NUMBERS and callable(value) and not isinstance(value, type):
-            names[name] = _jt.takes_marks(value)
+            names[name] = marked = _jt.takes_marks(value)
+            marked.__module__ = __name__  # where pickle finds it: in its own module stands the function that it calls
 
 
 _take_marks(globals())

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import weakref
+
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from library import normal
 
 import jtile as jt
@@ -175,6 +181,70 @@ def test_trees_of_marked_arrays(compilations):
     assert len(compilations) == 3  # one that is dynamic, and one of each size
 
 
+def test_numbers_and_dtypes_of_numpy_are_fixed():
+    x, w = of(5, 16), of(16)
+    rows = jt.dynamic(x)
+    want = ops.rms_norm(x, w, eps=1e-3)
+    np.testing.assert_array_equal(ops.rms_norm(rows, w, eps=np.float64(1e-3)), want)
+    assert ops.matmul(rows, of(16, 4), out_dtype=np.float32).dtype == np.float32
+
+
+def test_arguments_of_any_kind_and_name():
+    """Symbols are called after arguments: further ones of `*args`, and keys that read alike, have symbols too."""
+
+    @jt.takes_marks
+    def first(*xs, **more):
+        return [ops.softmax(x)[0] for x in (*xs, *jax.tree.leaves(more))]
+
+    trees = of(3, 8), of(4, 8), of(5, 8), {"a.b": of(2, 8), "a_b": of(6, 8), "größe": of(7, 8)}
+    for got, want in zip(first(*jt.dynamic(trees[:3]), more=jt.dynamic(trees[3])), first(*trees[:3], more=trees[3])):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_marks_of_marked_arrays():
+    x = of(3, 8)
+    marked = jt.dynamic(jt.dynamic(x, 0, most=4), 1, most=64)
+    assert [(m.axis, m.most) for m in marked.axes] == [(0, 4), (1, 64)]
+    np.testing.assert_allclose(ops.softmax(marked), ops.softmax(x), rtol=1e-6)
+
+
+def test_functions_that_close_over_arrays():
+    """Over tracers of a derivative too; what was traced goes with the function."""
+    x, held = of(5, 16), []
+
+    def loss(w):
+        @jt.takes_marks
+        def product(x):
+            return ops.matmul(x, w)
+
+        held.append(weakref.ref(product))
+        return (product(jt.dynamic(x)) ** 2).sum()
+
+    w = of(16, 8)
+    want = jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+    for slope in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        np.testing.assert_allclose(slope(w), want, rtol=1e-4, atol=1e-4)
+    loss(w)
+    gc.collect()
+    assert [f() for f in held] == [None] * 3
+
+
+def test_inside_of_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    x, w = of(6, 16), of(16)
+    cut = lambda mark: jax.shard_map(
+        lambda x, w: ops.softmax(ops.rms_norm(mark(x), w)), mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")
+    )
+    slope = lambda fn: jax.jit(jax.value_and_grad(lambda x, w: (fn(x, w) ** 2).sum(), (0, 1)))(x, w)
+    ours, theirs = slope(cut(jt.dynamic)), slope(cut(lambda x: x))
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_of_the_library_are_found_by_name():
+    assert pickle.loads(pickle.dumps(ops.softmax)) is ops.softmax
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +281,8 @@ def test_a_gradient_that_saves_rounds_asks_for_a_bound():
         (lambda: ops.softmax(jt.dynamic(of(3, 5), least=4)), KernelValueError, "marked as 4 to any number of"),
         (lambda: jt.dynamic(of(3, 5), least=4, most=3), KernelValueError, "expected 1 <= least <= most"),
         (lambda: jt.dynamic(of(3, 5), most=2.5), KernelTypeError, "are ints"),
+        (lambda: jt.dynamic(of(3, 5), {0: "max"}), KernelValueError, "take max_"),
+        (lambda: jt.takes_marks(lambda x, o: x)(jt.dynamic(of(3, 5)), {1}), KernelTypeError, "type set has no hash"),
         (lambda: ops.softmax(jt.dynamic(ids(3, 5))), KernelTypeError, "float array, got int32"),
         (lambda: ops.matmul(jt.dynamic(of(3, 5)), of(4, 2)), KernelValueError, "matmul"),
     ],
