@@ -116,6 +116,13 @@ def misfit(x, weights, epilogue, *, kind, activations, **_) -> str | None:
     in_blocks = all(w.scale.shape[1] * BLOCK == x.shape[1] for w in weights)
     return first_unmet(
         (all(known(n) for n in sizes), "an operand is empty"),
+        (not any(map(_is_cut, jax.tree.leaves((x, weights)))), "an operand is cut over devices by its type"),
         (all(w.codes.dtype != jnp.uint32 for w in weights), "the codes are packed in words"),
         (not steady or in_blocks or kind == "q8_0", "a row is to have the same bits in any company"),
     )
+
+
+def _is_cut(x) -> bool:
+    """Whether the type of an array says that it lies on several devices: the stand-in's result may be cut, too."""
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ()) if isinstance(x, jax.Array) else ()
+    return any(axis is not None for axis in spec)

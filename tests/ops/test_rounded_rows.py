@@ -103,3 +103,11 @@ def test_rows_that_no_large_number_divides():
         rows = rounded_rows.tiles(m, out, 2048, 1)["rows"]
         assert rows % 16 == 0 and rows >= 64 and -(-out // rows) * rows < out + rows
     assert 49152 % rounded_rows.tiles(1, 49152, 576, 1)["rows"] == 0
+
+
+def test_rows_that_are_cut_by_their_type():
+    """They are left to the product without rounding, whose result is cut as well."""
+    weight, x = ops.quantize(normal(0, 32, 64), "q8_0"), normal(1, 4, 64)
+    rows = jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P("x", None))
+    got = jax.jit(lambda x: ops.quantized_matmul(x, rounding(weight)))(jax.device_put(x, rows))
+    np.testing.assert_array_equal(got, jax.jit(lambda x: ops.quantized_matmul(x, weight))(x))
