@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         if gates is None and self.output_bias is None and self.over.tensor is None:
-            residual = x if self.parts and layers.ADDED else None
+            residual = x if self.parts else None
             together = slots.attend_and_multiply(
                 qkv, cos, sin, c.heads, c.kv_heads, self.output.get_value(), self._norms(), residual=residual, **options
             )

@@ -55,7 +55,6 @@ class Routed:
 
 
 Weight = jax.Array | QuantizedTensor | tuple | Adapted | Routed
-ADDED = True  # whether products of small matrices add what the norm behind them is of
 
 
 def rms_norm(x, weight, eps: float):
@@ -241,8 +240,8 @@ def add_norm_gated_mlp(
 
 def product_and_residual(x, weight: Weight, residual):
     """x times the transposed weight, plus the residual, where one kernel does both; else None."""
-    known = isinstance(weight, QuantizedTensor) or (isinstance(weight, jax.Array) and weight.dtype == x.dtype)
-    return normed_products.product_and_residual(x, weight, residual) if ADDED and known else None
+    known = isinstance(weight, jax.Array | QuantizedTensor)
+    return normed_products.product_and_residual(x, weight, residual) if known else None
 
 
 def _apart(gate: Weight, up: Weight) -> bool:

@@ -13,7 +13,7 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_shape
 from jtile.ops.collective_parts import programs_at_most, signal_others, summed_cotangent
-from jtile.ops.collective_posts import not_in_rows, posted_to_all
+from jtile.ops.collective_posts import columns_of, not_in_rows, posted_to_all, row_boxes
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.norms import rms_norm, rms_norm_reference
 
@@ -138,24 +138,18 @@ def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int
 @jt.kernel(
     out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
     grid=lambda x, r, w, **_: x.shape[0],
-    scratch=lambda x, r, w, *, axis, **_: [
-        jt.symmetric((jt.axis_size(axis), x.shape[0], jt.next_power_of_2(x.shape[1])), x.dtype)
-    ],
+    scratch=row_boxes,
 )
 def posted_sum_of_row(x, r, w, y, s, box, *, axis: str, eps: float, ahead: bool = False):
     """`normed_sum` with a row in each program, which is posted: what this device has is in registers before it waits
     for others. ahead: the kernels in front do not make w."""
     # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
-    p, width = jt.program_id(0), box.shape[2]
-    columns = jt.arange(width)
-    inside = None if width == x.shape[1] else columns < x.shape[1]
-    of_row = lambda ref: jt.load(ref, (p, columns), mask=inside, other=None if inside is None else 0)
-    of_norm = lambda: jt.load(w, (columns,), mask=inside, other=None if inside is None else 0).astype(jnp.float32)
+    p, (columns, inside, load) = jt.program_id(0), columns_of(x, box)
     with jt.role("row", warps=8, early=True):
-        weight = of_norm() if ahead else None
+        weight = load(w).astype(jnp.float32) if ahead else None
         jt.wait_for_kernels()
-        own, total = of_row(x), of_row(r)
-        weight = of_norm() if weight is None else weight
+        own, total = load(x, p), load(r, p)
+        weight = load(w).astype(jnp.float32) if weight is None else weight
         terms = posted_to_all(box, (p, slice(None)), own, axis)
         total = functools.reduce(jnp.add, [term.astype(jnp.float32) for term in terms], total.astype(jnp.float32))
         scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)

@@ -74,6 +74,12 @@ def everywhere(x, *, axis, programs, **_):
     return [jt.symmetric((n, x.shape[-1]), x.dtype), jt.signals((programs, n))]
 
 
+def others(axis: str) -> list:
+    """The other devices, beginning with the next one."""
+    n, me = jt.axis_size(axis), jt.axis_index(axis)
+    return [(me + 1 + k) % n for k in range(n - 1)]
+
+
 def signal_others(came, p, axis: str) -> None:
     """Raise `came[p, me]` of each other device: one signal behind the other, so that they share a fence."""
     n, me = jt.axis_size(axis), jt.axis_index(axis)

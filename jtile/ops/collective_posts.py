@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops.collective_parts import UNROLLED, accumulator, programs_at_most
+from jtile.ops.collective_parts import UNROLLED, accumulator, others, programs_at_most
 from jtile.ops.dispatch import first_unmet
 
 
@@ -43,9 +43,8 @@ def not_in_rows(x, axis: str) -> str | None:
 @jt.function
 def post_to_others(box, place, own, axis: str):
     """Post a tile as that of this device, (its number, *place) of `box`, to all others, beginning with the next."""
-    n, me = jt.axis_size(axis), jt.axis_index(axis)
-    for k in range(n - 1):
-        jt.post(box.on(axis, (me + 1 + k) % n), (me, *place), own)
+    for d in others(axis):
+        jt.post(box.on(axis, d), (jt.axis_index(axis), *place), own)
 
 
 @jt.function
@@ -65,6 +64,20 @@ def posted_to_all(box, place, own, axis: str):
     """`post_to_others`, and what `receive_terms` gives."""
     post_to_others(box, place, own, axis)
     return receive_terms(box, place, own, axis)
+
+
+def row_boxes(x, *_, axis: str, **__):
+    """Where rows of x [rows, n] are posted, each by a program: with as many numbers as a tile has."""
+    return [jt.symmetric((jt.axis_size(axis), x.shape[0], jt.next_power_of_2(x.shape[1])), x.dtype)]
+
+
+def columns_of(x, box):
+    """(The columns of a tile that is posted to `box`, which of them x [rows, n] has, or None for all; `load(ref,
+    *index)`: a row of numbers at them)."""
+    columns, n = jt.arange(box.shape[-1]), x.shape[1]
+    inside = None if box.shape[-1] == n else columns < n
+    load = lambda ref, *index: jt.load(ref, (*index, columns), mask=inside, other=None if inside is None else 0)
+    return columns, inside, load
 
 
 # -- parts of arrays, a tile in each program --------------------------------------------------------------------------
@@ -107,13 +120,13 @@ def _grid(x, *, bn: int, **_):
 def gather_posts(x, o, box, *, axis: str, bn: int):
     """x [size] of all devices: o [devices, size]."""
     # o_d = x of device d
-    n, me, p, O = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0), o.tiles(None, bn)
+    me, p, O = jt.axis_index(axis), jt.program_id(0), o.tiles(None, bn)
     with jt.role("tile", warps=8, early=True):
         jt.wait_for_kernels()
         own = x.tiles(bn)[p]
         post_to_others(box, (p, slice(None)), own, axis)
         O[me, p] = own
-        for d in [(me + 1 + k) % n for k in range(n - 1)]:
+        for d in others(axis):
             O[d, p] = jt.receive(box, (d, p, slice(None)))
 
 
@@ -121,15 +134,15 @@ def gather_posts(x, o, box, *, axis: str, bn: int):
 def exchange_posts(x, o, box, *, axis: str, bn: int):
     """x [devices, size], a part for each device: o [devices, size], the part of each for this one."""
     # o_d = x_me of device d
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    X, O, others = x.tiles(None, bn), o.tiles(None, bn), [(me + 1 + k) % n for k in range(n - 1)]
+    me, p, peers = jt.axis_index(axis), jt.program_id(0), others(axis)
+    X, O = x.tiles(None, bn), o.tiles(None, bn)
     with jt.role("tile", warps=8, early=True):
         jt.wait_for_kernels()
-        parts, own = [X[d, p] for d in others], X[me, p]
-        for d, part in zip(others, parts):
+        parts, own = [X[d, p] for d in peers], X[me, p]
+        for d, part in zip(peers, parts):
             jt.post(box.on(axis, d), (me, p, slice(None)), part)
         O[me, p] = own
-        for d in others:
+        for d in peers:
             O[d, p] = jt.receive(box, (d, p, slice(None)))
 
 
@@ -137,12 +150,12 @@ def exchange_posts(x, o, box, *, axis: str, bn: int):
 def sum_posts(x, o, box, *, axis: str, bn: int):
     """x [devices, size], a part for each device: o [size], the sum of the parts for this one."""
     # o = sum over d of x_me of device d
-    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
-    X, others, wide = x.tiles(None, bn), [(me + 1 + k) % n for k in range(n - 1)], accumulator(x.dtype)
+    me, p, peers = jt.axis_index(axis), jt.program_id(0), others(axis)
+    X, wide = x.tiles(None, bn), accumulator(x.dtype)
     with jt.role("tile", warps=8, early=True):
         jt.wait_for_kernels()
-        parts, own = [X[d, p] for d in others], X[me, p]
-        for d, part in zip(others, parts):
+        parts, own = [X[d, p] for d in peers], X[me, p]
+        for d, part in zip(peers, parts):
             jt.post(box.on(axis, d), (me, p, slice(None)), part)
         terms = receive_terms(box, (p, slice(None)), own, axis)
         o.tiles(bn)[p] = functools.reduce(jnp.add, [term.astype(wide) for term in terms]).astype(o.dtype)

@@ -11,8 +11,15 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles
-from jtile.ops.collective_parts import programs_at_most
-from jtile.ops.collective_posts import not_in_rows, not_posted, post_to_others, receive_terms
+from jtile.ops.collective_parts import others, programs_at_most
+from jtile.ops.collective_posts import (
+    columns_of,
+    not_in_rows,
+    not_posted,
+    post_to_others,
+    receive_terms,
+    row_boxes,
+)
 from jtile.ops.dispatch import first_unmet
 
 COLUMNS = 512  # numbers of a row that a program adds up
@@ -21,30 +28,25 @@ COLUMNS = 512  # numbers of a row that a program adds up
 @jt.kernel(
     out_type=lambda x, r, w, *, axis, **_: (jt.like(x, shape=(jt.axis_size(axis), *x.shape)), jt.like(x)),
     grid=lambda x, r, w, **_: x.shape[0],
-    scratch=lambda x, r, w, *, axis, **_: [
-        jt.symmetric((jt.axis_size(axis), x.shape[0], jt.next_power_of_2(x.shape[1])), x.dtype)
-    ],
+    scratch=row_boxes,
 )
 def norms_posted(x, r, w, y, s, box, *, axis: str, eps: float, ahead: bool = False):
     """x, r [rows, n], w [n]: y [devices, rows, n], s [rows, n]; ahead: the kernels in front do not make w."""
     # s = x + r;  y_d = s_d / sqrt(mean(s_d^2) + eps) w
-    n, me, p, width = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0), box.shape[2]
-    columns = jt.arange(width)
-    inside = None if width == x.shape[1] else columns < x.shape[1]
-    pad = None if inside is None else 0
+    me, p = jt.axis_index(axis), jt.program_id(0)
+    columns, inside, load = columns_of(x, box)
     with jt.role("row", warps=8, early=True):
-        of_norm = lambda: jt.load(w, (columns,), mask=inside, other=pad).astype(jnp.float32)
-        weight = of_norm() if ahead else None
+        weight = load(w).astype(jnp.float32) if ahead else None
         jt.wait_for_kernels()
-        terms = [jt.load(ref, (p, columns), mask=inside, other=pad).astype(jnp.float32) for ref in (r, x)]
-        weight = of_norm() if weight is None else weight
+        terms = [load(ref, p).astype(jnp.float32) for ref in (r, x)]
+        weight = load(w).astype(jnp.float32) if weight is None else weight
         total = terms[0] + terms[1]
         scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
         row = (total * scale * weight).astype(y.dtype)
         post_to_others(box, (p, slice(None)), row, axis)
         jt.store(y, (me, p, columns), row, mask=inside)
         jt.store(s, (p, columns), total.astype(s.dtype), mask=inside)
-        for d in [(me + 1 + k) % n for k in range(n - 1)]:
+        for d in others(axis):
             jt.store(y, (d, p, columns), jt.receive(box, (d, p, slice(None))), mask=inside)
 
 
@@ -68,8 +70,7 @@ def not_gathered(x, residual, weight, *, axis: str, eps: float) -> str | None:
 def sums_posted(y, places, chosen, weights, o, box, *, axis: str, count: int, bn: int):
     """y [copies, n]; places, chosen, weights [devices, rows, k]: o [rows, n]. A program has a tile of a row."""
     # o_i = sum over d of sum over j of w_dij y_(place_ij) of device d,  of those j that are experts of d
-    n, me = jt.axis_size(axis), jt.axis_index(axis)
-    columns = jt.cdiv(y.shape[1], bn)
+    me, columns = jt.axis_index(axis), jt.cdiv(y.shape[1], bn)
     i, c = jax.lax.div(jt.program_id(0), columns), jax.lax.rem(jt.program_id(0), columns)
     at = c * bn + jt.arange(bn)
 
@@ -85,7 +86,7 @@ def sums_posted(y, places, chosen, weights, o, box, *, axis: str, count: int, bn
 
     with jt.role("tile", warps=4, early=True):
         jt.wait_for_kernels()
-        for d in [(me + 1 + k) % n for k in range(n - 1)]:
+        for d in others(axis):
             jt.post(box.on(axis, d), (me, i, c, slice(None)), share(d))
         terms = receive_terms(box, (i, c, slice(None)), share(me), axis)
         o.tiles(None, bn)[i, c] = functools.reduce(jnp.add, terms).astype(o.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import tuned
-from jtile.ops.collective_parts import accumulator, everywhere, programs_at_most, signal_others
+from jtile.ops.collective_parts import accumulator, everywhere, others, programs_at_most, signal_others
 from jtile.ops.dispatch import first_unmet
 
 LEAST, WIDE = 8 << 20, 24 << 20  # bytes of an array that is worth steps, or from where on tiles are large
@@ -83,20 +83,14 @@ def _send(to, axis, t, tiles):
     Args:
       to: `to(device)`: the tile view of the memory of a device, [devices, tiles].
     """
-    for k, d in enumerate(_others(axis)):
+    for k, d in enumerate(others(axis)):
         to(d)[jt.axis_index(axis), t] = tiles[k]
-
-
-def _others(axis: str) -> list:
-    """The other devices, beginning with the next one."""
-    n, me = jt.axis_size(axis), jt.axis_index(axis)
-    return [(me + 1 + k) % n for k in range(n - 1)]
 
 
 @jt.function
 def _arrived(came, axis, count):
     """Wait until all other devices have signalled `count` steps to this program."""
-    for d in _others(axis):
+    for d in others(axis):
         jt.wait(came[jt.program_id(0), d], count)
 
 
@@ -149,7 +143,7 @@ def sum_all_in_two_steps(x, o, box, whole, came, *, axis: str, bn: int, programs
     for s in jt.range(tiles + 2):
         t, before, first = (p + (s - k) * programs for k in range(3))
         if s < tiles:
-            terms = [X[d, t] for d in _others(axis)]
+            terms = [X[d, t] for d in others(axis)]
             if s > 0:
                 signal_others(came, p, axis)
             _send(lambda d: box.on(axis, d).tiles(None, bn), axis, t, terms)
@@ -162,8 +156,8 @@ def sum_all_in_two_steps(x, o, box, whole, came, *, axis: str, bn: int, programs
             _send(lambda d: whole.on(axis, d).tiles(None, bn), axis, before, [tile] * (n - 1))
             O[me, before] = tile
         if s > 1:
-            sums = [W[d, first] for d in _others(axis)]
-            for k, d in enumerate(_others(axis)):
+            sums = [W[d, first] for d in others(axis)]
+            for k, d in enumerate(others(axis)):
                 O[d, first] = sums[k]
 
 
@@ -178,7 +172,7 @@ def exchange_in_steps(x, o, box, came, *, axis: str, bn: int, programs: int):
     for s in jt.range(tiles + 1):
         t, before = p + s * programs, p + (s - 1) * programs
         if s < tiles:
-            own, parts = X[me, t], [X[d, t] for d in _others(axis)]
+            own, parts = X[me, t], [X[d, t] for d in others(axis)]
             if s > 0:
                 signal_others(came, p, axis)
             _send(lambda d: box.on(axis, d).tiles(None, bn), axis, t, parts)
@@ -187,6 +181,6 @@ def exchange_in_steps(x, o, box, came, *, axis: str, bn: int, programs: int):
             signal_others(came, p, axis)
         if s > 0:
             _arrived(came, axis, s)
-            got = [B[d, before] for d in _others(axis)]
-            for k, d in enumerate(_others(axis)):
+            got = [B[d, before] for d in others(axis)]
+            for k, d in enumerate(others(axis)):
                 O[d, before] = got[k]
