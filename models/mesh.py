@@ -47,6 +47,7 @@ LIES: dict[str, tuple[tuple[str, ...], Any]] = {
     "prefill": ((WEIGHTS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
     "decode": ((WEIGHTS, MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, ROWS, MEMORY)),
     "step": ((WEIGHTS, ENTRIES, SAME, SAME, SAME, SAME, WEIGHTS), (SAME, ENTRIES)),
+    "several": ((WEIGHTS, ENTRIES, STATE, SAME, SAME, SAME, WEIGHTS), (SAME, ENTRIES, STATE)),
     "choose": ((SAME, STATE, STATE, SAME, SAME, SAME), (SAME, SAME, STATE, STATE)),
     "put": ((STATE, SAME, SAME), STATE),
     "copy": ((ENTRIES, SAME, SAME), ENTRIES),

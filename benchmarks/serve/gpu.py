@@ -75,7 +75,8 @@ def _measured(
     engines = _Engines(lm, loads["all"], shapes, say)
     numbers, _ = engines.run(loads["all"])
     yield "all", {"ours": numbers, "bound": bound.of_load(lm, loads["all"], shapes[-1])}
-    yield "decode", {"ours": engines.overhead(loads["decode"])}
+    runs = {f"ours, launch_steps={n}": engines.overhead(loads["decode"], launch_steps=n) for n in (1, 4)}
+    yield "decode", {"ours": engines.overhead(loads["decode"])} | runs
     compared = (("shared", {"prefix_cache": False}), ("poisson", {"chunked_prefill": False}))
     for kind, without in compared if stored == models.DENSE else ():
         if time.monotonic() > deadline:
@@ -117,6 +118,9 @@ class _Engines:
         began, device = time.monotonic(), engine._core.device
         for n in engine.settings.shapes:
             device._step(n)
+        if engine.settings.launch_steps > 1:
+            device._several(engine.settings.shape(self._rows), 0)
+            device.ahead = True
         asyncio.run(run(Load("", 2, Lengths(4), Lengths(4)), of_engine(engine), self._lm.config.vocab_size))
         gc.collect()
         gc.freeze()  # as at the start of a server, which has its programs; going through them takes 100 ms each time
@@ -143,10 +147,10 @@ class _Engines:
         }
         return numbers, all_decode(seen) if not numbers["failed"] else None
 
-    def overhead(self, load: Load) -> dict:
+    def overhead(self, load: Load, **options) -> dict:
         """The time of a step of the engine while all decode, and that of a bare loop over the same programs and
-        lengths."""
-        numbers, step = self.run(load)
+        lengths, one step a launch."""
+        numbers, step = self.run(load, **options)
         context = load.prompt.median + load.answer.median // 2
         bare = self._bare(context, 10 if self._rows < 16 else 50)
         if step is None:

@@ -209,6 +209,10 @@ def serve(
     no_chunked_prefill: Annotated[
         bool, typer.Option("--no-chunked-prefill", help="Compute each prompt in one piece, while answers wait.")
     ] = False,
+    launch_steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=8, help="How many tokens of each answer one launch computes where no prompt waits."),
+    ] = None,
     devices: Devices = None,
     fast: Annotated[
         bool,
@@ -223,7 +227,7 @@ def serve(
     options = dict(host=host, port=port, name=name, api_keys=api_key or (), origins=origin or ())
     options |= dict(rows=rows, max_length=max_length, max_waiting=max_waiting, cache_tokens=cache_tokens)
     options |= dict(cache_dtype=cache_dtype, dtype=dtype, prefix_cache=not no_prefix_cache, invariant=not fast)
-    options |= dict(devices=devices)
+    options |= dict(devices=devices, launch_steps=launch_steps)
     options |= dict(
         adapters=adapter or (), chunked_prefill=not no_chunked_prefill, requests_per_minute=requests_per_minute
     )

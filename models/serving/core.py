@@ -17,13 +17,14 @@ import numpy as np
 from jtile._errors import JtileError, ModelError
 
 from ..generate import LanguageModel
-from .device import Device, Parts, Rates, Result
+from .device import LEVELS, Device, Parts, Rates, Result
 from .request import Completion, Request, Token
 from .scheduler import Plan, Scheduler, Segment, Sequence
 from .settings import Settings
 from .text import StopText
 
 Deliver = Callable[[Token | None, JtileError | None], None]
+HURRY = 64  # launches behind one that came late of which each may have several steps
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,13 +57,15 @@ class Core:
     def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Parts] | None = None):
         self.lm, self.settings = lm, settings
         sizes = settings.pages, settings.page, settings.rows, settings.shapes[-1]
-        tiles = {"tile": settings.tile, "singles": settings.singles}
+        steps = 1 if settings.if_late else settings.launch_steps
+        tiles = {"tile": settings.tile, "singles": settings.singles, "steps": steps}
         self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed, **tiles)
         self.device = Device(lm, settings, adapters or ())
         self._weights = lm._weights  # the weights that the cache was computed with
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
         self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
+        self._hurry = 0  # for how many more launches the device is taken to wait for the host
 
     @property
     def idle(self) -> bool:
@@ -75,8 +78,9 @@ class Core:
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Begins a request."""
-        guided, adapter = request.guide is not None, request.adapter
-        sequence = self.scheduler.add(request.prompt, request.max_tokens, stepwise=guided, adapter=adapter)
+        guided, adapter, row = request.guide is not None, request.adapter, request.row
+        single = LEVELS[row.level].counts or row.logprobs is not None  # launches of several steps know neither
+        sequence = self.scheduler.add(request.prompt, request.max_tokens, guided, adapter, single)
         stream = self.lm.tokenizer.stream() if self.lm.tokenizer else None
         completion = Completion(prompt_tokens=len(request.prompt))
         text = StopText(stream, request.stops)
@@ -110,11 +114,20 @@ class Core:
                 assert sequence.slot is not None
                 self.device.seat(sequence.slot, self._jobs[sequence].request.row, sequence.tokens)
             self._flying.append((plan, self.device.run(plan, *self._needs(plan))))
-            self.totals.steps += 1
+            self.totals.steps += plan.steps
+            self._keep_pace()
         meanwhile()
         if self._flying and (len(self._flying) > 1 or not plan.segments):
             plan, result = self._flying.popleft()
             self._read(plan, *result.read())
+
+    def _keep_pace(self) -> None:
+        """Chooses how many steps the next launches have. Where the device has ended a launch before the host has made
+        the next one it waits, and would wait for most of them; a host in time makes launches of one step, whose tokens
+        and new prompts wait for no other step. A program that is not compiled yet would hold up all requests."""
+        if self.settings.if_late and self.device.ahead and len(self._flying) > 1:
+            self._hurry = HURRY if self._flying[-2][1].ended else max(self._hurry - 1, 0)
+            self.scheduler.steps = self.settings.launch_steps if self._hurry else 1
 
     def _needs(self, plan: Plan) -> tuple[int, bool, dict[int, np.ndarray]]:
         """The arguments `level`, `logprobs` and `masks` of `Device.run` for a plan."""
@@ -135,13 +148,13 @@ class Core:
 
     def _read(self, plan: Plan, tokens: np.ndarray, rates: Rates | None) -> None:
         samples = plan.samples
-        taken = self.scheduler.commit(plan, tokens[: len(samples)].tolist())
         of = None if rates is None else {segment.sequence: i for i, segment in enumerate(samples)}
-        for segment in taken:
-            self._take(segment, rates, 0 if of is None else of[segment.sequence])
+        for step, row in enumerate(tokens[:, : len(samples)].tolist()):
+            for segment in self.scheduler.commit(plan, row, step):
+                self._take(segment, segment.made + step, rates, 0 if of is None else of[segment.sequence])
 
-    def _take(self, segment: Segment, rates: Rates | None, i: int) -> None:
-        """Takes a token of an answer; `rates`, if given, hold its log-probabilities at number i."""
+    def _take(self, segment: Segment, made: int, rates: Rates | None, i: int) -> None:
+        """Takes token number `made` of an answer; `rates`, if given, hold its log-probabilities at number i."""
         sequence = segment.sequence
         job = self._jobs[sequence]
         completion, request, stops = job.completion, job.request, job.text
@@ -150,7 +163,7 @@ class Core:
         if token >= self.lm.config.vocab_size:  # see `sampling.choose`
             source = self.lm.source or "the model"
             error = ModelError(
-                f"the logits of {source} are no numbers (NaN) at token {segment.made} of an answer; check its weights"
+                f"the logits of {source} are no numbers (NaN) at token {made} of an answer; check its weights"
             )
             self._end(job, "error", error)
             return
@@ -160,14 +173,12 @@ class Core:
             self._choose_again(job)
             return
         if verdict == "wrong":
-            self._end(
-                job, "error", ModelError(f"no token goes on with the grammar at token {segment.made} of an answer")
-            )
+            self._end(job, "error", ModelError(f"no token goes on with the grammar at token {made} of an answer"))
             return
         ended = token in request.ends
         text = "" if ended else stops.push(token)
         whole = guide is not None and guide.ended
-        last = ended or whole or stops.stop is not None or segment.made + 1 == request.max_tokens
+        last = ended or whole or stops.stop is not None or made + 1 == request.max_tokens
         if last and stops.stop is None:
             text += stops.finish()
         logprob, best = None, ()

@@ -55,20 +55,30 @@ class Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a step, on the device: tokens int32 [k], first those of `Plan.samples`, then padding."""
+    """The result of a launch, on the device: tokens int32 [k], or [steps, k], first those of `Plan.samples`, then
+    padding."""
 
     tokens: jax.Array
     rates: tuple[jax.Array, ...] | None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the device has nothing more to do for it."""
+        return self.tokens.is_ready()
+
     def read(self) -> tuple[np.ndarray, Rates | None]:
-        """Waits for the step; returns its tokens and log-probabilities on the host."""
+        """Waits for the launch; returns its tokens, int32 [steps, k], and log-probabilities on the host."""
         rates = None if self.rates is None else Rates(*(np.asarray(x) for x in self.rates))
-        return np.asarray(self.tokens), rates
+        return np.atleast_2d(np.asarray(self.tokens)), rates
 
 
 class Device:
     """The device of an engine, for a model, with the sizes of `settings`. Programs run in the order of the calls; no
-    call waits for one."""
+    call waits for one.
+
+    Attributes:
+      ahead: whether what ordinary requests need is compiled.
+    """
 
     def __init__(self, lm: LanguageModel, settings: Settings, adapters: Sequence[Parts] = ()):
         self._lm, self._settings = lm, settings
@@ -87,6 +97,7 @@ class Device:
         self._changed = False
         self._penalties: dict[str, jax.Array] = {}
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
+        self.ahead = False
 
     def _zeros(self, shape: tuple[int, ...], dtype, lies: str = STATE) -> jax.Array:
         devices = self._lm.devices
@@ -103,11 +114,15 @@ class Device:
         samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
         todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
         todo += [lambda k=k, level=level: self._choose(k, level, False, False) for k in samples for level in (0, 1)]
+        if self._settings.launch_steps > 1:
+            alone = [n for n in self._settings.shapes if n == self._settings.samples(n)]
+            todo += [lambda n=n, level=level: self._several(n, level) for n in alone for level in (0, 1)]
         todo.append(self._copy)
         for done, make in enumerate(todo):
             progress(done, len(todo))
             make()
         progress(len(todo), len(todo))
+        self.ahead = True
 
     def release(self) -> None:
         """Gives the memory of the cache back, whoever still has this object; nothing may run afterwards."""
@@ -139,8 +154,10 @@ class Device:
             self._options, self._changed = self._sent(self._chosen), False
         n, singles = self._settings.layout([segment.count for segment in plan.segments])
         batch, of, which = self._arrays(plan, n, singles)
-        run = self._step(n)
         table = self._table.copy()  # the device may read it later than the next plan is written here
+        if plan.steps > 1:
+            return self._run_several(plan, level, table, batch, which)
+        run = self._step(n)
         logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
@@ -151,6 +168,15 @@ class Device:
         tokens, rates, self._last, penalties = choose(logits, self._last, penalties, self._options, which, allowed)
         self._penalties = penalties or self._penalties
         return Result(tokens, rates)
+
+    def _run_several(self, plan: Plan, level: int, table: np.ndarray, batch: np.ndarray, which: np.ndarray) -> Result:
+        """Runs a launch of several steps; the arguments are those of its first one."""
+        chosen = np.zeros((batch.shape[1],), np.int32)
+        chosen[: len(plan.segments)] = [segment.chosen for segment in plan.segments]
+        run, batch = self._several(batch.shape[1], level), np.concatenate([batch, chosen[None], which[1:]])
+        args = self._entries, self._last, self._options, table, batch, self._adapters
+        tokens, self._entries, self._last = run(self._lm._weights, *args)
+        return Result(tokens, None)
 
     def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `programs.step` and `programs.choose` for a plan; brings the table up to date, too. If a
@@ -225,6 +251,12 @@ class Device:
         singles, tile = self._settings.singles, self._settings.tile
         options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
         return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
+
+    def _several(self, n: int, level: int) -> jax.stages.Compiled:
+        lm, count = self._lm, self._settings.launch_steps
+        args = self._entries, self._last, self._options, self._table, np.zeros((7, n), np.int32), self._adapters
+        options = {"splits": self._settings.splits, "steps": LEVELS[level], "count": count}
+        return self._get(("several", n, level, count), programs.several, lm._structure, lm._weights, *args, **options)
 
     def _all_allowed(self, k: int) -> np.ndarray:
         return np.full((k, -(-self._lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)

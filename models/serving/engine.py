@@ -53,6 +53,10 @@ class Engine:
         computed at once, as far as a step holds it, and the answers of others wait meanwhile.
       invariant: use only shapes and kernels whose sums do not depend on the number of rows. Otherwise few requests are
         answered sooner on a CPU, and a request's tokens may differ with the load where two logits are nearly equal.
+      launch_steps: how many steps of the model one launch has while all requests decode and none of them asks for
+        log-probabilities, penalties, biases or a grammar. The host then works once for so many tokens of each answer,
+        which come together; they are the same with any number. By default 1 on CPUs, and on GPUs 4 while the device
+        waits for the host, else 1.
       adapters: low-rank adapters (LoRA) that requests may ask for by these names, as folders that `peft` or
         `jtile.models.save_adapter` wrote. Requests of different adapters run in the same steps.
       compile_ahead: compile all programs now, not when each is needed first.
@@ -74,13 +78,15 @@ class Engine:
         prefix_cache: bool = True,
         invariant: bool = True,
         chunked_prefill: bool = True,
+        launch_steps: int | None = None,
         adapters: Mapping[str, str | os.PathLike | Adapter] | None = None,
         compile_ahead: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
         sizes = rows, shapes, cache_tokens, max_length, max_waiting
         named = _adapters_of(lm, adapters or {})
-        self.settings = settings_of(lm, *sizes, prefix_cache, invariant, chunked_prefill, tuple(named))
+        switches = prefix_cache, invariant, chunked_prefill
+        self.settings = settings_of(lm, *sizes, *switches, tuple(named), launch_steps)
         self.lm = lm
         self._core = Core(lm, self.settings, list(named.values()))
         if compile_ahead:

@@ -38,6 +38,10 @@ def step(structure, weights, entries, last, table, batch, of, adapters, *, split
     taken from `last`, int32 [slots], the newest token of each slot, and the number of its adapter, 0 for none. table:
     int32 [slots, pages of a row]. The last slot is for padding, of which nothing is kept; its positions are -1.
     adapters: the result of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
+    return _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles)
+
+
+def _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles=None):
     tokens, positions, slots, pending, adapter = batch
     tokens = jnp.where(pending > 0, last[slots], tokens)
     cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
@@ -48,6 +52,45 @@ def step(structure, weights, entries, last, table, batch, of, adapters, *, split
             laid(model, dataclasses.replace(model.over, steady=True))
         logits, cache = model.step(tokens, cache, of)
     return logits, cache.entries
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("splits", "steps", "count"), donate_argnames=("entries", "last")
+)
+def several(structure, weights, entries, last, options, table, batch, adapters, *, splits, steps, count):
+    """`count` times `step` and `choose`, without penalties, for n rows that all decode: (tokens int32 [count, n], the
+    longer cache, last).
+
+    batch: int32 [7, n], five numbers of each row as in `step`, then how many tokens it makes, at most `count`, and how
+    many of its answer were made before; behind its last one a row is padding. The loop has one body, so that arrays lie
+    in the same place in each step: XLA writes its CUDA graph of the kernels once a launch, and not once a step. Tokens
+    have the bits that the same steps give one by one: each has the same kernels, and the barriers keep XLA from merging
+    what stands in programs of its own there."""
+
+    def one(i, carry):
+        entries, last, batch, made = carry
+        tokens, entries, last, batch = _one_of_several(
+            structure, weights, entries, last, options, table, batch, adapters, splits, steps
+        )
+        return entries, last, batch, jax.lax.dynamic_update_slice(made, tokens[None], (i, jnp.int32(0)))
+
+    made = jnp.zeros((count, batch.shape[1]), jnp.int32)
+    entries, last, _, made = jax.lax.fori_loop(0, count, one, (entries, last, batch, made))
+    return made, entries, last
+
+
+def _one_of_several(structure, weights, entries, last, options, table, batch, adapters, splits, steps):
+    """(tokens, the longer cache, last, the batch of the next step)."""
+    tokens, positions, slots, pending, adapter, left, made = batch
+    active, of = left > 0, jnp.arange(batch.shape[1], dtype=jnp.int32)
+    at = jnp.where(active, slots, last.shape[0] - 1)
+    now = jax.lax.optimization_barrier(jnp.stack([tokens, jnp.where(active, positions, -1), at, pending, adapter]))
+    logits, entries = _step(structure, weights, entries, last, table, now, of, adapters, splits)
+    numbers = {name: x[at] for name, x in options.items()}
+    logits, numbers = jax.lax.optimization_barrier((logits, numbers))
+    newest = jax.lax.optimization_barrier(sampling.choose(logits, made, steps, numbers, {}))
+    behind = jnp.stack([newest, positions + 1, slots, jnp.zeros_like(pending), adapter, left - 1, made + 1])
+    return newest, entries, last.at[at].set(newest), behind
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "logprobs"), donate_argnames=("last", "penalties"))

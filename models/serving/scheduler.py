@@ -37,6 +37,7 @@ class Sequence:
     pages: the pages that hold them. slot: the row of the device's state, while the sequence runs. cached: how many
     tokens of the prompt were found in the cache when the sequence first started; None before. stepwise: the host has to
     know each token before it can say how the next one is chosen. adapter: the number of its adapter, 0 for none.
+    single: no launch that it takes part in has more than one step.
     """
 
     order: int
@@ -44,6 +45,7 @@ class Sequence:
     max_tokens: int
     stepwise: bool = False
     adapter: int = 0
+    single: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     pending: int = 0
     computed: int = 0
@@ -76,7 +78,7 @@ class Sequence:
 class Segment(NamedTuple):
     """Tokens `start` to `start + count` of a sequence, which a step computes. samples: the last one is the newest, so
     that the step chooses the next token; it is number `made` of the answer. pending: that newest token is known to the
-    device only."""
+    device only. chosen: how many tokens it chooses in a launch of several steps, each from the one before."""
 
     sequence: Sequence
     slot: int
@@ -85,16 +87,18 @@ class Segment(NamedTuple):
     samples: bool
     made: int
     pending: bool
+    chosen: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step. copies: pages (from, to) to be copied before it; seats: sequences that begin to run, whose state is to be
-    brought to their slots before it."""
+    """A launch of one step, or of several, of which the first one is that of the segments. copies: pages (from, to) to
+    be copied before it; seats: sequences that begin to run, whose state is to be brought to their slots before it."""
 
     segments: list[Segment]
     copies: list[tuple[int, int]]
     seats: list[Sequence]
+    steps: int = 1
 
     @property
     def tokens(self) -> int:
@@ -122,7 +126,8 @@ class Scheduler:
     tokens, more than rows. `chunk`: the most tokens of one prompt that a step computes. `prefixes`: whether pages are
     shared. `mixed`: a step may have tokens of answers and chunks of prompts; otherwise prompts are computed whole, as
     far as a step holds them, and answers wait meanwhile. `tile`: if it is more than 1, chunks of prompts take whole
-    tiles of a step, behind `singles` places of tokens that stand alone."""
+    tiles of a step, behind `singles` places of tokens that stand alone. `steps`: how many steps one launch has while
+    all sequences decode and none waits for pages."""
 
     def __init__(
         self,
@@ -135,6 +140,7 @@ class Scheduler:
         mixed: bool = True,
         tile: int = 1,
         singles: int = 0,
+        steps: int = 1,
     ):
         if budget <= rows:
             raise ValueError(f"a step of {budget} tokens has no room for a prompt beside {rows} rows")
@@ -142,7 +148,7 @@ class Scheduler:
         self.tree = PrefixTree(self.pool, page, prefixes)
         self.page, self.rows, self.budget, self.chunk = page, rows, budget, chunk or budget
         self.prefixes, self.mixed = prefixes, mixed
-        self.tile, self.singles = tile, singles
+        self.tile, self.singles, self.steps = tile, singles, steps
         self.waiting: list[Sequence] = []  # `waiting` and `running` are in the order in which sequences came
         self.running: list[Sequence] = []
         self._slots = list(range(rows - 1, -1, -1))
@@ -154,9 +160,11 @@ class Scheduler:
         """The number of tokens of the longest sequence that can run alone."""
         return self.pool.count * self.page
 
-    def add(self, prompt: np.ndarray, max_tokens: int, stepwise: bool = False, adapter: int = 0) -> Sequence:
+    def add(
+        self, prompt: np.ndarray, max_tokens: int, stepwise: bool = False, adapter: int = 0, single: bool = False
+    ) -> Sequence:
         """A new sequence at the end of the queue. Prompt and answer together have at most `capacity` tokens."""
-        sequence = Sequence(self._order, prompt, max_tokens, stepwise, adapter)
+        sequence = Sequence(self._order, prompt, max_tokens, stepwise, adapter, single or stepwise)
         self._order += 1
         self.waiting.append(sequence)
         return sequence
@@ -178,13 +186,13 @@ class Scheduler:
             self._preempt(sequence)
         self.tree.clear()
 
-    def commit(self, plan: Plan, tokens: Tokens[int]) -> list[Segment]:
-        """Notes the tokens that a step chose, ints in the order of `plan.samples`. Returns the segments whose tokens
-        belong to an answer, which are not those of finished sequences."""
+    def commit(self, plan: Plan, tokens: Tokens[int], step: int = 0) -> list[Segment]:
+        """Notes the tokens that a step of a launch chose, ints in the order of `plan.samples`. Returns the segments
+        whose tokens belong to an answer, which are not those of finished sequences."""
         taken = []
         for segment, token in zip(plan.samples, tokens, strict=True):
             sequence = segment.sequence
-            if not sequence.finished:
+            if not sequence.finished and step < segment.chosen:
                 sequence.tokens.append(token)
                 sequence.pending -= 1
                 taken.append(segment)
@@ -202,13 +210,14 @@ class Scheduler:
         it must be run before any later plan."""
         copies: list[tuple[int, int]] = []
         seats = self._admit(copies)
-        return Plan(self._continue(), copies, seats)
+        segments, steps = self._continue()
+        return Plan(segments, copies, seats, steps)
 
     # -- sequences that run --------------------------------------------------------------------------------------------
 
-    def _continue(self) -> list[Segment]:
-        """The segments of a step: one token of each sequence that decodes, and chunks of prompts in the rest of the
-        budget."""
+    def _continue(self) -> tuple[list[Segment], int]:
+        """The segments of a launch: one token of each sequence that decodes, and chunks of prompts in the rest of the
+        budget; and how many steps it has."""
         todo, prompts = [], []
         for sequence in self.running:  # `Sequence.ready` and `_remaining`, inlined for speed
             pending = sequence.pending
@@ -221,10 +230,44 @@ class Scheduler:
             counts = dict.fromkeys(todo, 1)
             if prompts:
                 counts |= self._chunks(prompts, self._room(len(todo) - len(prompts)))
-            return self._segments(counts)
+            elif self._may_go_on(todo):
+                return self._several(todo), self.steps
+            return self._segments(counts), 1
         return self._segments(self._whole(prompts)) or self._segments(
             {sequence: 1 for sequence in todo if _remaining(sequence) == 1}
-        )
+        ), 1
+
+    def _may_go_on(self, todo: list[Sequence]) -> bool:
+        """Whether a launch for these sequences, which all decode, may have several steps. It may not where one of them
+        has to give up pages for it; nor if all end sooner; nor while others wait, unless they wait for a row and none
+        is known to become free meanwhile."""
+        if self.steps == 1 or (self.waiting and (self._slots or len(todo) < len(self.running))):
+            return False
+        ahead, page, pages, most, least = self.steps, self.page, 0, 0, self.steps
+        for sequence in todo:
+            if sequence.single:
+                return False
+            pages += max(-(-(sequence.computed + ahead) // page) - len(sequence.pages), 0)
+            left = sequence.max_tokens - sequence.made
+            most, least = max(most, left), min(least, left)
+        return most >= ahead and pages <= self.pool.available and not (self.waiting and least < ahead)
+
+    def _several(self, todo: list[Sequence]) -> list[Segment]:
+        """The segments of a launch of several steps. The tokens that all of its steps compute count as computed."""
+        segments, steps, page = [], self.steps, self.page
+        for sequence in todo:
+            slot, start, unknown = sequence.slot, sequence.computed, sequence.pending
+            assert slot is not None
+            made = len(sequence.tokens) + unknown - len(sequence.prompt)
+            count = min(steps, sequence.max_tokens - made)
+            end = start + count
+            if end > len(sequence.pages) * page and not self._grow(sequence, end):
+                raise RuntimeError("the pages that were counted for a launch of several steps are not there")
+            segments.append(Segment(sequence, slot, start, 1, True, made, unknown > 0, count))
+            sequence.computed, sequence.pending = end, unknown + count
+            if (sequence.inserted + 1) * page <= end:
+                self._remember(sequence)
+        return segments
 
     def _room(self, decoding: int) -> int:
         """Places that a step has for chunks of prompts beside so many sequences that decode."""

@@ -30,6 +30,7 @@ QUERIES = 64  # the queries of a tile
 E4M3 = "float8_e4m3fn"
 # tokens of prompts that the largest step has at least, rows of a tile of products
 CHUNK, TILE_ROWS = 4096, 128
+MOST_STEPS, GPU_STEPS = 8, 4  # steps of a launch: the most, and those on a GPU
 CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # size of the cache: bytes on CPUs, on GPUs a share of the free memory
 
 
@@ -39,7 +40,8 @@ class Settings:
     pages, page: pages of the cache, and slots of a page. length: the most tokens of prompt and answer together.
     waiting: requests that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: into how many
     parts the keys of a row are split, None for the quickest number. adapters: the names of low-rank adapters that
-    requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`."""
+    requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`. launch_steps: how
+    many steps a launch has while all sequences decode; if_late: only where the device would wait for the host else."""
 
     rows: int
     shapes: tuple[int, ...]
@@ -52,6 +54,8 @@ class Settings:
     mixed: bool
     adapters: tuple[str, ...] = ()
     tile: int = 1
+    launch_steps: int = 1
+    if_late: bool = False
 
     @property
     def width(self) -> int:
@@ -96,6 +100,7 @@ def settings_of(
     invariant: bool = True,
     chunked_prefill: bool = True,
     adapters: Sequence[str] = (),
+    launch_steps: int | None = None,
 ) -> Settings:
     """The settings of an engine from its arguments; see `Engine`.
 
@@ -107,6 +112,8 @@ def settings_of(
     for name, value in (("rows", rows), ("cache_tokens", cache_tokens), ("max_length", max_length)):
         if value is not None and (not is_int(value) or value < 1):
             raise ModelError(f"{name} of an engine is an int of at least 1, or None; got {value!r}")
+    if launch_steps is not None and (not is_int(launch_steps) or not 1 <= launch_steps <= MOST_STEPS):
+        raise ModelError(f"launch_steps of an engine is an int from 1 to {MOST_STEPS}, or None; got {launch_steps!r}")
     if not is_int(max_waiting) or max_waiting < 0:
         raise ModelError(f"max_waiting of an engine is an int of at least 0, got {max_waiting!r}")
     cpu = on_host()
@@ -140,7 +147,8 @@ def settings_of(
     length = min(length, pages * page)
     splits = 1 if invariant else None
     switches = bool(prefix_cache), splits, bool(chunked_prefill)
-    found = Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters))
+    steps = {"launch_steps": launch_steps or (1 if cpu else GPU_STEPS), "if_late": launch_steps is None}
+    found = Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters), **steps)
     tile = tile_of(lm, cpu)
     if shapes[-1] - found.shape(rows) < tile:
         return found

@@ -194,10 +194,15 @@ def check_engine_of_two_devices():
             stats = engine.stats()
             for options, together in zip(OPTIONS[:2], found[:2], strict=True):
                 assert [answers(engine, [prompt], **options)[0] for prompt in ASKED] == together
+            asked = dict(max_tokens=12, eos=None, temperature=0.8, seed=3)
+            drawn, compiled = [one.ids for one in engine.generate(ASKED, **asked)], engine._core.device._compiled
             cache = engine._core.device._entries[0].arrays[0]
             assert 2 * cache.addressable_shards[0].data.nbytes == cache.nbytes
             with pytest.raises(ModelError, match="is cut over the devices of a mesh, whose weights are parts"):
                 engine.update_weights(two._weights)
+        with Engine(two, **ENGINE, adapters={"a": path}, launch_steps=2) as engine:
+            engine._core.device._compiled = compiled
+            assert [one.ids for one in engine.generate(ASKED, **asked)] == drawn
         with pytest.raises(ModelError, match="give the folder of the adapter 'a'"):
             Engine(two, **ENGINE, adapters={"a": read_adapter(path, one.model)})
     assert stats["preemptions_total"] > 0 and stats["cached_tokens_total"] > 0

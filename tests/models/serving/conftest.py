@@ -24,7 +24,8 @@ def engine(short, write_gguf, tmp_path_factory):
     lm.page_size = 8
     path = write_gguf(tmp_path_factory.mktemp("gguf") / "x.gguf", tokenizer__chat_template=TEMPLATE)
     lm.tokenizer = jtile.models.load(path).tokenizer
-    with Engine(lm, rows=4, shapes=(24,), cache_tokens=256, max_length=LENGTH, max_waiting=8) as engine:
+    sizes = dict(rows=4, shapes=(24,), cache_tokens=256, max_length=LENGTH, max_waiting=8)
+    with Engine(lm, **sizes, launch_steps=2) as engine:  # so that servers are tested with launches of both kinds
         yield engine
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jtile.models.serving.pages import PagePool
 from jtile.models.serving.prefix import Match, PrefixTree
-from jtile.models.serving.scheduler import Plan, Scheduler, Sequence, tiled
+from jtile.models.serving.scheduler import Plan, Scheduler, Segment, Sequence, tiled
 
 VOCAB = 5
 
@@ -37,12 +37,22 @@ class Device:
         self.last: dict[int, int] = {}
         self.computed = 0
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: Plan) -> list[list[int]]:
+        """The tokens of each step of the launch, of those that take no more part, too."""
+        found = [self.step(plan, plan.segments)]
+        for step in range(1, plan.steps):
+            assert all(segment.count == 1 and segment.samples for segment in plan.segments)
+            more = [s._replace(start=s.start + step, pending=True) for s in plan.segments if s.chosen > step]
+            chosen = iter(self.step(dataclasses.replace(plan, copies=[]), more))
+            found.append([next(chosen) if s.chosen > step else -1 for s in plan.segments])
+        return found
+
+    def step(self, plan: Plan, segments: list[Segment]) -> list[int]:
         read = {source: [self.slots.get((source, i)) for i in range(self.page)] for source, _ in plan.copies}
         for source, target in plan.copies:
             self.slots |= {(target, i): held for i, held in enumerate(read[source])}
         chunks = []
-        for segment in plan.segments:
+        for segment in segments:
             tokens, pages = segment.sequence.tokens, segment.sequence.pages
             new = tokens[segment.start : segment.start + segment.count]
             assert not (segment.pending and segment.sequence.stepwise)
@@ -50,8 +60,9 @@ class Device:
             assert len(new) == segment.count
             for at, token in enumerate(new, segment.start):
                 before = () if at == 0 else self.slots[pages[(at - 1) // self.page], (at - 1) % self.page]
-                self.slots[pages[at // self.page], at % self.page] = (*before, token)
-            chunks.append((segment, pages[:], (*tokens[: segment.start], *new)))
+                self.slots[pages[at // self.page], at % self.page] = prefix = (*before, token)
+            assert list(prefix[: len(tokens)]) == tokens[: len(prefix)]
+            chunks.append((segment, pages[:], prefix))
             self.computed += segment.count
         chosen = []
         for segment, pages, prefix in chunks:  # behind all writes, as in a layer
@@ -81,7 +92,7 @@ class Run:
         self.scheduler, self.clients, self.device = scheduler, clients, Device(scheduler)
         self.sequences: dict[int, Sequence] = {}
         self.results: dict[int, list[int]] = {}
-        self.flying: list[tuple[Plan, list[int]]] = []
+        self.flying: list[tuple[Plan, list[list[int]]]] = []
 
     def run(self) -> dict[int, list[int]]:
         scheduler = self.scheduler
@@ -111,13 +122,14 @@ class Run:
             if client.leaves == step and i in self.sequences:
                 self.scheduler.finish(self.sequences[i])
 
-    def read(self, plan: Plan, tokens: list[int]) -> None:
-        for segment in self.scheduler.commit(plan, tokens):
-            sequence = segment.sequence
-            if len(sequence.tokens) == len(sequence.prompt) + sequence.max_tokens:
-                self.scheduler.finish(sequence)
-                i = next(i for i, other in self.sequences.items() if other is sequence)
-                self.results[i] = sequence.tokens[len(sequence.prompt) :]
+    def read(self, plan: Plan, found: list[list[int]]) -> None:
+        for step, tokens in enumerate(found):
+            for segment in self.scheduler.commit(plan, tokens, step):
+                sequence = segment.sequence
+                if len(sequence.tokens) == len(sequence.prompt) + sequence.max_tokens:
+                    self.scheduler.finish(sequence)
+                    i = next(i for i, other in self.sequences.items() if other is sequence)
+                    self.results[i] = sequence.tokens[len(sequence.prompt) :]
 
 
 clients = st.builds(
@@ -132,13 +144,14 @@ clients = st.builds(
 
 @given(
     st.lists(clients, min_size=1, max_size=8), st.integers(6, 22), st.integers(1, 4), st.integers(1, 3), st.booleans(),
-    st.booleans(), st.sampled_from([1, 2, 3]),
+    st.booleans(), st.sampled_from([1, 2, 3]), st.integers(1, 3),
 )  # fmt: skip
-def test_everyone_gets_the_tokens_of_being_alone(clients, pages, page, rows, prefixes, mixed, tile):
-    """With preemptions, shared pages, copies, and clients that go: and every page comes back."""
+def test_everyone_gets_the_tokens_of_being_alone(clients, pages, page, rows, prefixes, mixed, tile, steps):
+    """With preemptions, shared pages, copies, launches of several steps, and clients that go: and every page comes
+    back."""
     pages = max(pages, -(-22 // page))
-    tiles = {"tile": tile, "singles": rows if tile > 1 else 0}
-    scheduler = Scheduler(pages, page, rows, budget=rows + 4, chunk=4, prefixes=prefixes, mixed=mixed, **tiles)
+    options = {"tile": tile, "singles": rows if tile > 1 else 0, "steps": steps}
+    scheduler = Scheduler(pages, page, rows, budget=rows + 4, chunk=4, prefixes=prefixes, mixed=mixed, **options)
     results = Run(scheduler, clients).run()
     for i, client in enumerate(clients):
         if client.leaves is None or client.leaves < client.arrives:
@@ -194,12 +207,12 @@ def test_prompts_come_in_chunks_beside_tokens():
     scheduler.add(np.zeros(3, np.int32), 20)
     device = Device(scheduler)
     first = scheduler.plan()
-    scheduler.commit(first, device.run(first))
+    scheduler.commit(first, *device.run(first))
     scheduler.add(np.ones(23, np.int32), 1)
     chunks = []
     for _ in range(5):
         plan = scheduler.plan()
-        scheduler.commit(plan, device.run(plan))
+        scheduler.commit(plan, *device.run(plan))
         assert plan.segments[0].count == 1
         chunks.append(plan.segments[1].count)
     assert chunks == [5, 5, 5, 5, 3]
@@ -212,7 +225,7 @@ def steps_to(scheduler: Scheduler, arrivals: dict[int, list[tuple[int, int]]], m
         for length, count in arrivals.get(step, ()):
             scheduler.add(np.full(length, len(scheduler.waiting) % 2, np.int32), count)
         plan = scheduler.plan()
-        for segment in scheduler.commit(plan, device.run(plan)):
+        for segment in scheduler.commit(plan, *device.run(plan)):
             first.setdefault(segment.sequence.order, step)
             if segment.made + 1 == segment.sequence.max_tokens:
                 scheduler.finish(segment.sequence)
@@ -247,7 +260,7 @@ def test_prompts_that_are_not_mixed_with_answers():
         for length in {0: [3], 1: [4, 3, 9]}.get(step, ()):
             scheduler.add(np.zeros(length, np.int32), 9)
         plan = scheduler.plan()
-        scheduler.commit(plan, device.run(plan))
+        scheduler.commit(plan, *device.run(plan))
         counts.append([segment.count for segment in plan.segments])
         if step == 4:
             scheduler.finish(scheduler.running[0])
