@@ -33,6 +33,7 @@ class Case:
       tolerance: the largest relative error that counts as right.
       calls: the most calls in one program, where XLA compiles long.
       budget_s: seconds of samples at most, where that is less than what the command line says.
+      untuned: peers that XLA compiles without a search for the fastest candidates, because it fails there.
     """
 
     workload: str
@@ -50,6 +51,7 @@ class Case:
     tolerance: float = 1e-2
     calls: int | None = None
     budget_s: float = math.inf
+    untuned: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:

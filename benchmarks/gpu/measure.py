@@ -78,7 +78,7 @@ def compiled_ahead(
             calls, many = _calls(case, machine, shapes, count), [shapes] * count
             own = Programs()
             programs = {
-                name: pool.submit(own.compiled, timing.repeated(f, calls), many)
+                name: pool.submit(own.compiled, timing.repeated(f, calls), many, tuned=name not in case.untuned)
                 for name, f in _chosen(case, options, say).items()
                 if not isinstance(f, Torch)
             }
@@ -160,9 +160,10 @@ def _runners(
         in_jax = {name: f for name in own if not isinstance(f := functions[name], Torch)}
         with concurrent.futures.ThreadPoolExecutor(len(in_jax) + 1) as pool:
             shared = Programs()
-            programs = {
-                name: pool.submit(shared.compiled, timing.repeated(f, calls), own[name]) for name, f in in_jax.items()
-            }
+            compiled = lambda name, f: pool.submit(
+                shared.compiled, timing.repeated(f, calls), own[name], tuned=name not in case.untuned
+            )
+            programs = {name: compiled(name, f) for name, f in in_jax.items()}
             reference = pool.submit(untuned, case.reference, *sets[0])
     for name, args in own.items():
         with _left_out_on_error(case, name, say, but=MergedCallsError):

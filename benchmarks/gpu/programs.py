@@ -24,16 +24,17 @@ class Programs:
         self._lock = threading.Lock()
         self._known: dict[str, concurrent.futures.Future] = {}
 
-    def compiled(self, function: Callable, *args: Any) -> Any:
-        """The jitted function of these arguments, or shapes, compiled: by this call or by one with an equal program."""
+    def compiled(self, function: Callable, *args: Any, tuned: bool = True) -> Any:
+        """The jitted function of these arguments, or shapes, compiled: by this call or by one with an equal program;
+        not `tuned`: without a search for the fastest candidates."""
         lowered = function.lower(*args)
-        key = without_names(lowered.as_text())
+        key = without_names(lowered.as_text()) + ("" if tuned else " untuned")
         with self._lock:
             mine = key not in self._known
             done = self._known.setdefault(key, concurrent.futures.Future())
         if mine:
             try:
-                done.set_result(lowered.compile())
+                done.set_result(lowered.compile(compiler_options=None if tuned else _UNTUNED))
             except BaseException as error:
                 done.set_exception(error)
                 raise

@@ -27,7 +27,19 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     for make, of in zoo.array_cases(True, tiny):
         # Calls that XLA is known to merge; the others it is asked for: see `merged.py`.
         once: dict[str, Any] = {"calls": 1} if of["workload"] in ("n_body", "sample_top_p") else {}
-        yield Case(**of, **once, make=make, reference=of["peers"]["xla"])
+        reference = of["peers"]["xla"]
+        if of["workload"] == "bsr_matmul":
+            once = {"untuned": ("xla",), "prepare": {"xla dense": _dense}}
+            of = {**of, "peers": {**of["peers"], "xla dense": jnp.matmul}}
+        yield Case(**of, **once, make=make, reference=reference)
+
+
+def _dense(data, columns, starts, b):
+    """A matrix of blocks as a dense one, and b."""
+    (entries, r, c), m = data.shape, starts.shape[0] - 1
+    rows = jnp.searchsorted(starts, jnp.arange(entries), side="right") - 1
+    blocks = jnp.zeros((m, b.shape[0] // c, r, c), data.dtype).at[rows, columns].add(data)
+    return blocks.swapaxes(1, 2).reshape(m * r, b.shape[0]), b
 
 
 def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:

@@ -166,6 +166,8 @@ def test_a_peer_with_our_program_is_the_same_compiled_one():
     ours, plain, other = (shared.compiled(f, [(jnp.ones(500),)]) for f in makes)
     assert ours is plain and other is not plain
     assert programs.same_as({"ours": ours, "other": other, "xla": plain}, ["ours", "other", "xla"]) == "xla"
+    untuned = shared.compiled(makes[1], [(jnp.ones(500),)], tuned=False)  # a program of its own, without a search
+    assert untuned is not plain and shared.compiled(makes[0], [(jnp.ones(500),)], tuned=False) is untuned
     assert programs.without_names("f @a(%0) @a, @b") == programs.without_names("f @x(%0) @x, @y") != "f @0(%0) @0, @0"
     got, said = run(case(lambda x: x + 1))
     assert got.record.timed == "10 calls in a command buffer; ours is the program of xla"
