@@ -18,6 +18,7 @@ from ..adapters import Adapter, stacked
 from ..generate import LanguageModel
 from ..mesh import ENTRIES, STATE
 from . import programs
+from .decoding import Rows
 from .scheduler import Plan
 from .settings import Settings
 
@@ -152,12 +153,14 @@ class Device:
         self._copy_pages(plan.copies)
         if self._changed:
             self._options, self._changed = self._sent(self._chosen), False
-        n, singles = self._settings.layout([segment.count for segment in plan.segments])
-        batch, of, which = self._arrays(plan, n, singles)
+        if plan.rows is not None:
+            batch, of, which = self._columns(plan.rows)
+        else:
+            batch, of, which = self._arrays(plan, *self._settings.layout([segment.count for segment in plan.segments]))
         table = self._table.copy()  # the device may read it later than the next plan is written here
         if plan.steps > 1:
             return self._run_several(plan, level, table, batch, which)
-        run = self._step(n)
+        run = self._step(batch.shape[1])
         logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
@@ -171,12 +174,30 @@ class Device:
 
     def _run_several(self, plan: Plan, level: int, table: np.ndarray, batch: np.ndarray, which: np.ndarray) -> Result:
         """Runs a launch of several steps; the arguments are those of its first one."""
-        chosen = np.zeros((batch.shape[1],), np.int32)
-        chosen[: len(plan.segments)] = [segment.chosen for segment in plan.segments]
-        run, batch = self._several(batch.shape[1], level), np.concatenate([batch, chosen[None], which[1:]])
-        args = self._entries, self._last, self._options, table, batch, self._adapters
+        assert plan.rows is not None
+        numbers = np.zeros((7, batch.shape[1]), np.int32)
+        numbers[:5], numbers[5, : len(plan.rows.chosen)], numbers[6] = batch, plan.rows.chosen, which[1]
+        run = self._several(batch.shape[1], level)
+        args = self._entries, self._last, self._options, table, numbers, self._adapters
         tokens, self._entries, self._last = run(self._lm._weights, *args)
         return Result(tokens, None)
+
+    def _columns(self, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `_arrays` returns, for sequences that all decode."""
+        count = len(rows.sequences)
+        n, slots = self._settings.shape(count), self._settings.rows
+        batch, of, which = np.zeros((5, n), np.int32), np.zeros((n,), np.int32), np.zeros((2, n), np.int32)
+        batch[1, count:], batch[2, count:], which[0, count:] = -1, slots, slots
+        batch[1, :count], batch[2, :count] = rows.start, rows.slots
+        batch[3, :count], batch[4, :count] = rows.pending, rows.adapters
+        of[:count], which[0, :count], which[1, :count] = np.arange(count), rows.slots, rows.made
+        if not rows.pending.all():
+            for i in np.flatnonzero(~rows.pending).tolist():
+                batch[0, i] = rows.sequences[i].tokens[rows.start[i]]
+        for sequence in rows.changed:
+            assert sequence.slot is not None
+            self._write_pages(sequence.slot, sequence.pages, sequence.exchanged)
+        return batch, of, which
 
     def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arguments of `programs.step` and `programs.choose` for a plan; brings the table up to date, too. If a

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .decoding import FULL, ROOM, START, Decoding, Rows
 from .pages import PagePool
 from .prefix import Match, PrefixTree, common_length
 
@@ -93,16 +94,26 @@ class Segment(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A launch of one step, or of several, of which the first one is that of the segments. copies: pages (from, to) to
-    be copied before it; seats: sequences that begin to run, whose state is to be brought to their slots before it."""
+    be copied before it; seats: sequences that begin to run, whose state is to be brought to their slots before it.
+    rows: the segments as columns, where all of their sequences decode; `listed` is empty then."""
 
-    segments: list[Segment]
+    listed: list[Segment]
     copies: list[tuple[int, int]]
     seats: list[Sequence]
     steps: int = 1
+    rows: Rows | None = None
+
+    @functools.cached_property
+    def segments(self) -> list[Segment]:
+        return self.listed if self.rows is None else self.rows.segments(Segment)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.listed if self.rows is None else self.rows.sequences)
 
     @property
     def tokens(self) -> int:
-        """How many tokens it computes."""
+        """How many tokens its first step computes."""
         return sum(segment.count for segment in self.segments)
 
     @functools.cached_property
@@ -153,6 +164,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._slots = list(range(rows - 1, -1, -1))
         self._order = 0
+        # The sequences that decode, if no other one can go on: all that run, but for those whose last token is planned.
+        self._decoding: Decoding | None = None
         self.counts = Counts()
 
     @property
@@ -210,17 +223,27 @@ class Scheduler:
         it must be run before any later plan."""
         copies: list[tuple[int, int]] = []
         seats = self._admit(copies)
-        segments, steps = self._continue()
-        return Plan(segments, copies, seats, steps)
+        if self._decoding is None:
+            listed = self._continue()
+            if listed is not None:
+                return Plan(listed, copies, seats)
+        planned = self._advance()
+        if planned is None:  # some sequence has to give up its pages
+            group, self._decoding = self._decoding, None
+            assert group is not None
+            return Plan(self._segments(dict.fromkeys(group.sequences, 1)), copies, seats)
+        rows, steps = planned
+        return Plan([], copies, seats, steps, rows)
 
     # -- sequences that run --------------------------------------------------------------------------------------------
 
-    def _continue(self) -> tuple[list[Segment], int]:
-        """The segments of a launch: one token of each sequence that decodes, and chunks of prompts in the rest of the
-        budget; and how many steps it has."""
-        todo, prompts = [], []
+    def _continue(self) -> list[Segment] | None:
+        """The segments of a step: one token of each sequence that decodes, and chunks of prompts in the rest of the
+        budget. None if all decode, which are `_decoding` from now on."""
+        todo, prompts, simple = [], [], True
         for sequence in self.running:  # `Sequence.ready` and `_remaining`, inlined for speed
             pending = sequence.pending
+            simple &= not sequence.stepwise
             length = len(sequence.tokens) + pending
             if length - len(sequence.prompt) < sequence.max_tokens and not (pending and sequence.stepwise):
                 todo.append(sequence)
@@ -230,44 +253,52 @@ class Scheduler:
             counts = dict.fromkeys(todo, 1)
             if prompts:
                 counts |= self._chunks(prompts, self._room(len(todo) - len(prompts)))
-            elif self._may_go_on(todo):
-                return self._several(todo), self.steps
-            return self._segments(counts), 1
+            elif simple and all(sequence.computed >= len(sequence.prompt) for sequence in todo):
+                self._decoding = Decoding(todo, self.page)
+                return None
+            return self._segments(counts)
         return self._segments(self._whole(prompts)) or self._segments(
             {sequence: 1 for sequence in todo if _remaining(sequence) == 1}
-        ), 1
+        )
 
-    def _may_go_on(self, todo: list[Sequence]) -> bool:
-        """Whether a launch for these sequences, which all decode, may have several steps. It may not where one of them
-        has to give up pages for it; nor if all end sooner; nor while others wait, unless they wait for a row and none
-        is known to become free meanwhile."""
-        if self.steps == 1 or (self.waiting and (self._slots or len(todo) < len(self.running))):
-            return False
-        ahead, page, pages, most, least = self.steps, self.page, 0, 0, self.steps
-        for sequence in todo:
-            if sequence.single:
-                return False
-            pages += max(-(-(sequence.computed + ahead) // page) - len(sequence.pages), 0)
-            left = sequence.max_tokens - sequence.made
-            most, least = max(most, left), min(least, left)
-        return most >= ahead and pages <= self.pool.available and not (self.waiting and least < ahead)
+    def _advance(self) -> tuple[Rows, int] | None:
+        """The next launch of `_decoding`, and how many steps it has; None if there are not enough pages for one."""
+        group = self._decoding
+        assert group is not None
+        left = group.left
+        if len(left) and left.min() < 1:
+            group.keep(left > 0)
+            left = group.left
+        for steps in (self._steps_of(group, left), 1):
+            chosen = np.minimum(left, steps)
+            end = group.columns[START] + chosen
+            short = np.flatnonzero(end > group.columns[ROOM]).tolist()
+            missing = [-(-int(end[i]) // self.page) - len(group.sequences[i].pages) for i in short]
+            if sum(missing) <= self.pool.available:
+                break
+        else:
+            return None
+        for i in short:
+            if not self._grow(group.sequences[i], int(end[i])):
+                raise RuntimeError("the pages that were counted for a launch are not there")
+            group.page_added(i)
+        rows = group.advance(chosen)
+        for i in np.flatnonzero(end >= group.columns[FULL]).tolist():
+            sequence = group.sequences[i]
+            before = sequence.exchanged
+            self._remember(sequence)
+            group.columns[FULL, i] = (sequence.inserted + 1) * self.page
+            if sequence.exchanged != before:
+                rows.changed.append(sequence)
+        return rows, steps
 
-    def _several(self, todo: list[Sequence]) -> list[Segment]:
-        """The segments of a launch of several steps. The tokens that all of its steps compute count as computed."""
-        segments, steps, page = [], self.steps, self.page
-        for sequence in todo:
-            slot, start, unknown = sequence.slot, sequence.computed, sequence.pending
-            assert slot is not None
-            made = len(sequence.tokens) + unknown - len(sequence.prompt)
-            count = min(steps, sequence.max_tokens - made)
-            end = start + count
-            if end > len(sequence.pages) * page and not self._grow(sequence, end):
-                raise RuntimeError("the pages that were counted for a launch of several steps are not there")
-            segments.append(Segment(sequence, slot, start, 1, True, made, unknown > 0, count))
-            sequence.computed, sequence.pending = end, unknown + count
-            if (sequence.inserted + 1) * page <= end:
-                self._remember(sequence)
-        return segments
+    def _steps_of(self, group: Decoding, left: np.ndarray) -> int:
+        """How many steps the next launch of sequences that decode may have, where there are pages: one if all end
+        sooner, or while others wait, unless they wait for a row and none is known to become free meanwhile."""
+        if self.steps == 1 or not len(left) or left.max() < self.steps or any(s.single for s in group.sequences):
+            return 1
+        known = left.min() < self.steps or len(left) < len(self.running)
+        return 1 if self.waiting and (self._slots or known) else self.steps
 
     def _room(self, decoding: int) -> int:
         """Places that a step has for chunks of prompts beside so many sequences that decode."""
@@ -360,6 +391,8 @@ class Scheduler:
         sequence.pages = []
         self._slots.append(sequence.slot)
         sequence.slot = None
+        if self._decoding is not None:
+            self._decoding.remove(sequence)
         self.running.remove(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
@@ -376,7 +409,7 @@ class Scheduler:
         """Lets sequences run, in the order in which they came, while there are rows, tokens of the budget, and pages
         for all tokens of running sequences. So none of them is preempted in the same step."""
         seats: list[Sequence] = []
-        if not self.waiting:
+        if not self.waiting or not self._slots:
             return seats
         left = self._room(sum(sequence.ready and _remaining(sequence) == 1 for sequence in self.running))
         left //= self.tile
@@ -441,7 +474,7 @@ class Scheduler:
                 sequence.computed += found.count
                 copies.append((found.partial, sequence.pages[-1]))
             self.pool.release(found.partial)
-        sequence.slot = self._slots.pop()
+        sequence.slot, self._decoding = self._slots.pop(), None
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, len(sequence.prompt))
             self.counts.cached += sequence.cached

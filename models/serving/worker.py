@@ -203,6 +203,7 @@ class Mail:
         self._waiter: asyncio.Future | None = None  # what the client waits for, or did, if it is done
         self._job: Job | None = None
         self._gone = False
+        self._noted = False  # whether the worker knows that the client is to be woken
 
     def begin(self, core: Core, request: Request) -> None:
         """Begins the request, on the thread of the worker."""
@@ -227,7 +228,8 @@ class Mail:
         if token is not None:
             self.items.append(token)
             waiter = self._waiter
-            if waiter is not None and not waiter.done():
+            if waiter is not None and not self._noted and not waiter.done():
+                self._noted = True
                 self._worker.deliver(self)
         else:
             self._end = (error,)
@@ -235,6 +237,7 @@ class Mail:
 
     def tell(self, wake: Wake) -> None:
         """Tells the client of the end, if it has come, and notes whom to wake. The worker's `changed` is held."""
+        self._noted = False
         if self._end is not None:
             (self.error,), self._end = self._end, None
             self.ended = True

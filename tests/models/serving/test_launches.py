@@ -166,7 +166,7 @@ def test_while_requests_wait(lm, four, monkeypatch):
     steps = launches_of(four, monkeypatch)
     four.scheduler.reset()
     run(four, [read_request(lm, 64, [7, i], 14, None, None) for i in range(5)], [0] * 5)
-    assert steps == [1, 4, 4, 4, 1, 4, 4, 4, 1, 1]  # the fifth finds its first token in the cache
+    assert steps == [1, 4, 4, 4, 1, 1, 4, 4, 4, 1]
 
 
 def test_streams_that_leave_in_the_middle(lm, four):
