@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #else
 #include <sys/auxv.h>
 #endif
@@ -121,10 +123,18 @@ uint64_t saved_state() {
   return uint64_t{high} << 32 | low;
 }
 
+// Asks Linux to save tile registers with this process's threads. It refuses where a filter of system calls does, or where
+// a thread's alternate stack for signals has no room for them.
+bool tiles_permitted() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 Features machine_features() {
   uint64_t state = saved_state();
   // Bits of XCR0: XMM and YMM; with opmasks and ZMM; tiles; R16 to R31.
   constexpr uint64_t kNeeds[] = {0, 0x6, 0xe6, 0x60000, 0x80000};
+  if ((state & kNeeds[kTile]) == kNeeds[kTile] && !tiles_permitted()) state &= ~kNeeds[kTile];
   Features features;
   for (const Bit& bit : kBits) {
     uint32_t regs[4] = {};

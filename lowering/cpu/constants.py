@@ -19,7 +19,5 @@ def dense_global(module: Module, op: ir.Dense) -> Buffer:
         array.astype(np.int8 if is_signed(op.dtype) else np.uint8).tobytes() if is_narrow(op.dtype) else array.tobytes()
     )
     assert len(data) == array.size * elem_bytes(op.dtype)
-    name = f"@dense{len(module.globals)}"
-    text = "".join(f"\\{b:02X}" for b in data)
-    module.globals[name] = f'{name} = private unnamed_addr constant [{len(data)} x i8] c"{text}", align 64'
+    name = module.constant(data)
     return Buffer(Val("ptr", name), op.shape, dense_strides(op.shape), op.dtype, None, owned=False)

@@ -8,13 +8,16 @@ Floats accumulate in f32 (f64 for f64), integers modulo 2**32 or 2**64.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 from . import gemm_pack as pack
 from .gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
 from .gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
 from .gemm_plan import Columns, Plan, make_plan
+from .gemm_tiles import STEPS, TileShape, configure, release, tile_kernel
 from .gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
 from .isa import Isa
 from .llvm import Code, Module, Val, i64, vec
@@ -98,6 +101,7 @@ def gemm_cost_ns(spec: GemmSpec, isa: Isa) -> int:
     mode = choose_mode(isa, spec.a, spec.b, spec.acc)
     plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made)
     pace = 8 if isa.arch == "aarch64" or mode.kind != "fma" or isa.has("fma") else 4  # vector instructions a ns
+    pace *= 6 if plan.mode.tiles else 1
     thin, long = (spec.n, spec.m) if plan.swap else (spec.m, spec.n)
     padded = long if plan.strategy == "dot" else sum(x.count * x.vectors * mode.lanes for x in plan.columns)
     macs = thin * padded * spec.k / (mode.lanes * mode.group * pace)
@@ -208,7 +212,7 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
     """The packed and the direct strategy: k blocks, then column panels (one packed at a time), then row panels."""
     panel = offset(c, _WORK, plan.a_bytes, 1)
     sums = offset(c, panel, plan.b_bytes, 1)
-    with c.loop(0, spec.k, plan.kc) as k0:
+    with _tiles(c, plan), c.loop(0, spec.k, plan.kc) as k0:
         block = _k_block(c, spec, plan, k0)
         _pack_a(c, spec, plan, block)
         for columns in plan.columns:
@@ -216,10 +220,19 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
                 first = c.add(columns.start, c.mul(j, columns.width))
                 if plan.strategy == "packed":
                     _pack_b(c, spec, plan, block, columns, first, panel, sums)
-                    _row_panels(c, spec, plan, block, columns, first, panel, sums)
+                    multiply = _row_panels_of_tiles if plan.mode.tiles else _row_panels
+                    multiply(c, spec, plan, block, columns, first, panel, sums)
                 else:
                     b = offset(c, _B, c.add(c.mul(k0, _LDB), first), BYTES[STORAGE[spec.b]])
                     _row_panels(c, spec, plan, block, columns, first, b, sums)
+
+
+@contextlib.contextmanager
+def _tiles(c: Code, plan: Plan) -> Iterator[None]:
+    """Around products on tile registers: they are given back behind them."""
+    yield
+    if plan.mode.tiles:
+        release(c)
 
 
 def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
@@ -227,6 +240,10 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
     size = BYTES[STORAGE[spec.a]]
     ld = c.mul(_LDA, size)
     if plan.a_layout == "rows":
+        if spec.trans_a:
+            name = pack.turned_rows(c.module, plan.mode, spec.a, spec.k, spec.m)
+            call(c, name, c.gep("i8", _A, c.mul(block.k0, ld)), ld, _WORK, i64(plan.a_row_bytes), block.kc)
+            return
         name = pack.rows_from_rows(c.module, plan.mode, spec.a, spec.k)
         call(c, name, offset(c, _A, block.k0, size), ld, _WORK, i64(plan.a_row_bytes), i64(spec.m), block.kc)
     elif plan.a_layout == "panels":
@@ -283,6 +300,24 @@ def _row_panels(
             a, a_row, a_step = _a_access(c, plan, block, a_size, row, c.add(rows.panel, p))
             out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
             call(c, name, a, a_row, a_step, b, b_step, out, _LDC, steps, block.add, sums, last)
+
+
+def _row_panels_of_tiles(
+    c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, b: Val, _sums: Val
+) -> None:
+    """Run the micro-kernel on tiles over all row panels of one column panel."""
+    mode = plan.mode
+    b_step = i64(columns.vectors * mode.lanes * mode.unit_bytes)
+    steps = c.binary("and", c.add(block.steps, STEPS - 1), i64(-STEPS))
+    for rows in plan.rows:
+        shape = TileShape(rows.rows, columns.vectors, columns.tail, block.may_add)
+        name = tile_kernel(c.module, mode, shape)
+        configure(c, shape)
+        with c.loop(0, rows.count) as p:
+            row = c.add(rows.start, c.mul(p, rows.rows))
+            a, a_row, _ = _a_access(c, plan, block, BYTES[STORAGE[spec.a]], row, c.add(rows.panel, p))
+            out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
+            call(c, name, a, a_row, b, b_step, out, _LDC, steps, block.add)
 
 
 def _a_access(c: Code, plan: Plan, block: _Block, size: int, row: Val, panel: Val) -> tuple[Val, Val, Val]:

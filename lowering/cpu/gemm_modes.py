@@ -34,6 +34,7 @@ class Mode:
         subnormals for zero), `"madd"` (pmaddwd, two k), `"vnni"` (vpdpbusd, four k).
       a, b: jtile dtypes of the operands; `acc`: LLVM type of the accumulator lane.
       packed: LLVM type of one element inside a unit.
+      tiles: the sums are made in tile registers (`gemm_tiles`), which take the same units.
     """
 
     isa: Isa
@@ -43,6 +44,7 @@ class Mode:
     acc: str
     group: int
     packed: str
+    tiles: bool = False
 
     @property
     def unit(self) -> str:
@@ -58,12 +60,24 @@ class Mode:
 
     @property
     def tag(self) -> str:
-        return f"{self.kind}_{self.a}_{self.b}_{self.acc}"
+        return f"{self.kind}_{self.a}_{self.b}_{self.acc}" + "_tiles" * self.tiles
 
     @property
     def flip(self) -> bool:
         """Whether A's sign bits are flipped: vpdpbusd wants a signed and an unsigned side, and here both are alike."""
-        return self.kind == "vnni" and _BYTE_SIGNED[self.a] == _BYTE_SIGNED[self.b]
+        return self.kind == "vnni" and not self.tiles and _BYTE_SIGNED[self.a] == _BYTE_SIGNED[self.b]
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the instruction set has tile registers that multiply such units."""
+        return self.isa.has("amx-tile", {"bf16": "amx-bf16", "vnni": "amx-int8"}.get(self.kind, "amx"))
+
+    @property
+    def tile_product(self) -> str:
+        """The instruction that multiplies tiles."""
+        if self.kind == "bf16":
+            return "tdpbf16ps"
+        return "tdpb" + "".join("s" if _BYTE_SIGNED[dtype] else "u" for dtype in (self.a, self.b)) + "d"
 
     def swapped(self) -> Mode:
         """The mode of the transposed product, where A and B change places."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .gemm_modes import BYTES, STORAGE, Mode
 from .gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
-from .llvm import Code, Module, Val, vec
+from .llvm import Code, Module, Val, i64, vec
 
 _I64 = "i64"
 
@@ -20,11 +20,12 @@ _I64 = "i64"
 def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, side: str) -> str:
     """Source [k][lanes]: `void(ptr src, i64 ld, ptr dst, i64 kc[, ptr sums])` writes one panel.
 
-    The panel has `width` lanes of which `count` are real. Where the mode flips signs, side "a" is flipped and side "b"
-    leaves in `sums[width]` what `Mode.corrected` needs.
+    The panel has `width` lanes of which `count` are real; for tiles, zeros complete its steps to a multiple of
+    `mode.lanes`. Where the mode flips signs, side "a" is flipped and side "b" leaves in `sums[width]` what
+    `Mode.corrected` needs.
     """
-    tail = k_tail % mode.group
-    name = f"pack_lanes_{mode.tag}_{dtype}_{width}_{count}_{tail}" + _side_tag(mode, side)
+    tail, ragged = k_tail % mode.group, mode.tiles and k_tail % (mode.lanes * mode.group) != 0
+    name = f"pack_lanes_{mode.tag}_{dtype}_{width}_{count}_{tail}" + "_ragged" * ragged + _side_tag(mode, side)
     if name in module.functions:
         return name
     with_sums = mode.flip and side == "b"
@@ -55,6 +56,12 @@ def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width:
     if tail:
         with c.when(c.cmp("icmp", "ne", c.mul(steps, mode.group), kc)):
             step(steps, tail)
+    if ragged:
+        done = c.binary("sdiv", c.add(kc, mode.group - 1), i64(mode.group))
+        with c.loop(done, c.binary("and", c.add(done, mode.lanes - 1), i64(-mode.lanes))) as at:
+            for lane in range(0, width, chunk):
+                to = offset(c, dst, c.add(c.mul(at, width), lane), mode.unit_bytes)
+                c.store(zeros(vec(chunk, mode.unit)), to, align=chunk * mode.unit_bytes)
     for v, slot in enumerate(slots):
         total = c.load(vec(chunk, mode.unit), slot)
         c.store(total, offset(c, params[4], v * chunk, mode.unit_bytes), align=4)
@@ -221,5 +228,43 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
             x = mode.widen(c, c.load(elem, c.gep("i8", column, c.mul(k, ld)), align=BYTES[elem]), dtype)
             x = mode.enter_a(c, x)
             c.store(x, offset(c, out, k, BYTES[mode.packed]), align=BYTES[mode.packed])
+    c.finish()
+    return name
+
+
+def turned_rows(module: Module, mode: Mode, dtype: str, k_tail: int, rows: int) -> str:
+    """Source [k][rows]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 kc)`, A, in squares of `lanes` units."""
+    n, size = mode.lanes, BYTES[STORAGE[dtype]]
+    tail = k_tail % (n * mode.group)
+    name = f"turn_rows_{mode.tag}_{dtype}_{rows}_{tail}"
+    if name in module.functions:
+        return name
+    src, ld, dst, dst_row, kc = params = [
+        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%kc"),
+    ]  # fmt: skip
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+
+    def square(k0: Val, valid: int, row: Val, count: int) -> None:
+        steps = []
+        for at in range(0, n * mode.group, mode.group):
+            ptr = offset(c, c.gep("i8", src, c.mul(c.add(k0, at), ld)), row, size)
+            there = min(mode.group, valid - at)
+            steps.append(lanes_step(c, mode, dtype, ptr, ld, there, n, count if there > 0 else 0))
+        for i, line in enumerate(transpose(c, steps)[:count]):
+            to = offset(c, c.gep("i8", dst, c.mul(c.add(row, i), dst_row)), k0, BYTES[mode.packed])
+            c.store(line, to, align=n * mode.unit_bytes)
+
+    def band(k0: Val, valid: int) -> None:
+        with c.loop(0, rows // n * n, n) as row:
+            square(k0, valid, row, n)
+        if rest := rows % n:
+            square(k0, valid, i64(rows - rest), rest)
+
+    whole, has_tail = split_k(c, kc, n * mode.group, tail)
+    with c.loop(0, whole, n * mode.group) as k0:
+        band(k0, n * mode.group)
+    if has_tail:
+        with c.when(has_tail):
+            band(whole, tail)
     c.finish()
     return name

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from .gemm_modes import BYTES, STORAGE, Mode
+from .gemm_tiles import STEPS, block_of_tiles
 from .isa import Isa
 
 _THIN = 8  # up to this many rows a product reads B once, so packing B cannot pay
@@ -88,6 +89,13 @@ def split_rows(m: int, usual: int, most: int) -> tuple[Rows, ...]:
     return tuple(p for p in parts if p.count)
 
 
+def _rows_of_tiles(m: int, height: int) -> tuple[Rows, ...]:
+    """Row panels of one height and a lower one: an instruction on tiles takes as long as they have rows."""
+    whole, rest = divmod(m, height)
+    parts = [Rows(0, whole, height, 0), Rows(whole * height, 1, rest, whole)]
+    return tuple(p for p in parts if p.count and p.rows)
+
+
 def split_columns(n: int, lanes: int, vectors: int) -> tuple[Columns, ...]:
     """Whole panels and one narrower rest."""
     width = lanes * vectors
@@ -131,6 +139,8 @@ def _k_blocks(mode: Mode, k: int, limit: int) -> tuple[int, int]:
 
 
 def _a_layout(mode: Mode, k: int, trans_a: bool, panels: int) -> Literal["raw", "raw_lanes", "rows", "panels"]:
+    if mode.tiles:
+        return "raw" if mode.a_in_place and not trans_a and k % (STEPS * mode.group) == 0 else "rows"
     if not trans_a:
         return "raw" if mode.a_in_place and k % mode.group == 0 else "rows"
     return "raw_lanes" if mode.group == 1 and mode.a_in_place and panels == 1 else "panels"
@@ -172,8 +182,14 @@ def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
 
 
 def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:
-    usual, most, vectors = register_block(mode.isa, mode.kind, n <= mode.lanes)
-    rows, columns = split_rows(m, usual, most), split_columns(n, mode.lanes, vectors)
+    if mode.has_tiles and 2 * k > STEPS * mode.group:  # of a shorter k the better part of a tile would be zeros
+        mode = dataclasses.replace(mode, tiles=True)
+        height, vectors = block_of_tiles(m, n)
+        rows = _rows_of_tiles(m, height)
+    else:
+        usual, most, vectors = register_block(mode.isa, mode.kind, n <= mode.lanes)
+        rows = split_rows(m, usual, most)
+    columns = split_columns(n, mode.lanes, vectors)
     kc, blocks = _k_blocks(mode, k, _B_BLOCK_UNIT_BYTES // mode.unit_bytes * mode.group)
     layout = _a_layout(mode, k, trans_a, sum(c.count for c in columns))
     width = _a_width(mode, rows[0].rows)

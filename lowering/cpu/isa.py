@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import platform
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +59,29 @@ ISAS: dict[str, Isa] = {
     "avx2": Isa("x86_64", "haswell", _AVX2, 256),
     "avx512": Isa("x86_64", "skylake-avx512", _AVX512, 512),
     "avx512bf16": Isa("x86_64", "cooperlake", _AVX512 | {"avx512bf16", "avx512vnni", "avx512vbmi"}, 512),
+    "amx": Isa(
+        "x86_64",
+        "sapphirerapids",
+        _AVX512 | {"avx512bf16", "avx512vnni", "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8"},
+        512,
+    ),
     "aarch64": Isa("aarch64", "generic", frozenset({"neon", "fp-armv8"}), 128),
 }
+
+
+def permitted(features: Iterable[str]) -> frozenset[str]:
+    """The features without those of tile registers where the system does not let this process use them."""
+    found = frozenset(features)
+    return found if _tiles_are_permitted() else frozenset(f for f in found if not f.startswith("amx-"))
+
+
+@functools.cache
+def _tiles_are_permitted() -> bool:
+    """Asks Linux to save tile registers (8 KiB a thread, once it has used them) with this process's threads."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 @functools.cache
@@ -65,7 +89,7 @@ def host_isa() -> Isa:
     """The instruction set of the machine this process runs on."""
     import llvmlite.binding as llvm  # not at import: a kernel that comes from the disk cache needs no LLVM
 
-    features = frozenset(name for name, on in llvm.get_host_cpu_features().items() if on)
+    features = permitted(name for name, on in llvm.get_host_cpu_features().items() if on)
     triple = llvm.get_process_triple()
     arch = "aarch64" if triple.startswith(("aarch64", "arm64")) else "x86_64"
     if arch == "aarch64":

@@ -81,6 +81,15 @@ class Module:
         """`declare("llvm.fma.v16f32", "<16 x float> @{}(<16 x float>, ...)")`: `{}` stands for the name."""
         self.declarations.setdefault(name, "declare " + signature.format(name))
 
+    def constant(self, data: bytes) -> str:
+        """The name of a global with these bytes, aligned for vectors; one for all who ask for the same."""
+        text = "".join(f"\\{b:02X}" for b in data)
+        body = f'private unnamed_addr constant [{len(data)} x i8] c"{text}", align 64'
+        same = next((name for name, line in self.globals.items() if line == f"{name} = {body}"), None)
+        name = same or f"@dense{len(self.globals)}"
+        self.globals[name] = f"{name} = {body}"
+        return name
+
     def text(self) -> str:
         parts = [f'target triple = "{self.triple}"', *self.globals.values(), *self._functions()]
         parts += [self.declarations[k] for k in sorted(self.declarations)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -58,10 +59,13 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
 
 
 def _matrix_shapes(features: set[str]) -> tuple[tuple[int, int, int, str], ...]:
-    """The matrix shapes of instructions that add 2 or 4 products to each of 16 columns of a vector of accumulators."""
-    shapes = [(1, 16, 2, "bfloat16")] if "avx512bf16" in features else []
-    shapes += [(1, 16, 4, "int8")] if "avx512vnni" in features else []
-    return tuple(shapes)
+    """The matrix shapes of instructions: those that add 2 or 4 products to each of 16 columns of a vector of
+    accumulators, and those on tile registers."""
+    shapes = {
+        "avx512bf16": (1, 16, 2, "bfloat16"), "avx512vnni": (1, 16, 4, "int8"),
+        "amx-bf16": (16, 16, 32, "bfloat16"), "amx-int8": (16, 16, 64, "int8"),
+    }  # fmt: skip
+    return tuple(shape for feature, shape in shapes.items() if feature in features)
 
 
 def spell_isa(isa: Isa) -> str:
@@ -84,10 +88,11 @@ def _host_arch() -> str:
     so that a process whose kernels are all cached never loads LLVM."""
     key = _cache.key("host isa", _processor())
     entry = _cache.get(key)
-    if entry is not None:
-        return str(entry.header["arch"])
-    from .isa import host_isa
+    from .isa import host_isa, permitted
 
+    if entry is not None:
+        isa = parse_isa(str(entry.header["arch"]))
+        return spell_isa(dataclasses.replace(isa, features=permitted(isa.features)))
     arch = spell_isa(host_isa())
     _cache.put(key, {"arch": arch}, b"")
     return arch

@@ -41,7 +41,7 @@ class Products:
 
     def __init__(self, isa: Isa, specs: list[GemmSpec], undefined):
         initialize(isa)
-        module = Module(isa.triple, attributes=f'"prefer-vector-width"="{isa.vector_bits}"')
+        module = Module(isa.triple, attributes=f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"')
         self.products = {}
         names = {}
         for i, spec in enumerate(dict.fromkeys(specs)):
@@ -239,6 +239,25 @@ def test_blocked_products(a, acc, undefined):
     products = Products(host_isa(), wanted, undefined)
     for i, spec in enumerate(wanted):
         check(products, spec, i)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "bfloat16"), ("float8_e5m2", "bfloat16"), *itertools.product(BYTES, BYTES)]
+)
+def test_products_on_tiles(dtypes, undefined):
+    """Blocks of every kind (one tile to four, whole and cut on each side), and k that does not fill its last tile.
+
+    Machines without tile registers compile them only.
+    """
+    sizes = [(32, 32, 64), (9, 100, 128), (49, 16, 96), (100, 50, 80), (70, 7, 1100), (300, 33, 33), (20, 70, 47)]
+    floats = dtypes[1] == "bfloat16"
+    wanted = specs(*dtypes, "float32" if floats else "int32", sizes)[:: 1 if thorough() else 3]
+    products = Products(ISAS["amx"], wanted, undefined)
+    assert all(make_plan(choose_mode(ISAS["amx"], s.a, s.b, s.acc), s.m, s.n, s.k, s.trans_a, s.trans_b).mode.tiles
+               for s in wanted)  # fmt: skip
+    for i, spec in enumerate(products.products):
+        check(products, spec, i)
+    (check_infinities if floats else check_extremes)(products)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64"])

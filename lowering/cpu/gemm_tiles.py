@@ -1,0 +1,155 @@
+"""Micro-kernel of the matmul on tile registers (Intel's AMX): eight registers of 16 rows of 64 bytes.
+
+One instruction adds the product of a tile of A, 16 rows of 16 units along k, and a tile of B, 16 units along k of 16
+columns, to a tile of C, 16 rows of 16 accumulators. That layout of B is a packed panel of `gemm_pack`, and that of A is
+its rows in memory. Tiles may have fewer rows and columns, which `configure` says for the calls that follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .gemm_modes import BYTES, Mode
+from .gemm_vector import ATTRIBUTES, offset
+from .llvm import Code, Module, Val, i64
+
+ROWS = LANES = STEPS = 16  # rows of a tile, columns of C, and units along k
+_REGISTERS, _ROW_BYTES = 8, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TileShape:
+    """A block of C: `rows` in tiles of 16, by `vectors` tiles of columns of which the last holds `tail`.
+
+    `add`: the kernel can add to C, where its run-time flag says so.
+    """
+
+    rows: int
+    vectors: int
+    tail: int
+    add: bool = False
+
+    @property
+    def heights(self) -> list[int]:
+        """Rows of the tiles of A, from above."""
+        return [min(ROWS, self.rows - r) for r in range(0, self.rows, ROWS)]
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of the tiles of B, from the left."""
+        return [LANES] * (self.vectors - 1) + [self.tail]
+
+    def registers(self) -> tuple[list[list[int]], list[int], list[int]]:
+        """Registers of the tiles of C, of A and of B: what C leaves of the eight goes to the longer side."""
+        r, v = len(self.heights), self.vectors
+        c = [[i * v + j for j in range(v)] for i in range(r)]
+        free = range(r * v, _REGISTERS)
+        a = r if r <= v else len(free) - v
+        return c, _shared(r, free[:a]), _shared(v, free[a:])
+
+
+def _shared(tiles: int, registers: range) -> list[int]:
+    """A register for each tile: the last, whose size may be another, has one alone, and the others take turns."""
+    if tiles <= len(registers):
+        return list(registers[:tiles])
+    turns = registers[:-1]
+    return [turns[i % len(turns)] for i in range(tiles - 1)] + [registers[-1]]
+
+
+def block_of_tiles(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and tiles of columns of one block of C: four tiles, so that four sums are under way."""
+    if columns <= LANES:
+        return 4 * ROWS, 1
+    return (ROWS, 4) if rows <= ROWS else (2 * ROWS, 2)
+
+
+def configure(c: Code, shape: TileShape) -> None:
+    """Set the sizes of the tile registers for calls of the kernel of this shape."""
+    of_c, of_a, of_b = shape.registers()
+    rows, row_bytes = [0] * _REGISTERS, [0] * _REGISTERS
+    for i, height in enumerate(shape.heights):
+        rows[of_a[i]], row_bytes[of_a[i]] = height, _ROW_BYTES
+        for j, width in enumerate(shape.widths):
+            rows[of_b[j]], row_bytes[of_b[j]] = STEPS, 4 * width
+            rows[of_c[i][j]], row_bytes[of_c[i][j]] = height, 4 * width
+    sizes = b"".join(n.to_bytes(2, "little") for n in row_bytes).ljust(32, b"\0") + bytes(rows).ljust(16, b"\0")
+    _do(c, "ldtilecfg", Val("ptr", c.module.constant(b"\1".ljust(16, b"\0") + sizes)))  # 1: this layout of registers
+
+
+def release(c: Code) -> None:
+    """Give the tile registers back: the system saves none with the thread from here on."""
+    _do(c, "tilerelease")
+
+
+def tile_kernel(module: Module, mode: Mode, shape: TileShape) -> str:
+    """`void(ptr a, i64 a_row, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add)`.
+
+    `a_row` and `b_step` are bytes between rows of A and packed steps of B, `ldc` counts elements, and `steps` units
+    along k, a multiple of 16. The registers are configured.
+    """
+    name = f"tiles_{mode.tag}_{shape.rows}x{shape.vectors}_{shape.tail}" + "_add" * shape.add
+    if name in module.functions:
+        return name
+    a, a_row, b, b_step, out, ldc, steps, add = params = [
+        Val("ptr", "%a"), Val("i64", "%a_row"), Val("ptr", "%b"), Val("i64", "%b_step"), Val("ptr", "%c"),
+        Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"),
+    ]  # fmt: skip
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    of_c, of_a, _ = shape.registers()
+    line = c.mul(ldc, BYTES[mode.acc])
+    block = [
+        (of_c[i][j], offset(c, c.gep("i8", out, c.mul(line, ROWS * i)), LANES * j, BYTES[mode.acc]))
+        for i in range(len(of_a))
+        for j in range(shape.vectors)
+    ]
+    for tile, _ in block:
+        _do(c, "tilezero", _register(tile))
+    if shape.add:
+        with c.when(add):
+            for tile, ptr in block:
+                _do(c, "tileloadd64", _register(tile), ptr, line)
+    with c.loop(0, steps, STEPS) as step:
+        left, right = c.gep("i8", a, c.mul(step, 4)), c.gep("i8", b, c.mul(step, b_step))
+        _products(c, mode, shape, (left, a_row), (right, b_step))
+    for tile, ptr in block:
+        _do(c, "tilestored64", _register(tile), ptr, line)
+    c.finish()
+    return name
+
+
+def _products(c: Code, mode: Mode, shape: TileShape, a: tuple[Val, Val], b: tuple[Val, Val]) -> None:
+    """One tile along k for the whole block; the shorter side stays in registers while the longer one passes."""
+    of_c, of_a, of_b = shape.registers()
+
+    def left(i: int) -> None:
+        _do(c, "tileloadd64", _register(of_a[i]), c.gep("i8", a[0], c.mul(a[1], ROWS * i)), a[1])
+
+    def right(j: int) -> None:
+        _do(c, "tileloadd64", _register(of_b[j]), c.gep("i8", b[0], i64(_ROW_BYTES * j)), b[1])
+
+    def multiply(i: int, j: int) -> None:
+        _do(c, mode.tile_product, *map(_register, (of_c[i][j], of_a[i], of_b[j])))
+
+    rows, columns = range(len(of_a)), range(shape.vectors)
+    if len(rows) <= len(columns):
+        for i in rows:
+            left(i)
+        for j in columns:
+            right(j)
+            for i in rows:
+                multiply(i, j)
+    else:
+        for j in columns:
+            right(j)
+        for i in rows:
+            left(i)
+            for j in columns:
+                multiply(i, j)
+
+
+def _register(tile: int) -> Val:
+    return Val("i8", str(tile))
+
+
+def _do(c: Code, name: str, *args: Val) -> None:
+    c.intrinsic(f"x86.{name}", "void", *args, suffix="")
