@@ -24,13 +24,13 @@ from .scheduler import Plan, Scheduler, Segment, Sequence
 from .settings import Settings
 from .text import StopText
 
-Deliver = Callable[[Token | None, JtileError | None], None]
+Deliver = Callable[[list[Token], JtileError | None], None]
 HURRY = 64  # launches behind one that came late of which each may have several steps
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request under way. `deliver(token, error)` is called with each token, and with the token None when
+    """A request under way. `deliver(tokens, error)` is called with the tokens that have come, and with none when
     `completion` has its finish_reason; the error is None unless that reason is "error"."""
 
     request: Request
@@ -165,16 +165,22 @@ class Core:
     def _read_rows(self, rows: Rows, tokens: np.ndarray) -> None:
         """Takes tokens of sequences that all decode, without grammars and log-probabilities: those of one answer after
         the other, which is quicker than one step after the other."""
-        found, add = tokens[:, : len(rows.sequences)].T.tolist(), self._add
+        found = tokens[:, : len(rows.sequences)].T.tolist()
         numbers = zip(rows.sequences, found, rows.made.tolist(), rows.chosen.tolist(), strict=True)
         for sequence, ids, made, count in numbers:
             if sequence.finished:
                 continue
-            job, known = self._jobs[sequence], sequence.tokens
-            for token in ids if count == len(ids) else ids[:count]:
-                known.append(token)
+            job, ids = self._jobs[sequence], ids if count == len(ids) else ids[:count]
+            request, stops = job.request, job.text
+            if not stops.stops and made + count < request.max_tokens and request.ends.isdisjoint(ids):
+                sequence.tokens += ids
+                sequence.pending -= count
+                self._add_all(job, [Token(token, stops.push(token)) for token in ids])
+                continue
+            for token in ids:
+                sequence.tokens.append(token)
                 sequence.pending -= 1
-                if add(job, token, made):
+                if self._add(job, token, made):
                     break
                 made += 1
 
@@ -213,17 +219,20 @@ class Core:
         last = ended or whole or stops.stop is not None or made + 1 == request.max_tokens
         if last and stops.stop is None:
             text += stops.finish()
-        item = Token(token, text, logprob, best)
-        completion.tokens.append(item)
-        if text:
-            completion.text += text
-        self.totals.new_tokens += 1
         completion.cached_tokens = job.sequence.cached or 0
-        job.deliver(item, None)
+        self._add_all(job, [Token(token, text, logprob, best)])
         if last:
             completion.stop = stops.stop
             self._end(job, "stop" if ended or whole or stops.stop is not None else "length")
         return last
+
+    def _add_all(self, job: Job, tokens: list[Token]) -> None:
+        completion = job.completion
+        completion.tokens += tokens
+        if text := "".join([token.text for token in tokens]):
+            completion.text += text
+        self.totals.new_tokens += len(tokens)
+        job.deliver(tokens, None)
 
     def _choose_again(self, job: Job) -> None:
         """Drops the newest token of an answer; its next step chooses another one. The sequence takes no part in the
@@ -238,7 +247,7 @@ class Core:
         del self._jobs[job.sequence]
         job.completion.finish_reason = reason
         self.totals.finished[reason] += 1
-        job.deliver(None, error)
+        job.deliver([], error)
 
 
 def checked_weights(lm: LanguageModel, weights) -> list:

@@ -14,26 +14,30 @@ class Decoder(Protocol):
 
 class StopText:
     """Text that ends before the first of the strings `stops`. Text that may begin one of them is held back until
-    it is known not to."""
+    it is known not to.
+
+    Attributes:
+      stops: the strings. stop: the one that was found, None before.
+    """
 
     def __init__(self, decoder: Decoder | None, stops: Sequence[str] = ()):
-        self._decoder, self._stops = decoder, tuple(stops)
+        self._decoder, self.stops = decoder, tuple(stops)
         self._held = ""
-        self.stop: str | None = None  # the stop string that was found
+        self.stop: str | None = None
 
     def push(self, token: int) -> str:
         """The text that can be given out after this token."""
         if self._decoder is None:
             return ""
         text = self._held + self._decoder.push(token)
-        if not self._stops:
+        if not self.stops:
             return text
-        found = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        found = [(text.find(stop), -len(stop), stop) for stop in self.stops if stop in text]
         if found:
             at, _, self.stop = min(found)
             self._held = ""
             return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

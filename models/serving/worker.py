@@ -223,10 +223,10 @@ class Mail:
         self._waiter = waiter = loop.create_future()
         return waiter
 
-    def _deliver(self, token: Token | None, error: JtileError | None) -> None:
-        """Adds a token, an error or the end, on the thread of the worker; `_woken` then tells all clients together."""
-        if token is not None:
-            self.items.append(token)
+    def _deliver(self, tokens: list[Token], error: JtileError | None) -> None:
+        """Adds tokens, an error or the end, on the thread of the worker; `_woken` then tells all clients together."""
+        if tokens:
+            self.items.extend(tokens)
             waiter = self._waiter
             if waiter is not None and not self._noted and not waiter.done():
                 self._noted = True

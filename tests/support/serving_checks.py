@@ -46,7 +46,7 @@ def run(core: Core, requests, arrivals) -> list[Completion]:
     for step in range(1000):
         for i, request in enumerate(requests):
             if arrivals[i] == step:
-                jobs[i] = core.submit(request, lambda token, error: None)
+                jobs[i] = core.submit(request, lambda tokens, error: None)
         core.step()
         if core.idle and len(jobs) == len(requests):
             return [jobs[i].completion for i in range(len(requests))]

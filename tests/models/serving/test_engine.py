@@ -205,7 +205,7 @@ def test_what_comes_just_before_a_stream_waits(engine):
             return create()
 
         with pytest.MonkeyPatch.context() as patch:
-            for what in ((token, None), (None, None)):
+            for what in (([token], None), ([], None)):
                 patch.setattr(loop, "create_future", lambda what=what: late(what))
                 came.append(await anext(stream, None))
 

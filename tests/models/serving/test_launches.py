@@ -106,7 +106,7 @@ def test_what_several_steps_do_not_know(lm, one, four, monkeypatch):
     assert steps == [1] * 12 + [4] * 3
     kinds = ((False, {"temperature": 1.0}), (True, {"presence_penalty": 0.5}), (True, {"logit_bias": {3: 1.0}}))
     for single, sampling in kinds:
-        job = four.submit(read_request(lm, 64, [5], 9, None, None, False, sampling), lambda token, error: None)
+        job = four.submit(read_request(lm, 64, [5], 9, None, None, False, sampling), lambda tokens, error: None)
         assert job.sequence.single == single
         four.cancel(job)
 
@@ -145,7 +145,7 @@ def test_cancelled_in_the_middle(lm, one, four):
     for core in (one, four):
         core.scheduler.reset()
         got = [[] for _ in requests]
-        note = lambda ids: lambda token, error: token is None or ids.append(token.id)
+        note = lambda ids: lambda tokens, error: ids.extend(token.id for token in tokens)
         jobs = [core.submit(request, note(ids)) for request, ids in zip(requests, got, strict=True)]
         gone = {int(i): int(rng.integers(0, 30)) for i in rng.choice(12, 7, replace=False)}
         for step in range(400):
