@@ -148,6 +148,18 @@ def test_the_host_is_remembered_on_disk(tmp_path, monkeypatch):
         assert cpu_targets._host_arch() == spell_isa(ISAS["avx2"])
 
 
+def test_tile_registers_are_used_where_the_system_grants_them(tmp_path, monkeypatch):
+    """The processor is remembered on disk, and the permission is asked for in each process."""
+    import jtile.lowering.cpu.isa as isa
+
+    monkeypatch.setattr(isa, "host_isa", lambda: ISAS["amx"])
+    without = dataclasses.replace(ISAS["amx"], features=ISAS["avx512bf16"].features)
+    with jt.config(cache_dir=str(tmp_path)):
+        for granted in (True, True, False):
+            monkeypatch.setattr(isa, "_tiles_are_permitted", lambda granted=granted: granted)
+            assert cpu_targets._host_arch() == spell_isa(ISAS["amx"] if granted else without)
+
+
 def test_lowering_follows_the_isa_option():
     k = jt.call(lambda x, o: o.__setitem__(..., x[...] * 2), out_type=lambda x: jt.like(x), grid=1)
     x = jnp.arange(16, dtype=jnp.float32)
