@@ -189,17 +189,22 @@ class Steps:
         """Compiles the program; several may be compiled at once."""
         self.program, self.lowered = self.lowered.compile(), None
 
-    def us(self, repeats: int) -> float:
-        """Microseconds of a step, the median of samples behind a first one."""
-        memory, tokens, done = self._begin()
-        found = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            for _ in range(max(self.steps // CHUNK, 1)):
+    def sampler(self) -> Callable[[], float]:
+        """A function that runs steps, those behind the ones of the last call, and gives the microseconds of one; at
+        most `REPEATS` + 2 calls. Arrays of cached tokens last as long as it does."""
+        state = list(self._begin())
+
+        def sample() -> float:
+            memory, tokens, done = state
+            start, chunks = time.perf_counter(), max(self.steps // CHUNK, 1)
+            state.clear()  # the memory is given away
+            for _ in range(chunks):
                 *_, tokens, done, memory = self.program(self.lm._weights, memory, tokens, done, *self.numbers)
             jax.block_until_ready(tokens)
-            found.append(1e6 * (time.perf_counter() - start) / (max(self.steps // CHUNK, 1) * CHUNK))
-        return statistics.median(found[1:])
+            state[:] = memory, tokens, done
+            return 1e6 * (time.perf_counter() - start) / (chunks * CHUNK)
+
+        return sample
 
 
 def bytes_read(lm: LanguageModel, rows: int) -> int:
@@ -224,29 +229,40 @@ def room() -> float:
     return ROOM * stats.get("bytes_limit", float("inf"))
 
 
-def stepped(
-    lm: LanguageModel, sides: Sequence[str], rows: Sequence[int], steps: int
-) -> Iterator[tuple[str, int, float]]:
-    """(side, rows, microseconds of a step) for all of them. Programs are traced one after the other, compiled at once,
-    and run one after the other."""
-    made = {(side, m): Steps(lm, m, "jtile" if side == ONE else side, steps) for m in rows for side in sides}
-    with ThreadPoolExecutor(len(made)) as pool:
-        list(pool.map(Steps.compile, made.values()))
-    for (side, m), run in made.items():
-        yield side, m, run.us(REPEATS)
+def compiled(models: dict[str, LanguageModel], rows: Sequence[int], steps: int) -> dict[tuple[str, int], Steps]:
+    """The programs of all sides, each with its model, for all numbers of rows: traced one after the other, compiled at
+    once."""
+    found = {
+        (side, m): Steps(lm, m, "jtile" if side == ONE else side, steps) for m in rows for side, lm in models.items()
+    }
+    with ThreadPoolExecutor(len(found)) as pool:
+        list(pool.map(Steps.compile, found.values()))
+    return found
+
+
+def in_turns(steps: dict[tuple[str, int], Steps]) -> Iterator[tuple[str, int, float]]:
+    """(side, rows, microseconds of a step, the median of samples behind a first one) for all programs. Those of as many
+    rows run in turns."""
+    for m in dict.fromkeys(rows for _, rows in steps):
+        runs = {side: run.sampler() for (side, rows), run in steps.items() if rows == m}
+        found = [{side: run() for side, run in runs.items()} for _ in range(REPEATS + 1)][1:]
+        yield from ((side, m, statistics.median(turn[side] for turn in found)) for side in runs)
 
 
 def timed(config: dict, work: Work, mesh: Mesh, sides: Sequence[str], steps: int) -> Iterator[tuple[str, int, float]]:
-    """As `stepped`, for models that are made here, and are gone before the next one is; behind them (`bytes`, rows,
-    bytes that a device of the mesh reads)."""
-    over = [side for side in sides if side in SIDES]
-    for models, where in (([ONE], None), (over, mesh)):
-        if set(models) <= set(sides) and models:
-            lm = made(config, where, work.role, work.stored)
-            yield from stepped(lm, models, work.rows, steps)
-            yield from (("bytes", m, bytes_read(lm, m)) for m in work.rows if where is not None)
-            del lm
-            gc.collect()
+    """As `in_turns`, for models that are made here: that on one device beside that over the mesh where both have room,
+    else one is gone before the other is made; behind them (`bytes`, rows, bytes that a device of the mesh reads)."""
+    alone, over = [side for side in sides if side == ONE], [side for side in sides if side in SIDES]
+    together = work.nbytes * (1 + 1 / mesh.size) < room()
+    for models in [alone + over] if together else [alone, over]:
+        lm = {side: made(config, None, work.role, work.stored) for side in models if side == ONE}
+        if set(models) & set(over):
+            lm |= dict.fromkeys(over, made(config, mesh, work.role, work.stored))
+        if lm:
+            yield from in_turns(compiled(lm, work.rows, steps))
+        yield from (("bytes", m, bytes_read(lm[over[0]], m)) for m in work.rows if over and over[0] in lm)
+        del lm
+        gc.collect()
     if PLAIN in sides:
         plain = Plain(config, mesh)
         for m in work.rows:

@@ -363,3 +363,45 @@ def test_few_rows(talk, overlap):
             jax.tree.map(np.testing.assert_array_equal, program(args), first)
     for got, want in zip(first, talk(lambda args: run("_reference", args))(args), strict=True):
         assert relative_error(got, np.asarray(want, np.float32)) < 1e-2
+
+
+# Rows of norms and their width: of one program and many, no power of two, and too short or too many to be posted.
+ROWS = [(1, 40), (5, 72), (64, 4096), (3, 12008), (7, 16384), (200, 256), (2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overlap"), [("float32", True), ("float32", False), ("bfloat16", False), ("float16", True)]
+)
+def test_what_is_posted(talk, dtype, overlap):
+    """Small collectives of odd sizes, and rows that are normed or gathered, which are posted where they fit: XLA's
+    values, and many calls with the same bits."""
+    n = talk.n
+    made = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    parts = [made(k, n * rows, columns) for k, (rows, columns) in enumerate([(3, 5), (7, 1023), (1, 300_001)])]
+    cut = [made(k, n * n * rows, columns) for k, (rows, columns) in enumerate([(3, 5), (9, 1111)])]
+    rows = [made(k, n * m, width) for k, (m, width) in enumerate(ROWS)]
+    copies, shares = made(8, n * n * 6, 264), jax.random.uniform(jax.random.key(9), (n * 3, 2))
+    places = jnp.arange(n * 6, dtype=jnp.int32).reshape(n * 3, 2)
+    chosen = (places * 3 + places // 4) % (2 * n)
+
+    def run(suffix, args):
+        parts, cut, rows, copies = args
+        of = lambda name: getattr(ops.collectives, name + suffix)
+        found = [of(name)(x, "x") for x in parts for name in ("all_reduce", "all_gather")]
+        found += [of(name)(x, "x") for x in cut for name in ("reduce_scatter", "all_to_all")]
+        for x in rows:
+            weight = (1 + jnp.arange(x.shape[1]) % 5).astype(dtype)
+            residual = jnp.broadcast_to(weight / 8, x.shape)
+            found += of("all_reduce_rms_norm")(x, weight, "x", residual=residual)
+            found += of("all_gather_rms_norm")(x, weight, "x", residual=residual)
+        return [*found, of("chosen_sums")(copies, places, chosen, shares, "x", count=2)]
+
+    args = parts, cut, rows, copies
+    with jt.config(overlap=overlap):
+        program = talk(lambda args: run("", args))
+        first = jax.tree.map(np.asarray, program(args))
+        for _ in range(100):
+            jax.tree.map(np.testing.assert_array_equal, program(args), first)
+    wanted = talk(lambda args: run("_reference", args))(args)
+    for k, (got, want) in enumerate(zip(first, wanted, strict=True)):
+        assert relative_error(got, np.asarray(want, np.float32)) < (2e-6 if dtype == "float32" else 6e-3), k
