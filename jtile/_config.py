@@ -50,7 +50,7 @@ class Config:
         `"sm_90,gfx942"`), and, the first, what library kernels choose their tiles for; None: that of JAX's devices.
       fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
       overlap: library kernels that read a matrix once may start to while the kernel in front of them still runs (on
-        NVIDIA's GPUs from sm_90 on). True is a promise: no such matrix, weights of a norm or older slots of a
+        NVIDIA's GPUs from sm_90 on). True is a promise: no such matrix, weights of a norm, lengths or older slots of a
         cache are results of the kernel in front (of those in front, if it waits itself). Models promise it by
         themselves where they make tokens, whose weights are operands of the program; False forbids it them, too.
       steady: products of the library with quantised weights add up a row in one order on CPUs, whether it is alone or

@@ -7,6 +7,7 @@ appends new tokens to it and attends to it, and knows no form.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import QuantizedTensor
+from jtile.ops import QuantizedTensor, gpu_tiles
 from jtile.ops.mixed_attention import mixed_attention, run_apart
 from jtile.ops.step_attention import attention_product, step_attention
 
@@ -85,11 +86,11 @@ class KVCache:
     tiles: tuple[int, int] | None = dataclasses.field(default=None, metadata=dict(static=True))
     context: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
-    def layer(self, entry: Entry | State) -> Slots:
-        """The slots of one entry, to which tokens can be appended."""
+    def layer(self, entry: Entry | State, fresh: bool = False) -> Slots:
+        """The slots of one entry, to which tokens can be appended. fresh: see `Slots`."""
         alone = isinstance(entry, State) or entry.ring
         table, context = (None, None) if alone else (self.table, self.context)
-        return Slots(entry, self.lengths, table, self.splits, self.tiles, context)
+        return Slots(entry, self.lengths, table, self.splits, self.tiles, context, fresh)
 
     def longer(self, entries: Sequence[Entry | State], by: int = 1) -> KVCache:
         """The cache behind a step of `by` tokens a row, which has made these entries."""
@@ -103,7 +104,8 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """An entry of the cache with `lengths` tokens a row before this step; see `KVCache`."""
+    """An entry of the cache with `lengths` tokens a row before this step; see `KVCache`. fresh: a kernel right in front
+    of attention may have made these lengths, which is not to read them early then."""
 
     entry: Any  # an `Entry`; a `State` is the layer's own
     lengths: jax.Array
@@ -111,6 +113,7 @@ class Slots:
     splits: int | None = None
     tiles: tuple[int, int] | None = None
     context: str | None = None
+    fresh: bool = False
 
     def of_chunks(self, size: int) -> Slots:
         """The slots as attention in chunks of `size` positions sees them: a ring of that size holds the newest chunk
@@ -197,7 +200,8 @@ class Slots:
             return mixed_attention(rounded, keys, values, self._longer(q), self.table, **options).astype(q.dtype)
         decode = self._over_context(ops.decode_attention, "decode_attention")
         run = lambda q, lengths, table: decode(q, keys, values, lengths, pages=table, **options)
-        return self._attended(run, q if scales else q.astype(keys.dtype)).astype(q.dtype)
+        with gpu_tiles.holding() if self.fresh else contextlib.nullcontext():
+            return self._attended(run, q if scales else q.astype(keys.dtype)).astype(q.dtype)
 
     def append_latent(self, q, absorbed, new, norm, cos, sin, eps: float):
         """See `kernels.latent_append`: returns (query [batch * t, heads, rank + rope], the slots)."""

@@ -437,7 +437,8 @@ class Decoder(nnx.Module):
         early = of is not None and type(self.blocks[-1]) is Block and not _routed(self.blocks[-1].mlp)
         for block, entry in zip(self.blocks, cache.entries, strict=True):
             more = {"of": of} if early and block is self.blocks[-1] else {}
-            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry), hold=hold, **more)
+            slots = cache.layer(entry, fresh=block is self.blocks[0])
+            (x, delta), slots = block.step(x, delta, *angles[block.rope], slots, hold=hold, **more)
             hold = False  # what is behind the first kernel starts when those in front of it have ended
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps

@@ -53,13 +53,14 @@ def misfit_of_stream(x, weights: tuple) -> str | None:
 
 
 def holds() -> bool:
-    """Whether a kernel called here lets the one behind it start only after it has waited itself; see `holding`."""
+    """Whether a kernel called here lets the one behind it start only after it has waited itself, and reads no lengths
+    before it has; see `holding`."""
     return _holding().value
 
 
 def holding() -> contextlib.AbstractContextManager:
     """A block whose kernels let the ones behind them start only when those in front have ended: early roles behind read
-    what these write."""
+    what these write. Attention that is called there reads its lengths when those have ended."""
     return _holding()(True)
 
 

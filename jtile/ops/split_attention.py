@@ -208,6 +208,7 @@ def decode_attention(
       k, v: the cache, float arrays [batch, slots, kv_heads, d]; with `pages` [pages, slots of a page, kv_heads, d];
         kv_heads divides heads. With `scales` both are int8 or float8_e4m3fn, else of q's dtype.
       lengths: int [batch], slots in use, the new tokens included; token i of t stands in slot lengths - t + i.
+        `jt.config(overlap=True)` promises that the kernel in front makes neither these nor older slots than the last.
       pages: int [batch, n], the pages of each row in order; those behind the length may be anything.
       scales: of keys and of values, float32 [batch, kv_heads, slots] each, with `pages` [pages, kv_heads, slots of a
         page]: what a key or value of 8 bits is multiplied with.

@@ -9,6 +9,7 @@ import jtile.models
 from jtile._errors import ModelError
 from jtile.models import cache as kv
 from jtile.models import kernels
+from jtile.ops import gpu_tiles
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
 
@@ -61,6 +62,18 @@ def test_prompts_of_which_one_token_is_asked_for(short, outputs, name):
     np.testing.assert_allclose(one, np.asarray(hidden)[np.arange(len(ids)), at], rtol=1e-4, atol=1e-5)
     for x, y in zip(jax.tree.leaves(entries), jax.tree.leaves(same), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_only_attention_of_the_first_layer_finds_lengths_that_are_new(short, outputs, monkeypatch):
+    """Layers behind it may read them while the kernel in front of their attention runs."""
+    lm, ids, asked = short("llama", 2), outputs("llama")["input_ids"].astype(np.int32), []
+    held, attend = gpu_tiles.holds, kv.Slots._attended
+    monkeypatch.setattr(kv.Slots, "_attended", lambda *of: asked.append(held()) or attend(*of))
+    _, entries = jax.eval_shape(lm.model.prefill, ids)
+    made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), entries)
+    cache = kv.from_prefill(made, jnp.full(len(ids), 3, jnp.int32), kv.Layout(ids.shape[1], page=4))
+    jax.eval_shape(lm.model.step, ids[:, :2], cache)
+    assert asked == [True, False]
 
 
 def test_bytes_of_a_cache():

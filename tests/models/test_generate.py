@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jtile as jt
 from jtile._errors import ModelError, PromptError
 from jtile.models import cache as kv
-from jtile.models.generate import CHUNK
+from jtile.models import generate
+from jtile.models.generate import CHUNK, LONG_CHUNK, SMALL, chunk_of
 
 
 @pytest.fixture
@@ -23,6 +25,23 @@ def test_counts_around_the_size_of_a_chunk(tiny, golden, row, count):
     assert tokens == golden["greedy"][0][:count].tolist()
     assert stream.stats.new_tokens == count
     assert stream.stats.prompt_tokens == 24
+
+
+def test_small_models_have_longer_chunks_on_gpus(tiny, golden, row):
+    with jt.config(arch="sm_90"):
+        assert [chunk_of(SMALL - 1, steps) for steps in (CHUNK, CHUNK + 1)] == [CHUNK, LONG_CHUNK]
+        assert chunk_of(SMALL, 100) == CHUNK
+    assert chunk_of(1, 100) == CHUNK  # the host waits for no dispatch of its own
+    assert tiny._nbytes == sum(w.nbytes for w in tiny._weights)
+
+
+def test_tokens_do_not_depend_on_the_chunk(short, golden, monkeypatch):
+    lm, ids = short("llama", 1), golden["input_ids"]
+    want = lm.generate(ids, 20, eos=None)
+    asked = set(lm._executables)
+    monkeypatch.setattr(generate, "chunk_of", lambda nbytes, steps: LONG_CHUNK)
+    assert np.array_equal(lm.generate(ids, 20, eos=None), want)
+    assert {dict(key[2])["chunk"] for key in set(lm._executables) - asked} == {LONG_CHUNK}
 
 
 def test_end_tokens(tiny, golden, row):

@@ -166,6 +166,27 @@ def test_the_op_without_the_gpu():
     assert relative_error(got, reference(q, k, v, lengths, table)) < 4e-3
 
 
+@pytest.mark.parametrize("name", ["rows in parts", "a program for each short row"])
+def test_lengths_and_older_keys_are_read_early(name, monkeypatch):
+    """Where kernels overlap, unless the kernel in front may make the lengths; results are the same."""
+    sizes, programs, _, _ = CASES[name]
+    args, kernel, asked = arguments(*sizes), hopper_decode.hopper_decode, []
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: programs)
+
+    def interpreted(*operands, **options):
+        asked.append(options.get("early"))
+        return kernel.interpret(*operands, seed=len(asked), **options)
+
+    monkeypatch.setattr(hopper_decode, "hopper_decode", interpreted)
+    run = functools.partial(hopper_decode.of_batch, *args, scale=0.1, softcap=None)
+    with jt.config(overlap=True):
+        early = run()
+        with gpu_tiles.holding():
+            late = run()
+    assert asked == [True, False]
+    assert np.array_equal(early, late) and relative_error(early, reference(*args)) < 4e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "page", "turned"), [(128, None, False), (128, None, True), (256, None, False), (128, 64, False)]
@@ -179,6 +200,7 @@ def test_what_it_compiles_to(d, page, turned):
     units = Units(1024, 128 if d < 256 and page is None else 64, 2)
     options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None, "last": True}
     options |= {"ahead": 1 if d == 256 else 2, "turned": turned}
+    options |= {"hints": 3, "early": True} if turned else {}
     found = hopper_decode.hopper_decode.lower(*args, **options, target="cuda:sm_90")
     assert not spills_of_products(found.texts["sass"])
     for what in ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG", "ATOMG", "CCTL.IVALL"):
