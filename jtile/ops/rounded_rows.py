@@ -28,6 +28,7 @@ LEAST = 2.0**-111  # of the largest magnitudes: the scale of this one, and the i
 INTEGERS = "int16"  # `QuantizedTensor.activations` of weights whose rows may be rounded so
 _INTEGERS = 400 << 10  # bytes of integers of x of a program: they stay in the second-level cache
 _ROWS, _ROWS_OF_FEW = 384, 4096  # rows of W of a program
+_TILED = 128  # rows of x of a program by matrix tiles: so many, that columns are brought to tiles for little
 
 
 @jt.function
@@ -35,10 +36,13 @@ def rounded(X):
     """(q int16 [m, in], s float32 [m, in / 32], the sums of the blocks [m, in / 32]) of rows X float32 [m, in]."""
     m, inner = X.shape
     B = X.reshape(m, inner // BLOCK, BLOCK)
-    top = jnp.maximum(jnp.max(abs(B), axis=2), LEAST)
-    whole = jnp.round(B * (TOP / top)[:, :, None])
+    # Magnitudes are in order as integers, too, where NaN is the largest of all: a third of the instructions.
+    magnitude = jax.lax.bitcast_convert_type(B, jnp.int32) & np.int32(0x7FFFFFFF)
+    top = jnp.maximum(jnp.max(magnitude, axis=2), np.float32(LEAST).view(np.int32))
+    top = jax.lax.bitcast_convert_type(top, jnp.float32)
+    whole = jnp.round(B * (TOP / top)[:, :, None]).astype(jnp.int16)
     scale = top * (1 / TOP)
-    return whole.astype(jnp.int16).reshape(m, inner), scale, whole.sum(2) * scale
+    return whole.reshape(m, inner), scale, whole.astype(jnp.int32).sum(2).astype(jnp.float32) * scale
 
 
 def _codes(codes, r, rows: int, kind: str):
@@ -94,10 +98,13 @@ def product(x, weights, epilogue: Epilogue, *, kind, activation, out_dtype, **_)
 def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     """The rows of x and of W that a program takes: few programs round the same x again, but there are enough of them
     for all cores."""
-    parts = -(-m // max(8, _INTEGERS // (2 * inner)))
+    by_tiles = m > 8 and "int16 tiles" in jt.target().features
+    most = _INTEGERS // (2 * inner)
+    parts = -(-m // (min(_TILED, max(32, most)) if by_tiles else max(8, most)))
     bm = min(m, -(-m // parts // 8) * 8)
     programs = 2 * (jt.target().units("device") or 1)
-    most = min(_ROWS // matrices if m > 8 else _ROWS_OF_FEW, max(out * -(-m // bm) // programs, 64))
+    most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW
+    most = min(most, max(out * -(-m // bm) // programs, 64))
     if out <= most:
         return {"bm": bm, "rows": out}
     whole = most // 16 * 16

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
 
 from . import gemm_pack as pack
+from . import tiles
 from .gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
 from .gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
 from .gemm_plan import Columns, Plan, make_plan
-from .gemm_tiles import STEPS, TileShape, configure, release, tile_kernel
+from .gemm_tiles import STEPS, TileShape, configure, tile_kernel
 from .gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
 from .isa import Isa
 from .llvm import Code, Module, Val, i64, vec
@@ -212,7 +212,7 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
     """The packed and the direct strategy: k blocks, then column panels (one packed at a time), then row panels."""
     panel = offset(c, _WORK, plan.a_bytes, 1)
     sums = offset(c, panel, plan.b_bytes, 1)
-    with _tiles(c, plan), c.loop(0, spec.k, plan.kc) as k0:
+    with tiles.kept(c) if plan.mode.tiles else contextlib.nullcontext(), c.loop(0, spec.k, plan.kc) as k0:
         block = _k_block(c, spec, plan, k0)
         _pack_a(c, spec, plan, block)
         for columns in plan.columns:
@@ -225,14 +225,6 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
                 else:
                     b = offset(c, _B, c.add(c.mul(k0, _LDB), first), BYTES[STORAGE[spec.b]])
                     _row_panels(c, spec, plan, block, columns, first, b, sums)
-
-
-@contextlib.contextmanager
-def _tiles(c: Code, plan: Plan) -> Iterator[None]:
-    """Around products on tile registers: they are given back behind them."""
-    yield
-    if plan.mode.tiles:
-        release(c)
 
 
 def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:

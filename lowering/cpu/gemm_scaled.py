@@ -2,9 +2,11 @@
 
 A holds int16 rows, B rows of bytes, or of 4-bit codes as GGUF packs them: byte j of a block of 32 has the codes j and
 j + 16. Sixteen rows of B are the lanes of a vector. Few rows of A meet B as it comes from memory (`scaled_columns`);
-for more rows B is first brought to a panel, which stays in a cache.
+for more rows B is first brought to a panel, which stays in a cache. Machines with matrix tiles multiply
+by them then (`scaled_tiles`).
 
 The sum of a block is exact, and the sum over blocks has one order, so that a row of C has the same bits in any company.
+Scales are multiplied with each other first: sums of large rows times their scales alone can be too large for float32.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import scaled_columns as columns
+from . import scaled_tiles, tiles
 from .gemm_plan import split_rows
 from .gemm_vector import ATTRIBUTES, call, load_part, offset, store_part, zeros
 from .isa import Isa
@@ -60,16 +63,20 @@ def emit_scaled(module: Module, isa: Isa, spec: ScaledSpec) -> tuple[str, int]:
     Returns:
       Its name, and the bytes of 64-byte aligned scratch that it wants.
     """
-    sizes = [0 if spec.m <= FEW else spec.k // 2 * LANES * 4, _digit_bytes(isa, spec)]
-    sizes += [columns.scale_bytes(spec)] * (1 + (spec.low is not None))
+    by_tiles = spec.m > FEW and scaled_tiles.fits(isa)
+    vectors = scaled_tiles.VECTORS if by_tiles else 1
+    sizes = [0 if spec.m <= FEW else spec.k // 2 * LANES * 4 * vectors, _digit_bytes(isa, spec, by_tiles)]
+    sizes += [columns.scale_bytes(spec) * vectors] * (1 + (spec.low is not None))
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     if spec.name not in module.functions:
-        _emit(module, isa, spec, starts)
+        (_emit_by_tiles if by_tiles else _emit)(module, isa, spec, starts)
     return spec.name, starts[-1]
 
 
-def _digit_bytes(isa: Isa, spec: ScaledSpec) -> int:
+def _digit_bytes(isa: Isa, spec: ScaledSpec, by_tiles: bool) -> int:
     """Bytes of both digits of A, for products that take them apart."""
+    if by_tiles:
+        return scaled_tiles.row_bytes(spec)
     return 2 * spec.m * spec.k if columns.by_digits(isa, spec) else 0
 
 
@@ -97,6 +104,56 @@ def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None
                 of_b = of_b._replace(a=digits, a_row=i64(spec.k))
             _rows(c, isa, spec, of_b, first, width)
     c.finish()
+
+
+def _emit_by_tiles(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None:
+    x = _Operands.params()
+    c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
+    panels, digits, scales, *lows = (offset(c, _WORK, start, 1) for start in starts[:-1])
+    size = LANES * scaled_tiles.VECTORS
+    whole, rest = divmod(spec.n, size)
+    widths = lambda count: [min(LANES, count - at) for at in range(0, count, LANES)]
+    call(c, scaled_tiles.splitter(module, spec), x.a, x.a_row, digits)
+    with tiles.kept(c):
+        tiles.resize(c, tiles.WHOLE)
+        for start, count, each in ((0, whole, size), (whole * size, int(rest > 0), rest)):
+            if not count:
+                continue
+            with c.loop(0, count) as p:
+                first = c.add(start, c.mul(p, size))
+                of_b = x._replace(a=digits, b=panels, sb=scales, low=lows[0] if lows else scales)
+                for v, width in enumerate(widths(each)):
+                    _pack_columns(c, isa, spec, x, of_b, c.add(first, v * LANES), v, width)
+                _rows_by_tiles(c, isa, spec, of_b, first, widths(each))
+    c.finish()
+
+
+def _pack_columns(
+    c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, panels: _Operands, first: Val, v: int, width: int
+) -> None:
+    """Bring `width` rows of B from `first` on, their scales and lows, to vector v of the panels."""
+    at = lambda ptr, row: c.gep("i8", ptr, c.mul(first, row))
+    of = lambda panel: c.gep("i8", panel, v * columns.scale_bytes(spec))
+    name = columns.scale_packer(c.module, isa, spec, spec.scale, width)
+    call(c, name, at(x.sb, x.sb_row), x.sb_row, of(panels.sb))
+    if spec.low is not None:
+        name = columns.scale_packer(c.module, isa, spec, spec.low, width)
+        call(c, name, at(x.low, x.low_row), x.low_row, of(panels.low))
+    panel = c.gep("i8", panels.b, v * spec.blocks * tiles.TILE_BYTES)
+    call(c, scaled_tiles.packer(c.module, spec, width), at(x.b, x.b_row), x.b_row, panel)
+
+
+def _rows_by_tiles(c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, first: Val, widths: list[int]) -> None:
+    """Calls of the kernel for all rows of A and the rows of B that the panels hold."""
+    for start, count, rows in scaled_tiles.panels(spec.m):
+        name = scaled_tiles.kernel(c.module, isa, spec, rows, widths)
+        with c.loop(0, count) as i:
+            panel = c.add(start, i)
+            row = c.mul(panel, scaled_tiles.ROWS)
+            at = lambda ptr, distance, row=row: c.gep("i8", ptr, c.mul(row, distance))
+            a = offset(c, x.a, panel, scaled_tiles.panel_bytes(spec))
+            call(c, name, a, at(x.sa, x.sa_row), x.sa_row, at(x.sums, x.sums_row), x.sums_row, x.b, x.sb, x.low,
+                 offset(c, at(x.c, x.c_row), first, 4), x.c_row)  # fmt: skip
 
 
 def _rows(c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, first: Val, width: int) -> None:
@@ -141,7 +198,7 @@ def _kernel(module: Module, isa: Isa, spec: ScaledSpec, rows: int, width: int) -
         scale = c.load(_FLOATS, offset(c, x.sb, c.mul(group, LANES), 4), align=64)
         for r, total in enumerate(totals):
             of_a = _in_all_lanes(c, x.sa, x.sa_row, r, block)
-            _add(c, total, c.binary("fmul", c.cast("sitofp", sums[r], _FLOATS), of_a), scale)
+            _add(c, total, c.cast("sitofp", sums[r], _FLOATS), c.binary("fmul", of_a, scale))
     for line, total in zip(lines, totals, strict=True):
         store_part(c, isa, c.load(_FLOATS, total), line, width)
     c.finish()

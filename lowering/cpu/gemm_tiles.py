@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from . import tiles
 from .gemm_modes import BYTES, Mode
 from .gemm_vector import ATTRIBUTES, offset
 from .llvm import Code, Module, Val, i64
 
 ROWS = LANES = STEPS = 16  # rows of a tile, columns of C, and units along k
-_REGISTERS, _ROW_BYTES = 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +43,17 @@ class TileShape:
         """Registers of the tiles of C, of A and of B: what C leaves of the eight goes to the longer side."""
         r, v = len(self.heights), self.vectors
         c = [[i * v + j for j in range(v)] for i in range(r)]
-        free = range(r * v, _REGISTERS)
+        free = range(r * v, tiles.REGISTERS)
         a = r if r <= v else len(free) - v
         return c, _shared(r, free[:a]), _shared(v, free[a:])
 
 
-def _shared(tiles: int, registers: range) -> list[int]:
+def _shared(count: int, registers: range) -> list[int]:
     """A register for each tile: the last, whose size may be another, has one alone, and the others take turns."""
-    if tiles <= len(registers):
-        return list(registers[:tiles])
+    if count <= len(registers):
+        return list(registers[:count])
     turns = registers[:-1]
-    return [turns[i % len(turns)] for i in range(tiles - 1)] + [registers[-1]]
+    return [turns[i % len(turns)] for i in range(count - 1)] + [registers[-1]]
 
 
 def block_of_tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -66,19 +66,12 @@ def block_of_tiles(rows: int, columns: int) -> tuple[int, int]:
 def configure(c: Code, shape: TileShape) -> None:
     """Set the sizes of the tile registers for calls of the kernel of this shape."""
     of_c, of_a, of_b = shape.registers()
-    rows, row_bytes = [0] * _REGISTERS, [0] * _REGISTERS
+    sizes = {}
     for i, height in enumerate(shape.heights):
-        rows[of_a[i]], row_bytes[of_a[i]] = height, _ROW_BYTES
+        sizes[of_a[i]] = height, tiles.ROW_BYTES
         for j, width in enumerate(shape.widths):
-            rows[of_b[j]], row_bytes[of_b[j]] = STEPS, 4 * width
-            rows[of_c[i][j]], row_bytes[of_c[i][j]] = height, 4 * width
-    sizes = b"".join(n.to_bytes(2, "little") for n in row_bytes).ljust(32, b"\0") + bytes(rows).ljust(16, b"\0")
-    _do(c, "ldtilecfg", Val("ptr", c.module.constant(b"\1".ljust(16, b"\0") + sizes)))  # 1: this layout of registers
-
-
-def release(c: Code) -> None:
-    """Give the tile registers back: the system saves none with the thread from here on."""
-    _do(c, "tilerelease")
+            sizes[of_b[j]], sizes[of_c[i][j]] = (STEPS, 4 * width), (height, 4 * width)
+    tiles.resize(c, sizes)
 
 
 def tile_kernel(module: Module, mode: Mode, shape: TileShape) -> str:
@@ -103,16 +96,16 @@ def tile_kernel(module: Module, mode: Mode, shape: TileShape) -> str:
         for j in range(shape.vectors)
     ]
     for tile, _ in block:
-        _do(c, "tilezero", _register(tile))
+        tiles.clear(c, tile)
     if shape.add:
         with c.when(add):
             for tile, ptr in block:
-                _do(c, "tileloadd64", _register(tile), ptr, line)
+                tiles.load(c, tile, ptr, line)
     with c.loop(0, steps, STEPS) as step:
         left, right = c.gep("i8", a, c.mul(step, 4)), c.gep("i8", b, c.mul(step, b_step))
         _products(c, mode, shape, (left, a_row), (right, b_step))
     for tile, ptr in block:
-        _do(c, "tilestored64", _register(tile), ptr, line)
+        tiles.store(c, tile, ptr, line)
     c.finish()
     return name
 
@@ -122,13 +115,13 @@ def _products(c: Code, mode: Mode, shape: TileShape, a: tuple[Val, Val], b: tupl
     of_c, of_a, of_b = shape.registers()
 
     def left(i: int) -> None:
-        _do(c, "tileloadd64", _register(of_a[i]), c.gep("i8", a[0], c.mul(a[1], ROWS * i)), a[1])
+        tiles.load(c, of_a[i], c.gep("i8", a[0], c.mul(a[1], ROWS * i)), a[1])
 
     def right(j: int) -> None:
-        _do(c, "tileloadd64", _register(of_b[j]), c.gep("i8", b[0], i64(_ROW_BYTES * j)), b[1])
+        tiles.load(c, of_b[j], c.gep("i8", b[0], i64(tiles.ROW_BYTES * j)), b[1])
 
     def multiply(i: int, j: int) -> None:
-        _do(c, mode.tile_product, *map(_register, (of_c[i][j], of_a[i], of_b[j])))
+        tiles.multiply(c, mode.tile_product, of_c[i][j], of_a[i], of_b[j])
 
     rows, columns = range(len(of_a)), range(shape.vectors)
     if len(rows) <= len(columns):
@@ -145,11 +138,3 @@ def _products(c: Code, mode: Mode, shape: TileShape, a: tuple[Val, Val], b: tupl
             left(i)
             for j in columns:
                 multiply(i, j)
-
-
-def _register(tile: int) -> Val:
-    return Val("i8", str(tile))
-
-
-def _do(c: Code, name: str, *args: Val) -> None:
-    c.intrinsic(f"x86.{name}", "void", *args, suffix="")

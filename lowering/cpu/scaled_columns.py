@@ -136,19 +136,25 @@ def pairs(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int)
 
 def _quads(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
     """The 32 columns of a block of B as vectors of four neighbouring bytes a lane."""
-    _ask_ahead(c, spec, b, b_row, block)
-    each = LANES if spec.nibbles else BLOCK
-    found = []
-    for half in range(each // LANES):
-        at = c.gep("i8", b, c.add(c.mul(block, each), LANES * half))
-        found += _turned(c, [c.gep("i8", at, c.mul(b_row, min(r, width - 1))) for r in range(LANES)])
-    found = [c.cast("bitcast", x, _BYTES) for x in found]
+    found = [c.cast("bitcast", x, _BYTES) for x in codes_in_words(c, spec, b, b_row, block, width)]
     if not spec.nibbles:
         return found
     low = const(_BYTES, "15")
     shifted = [c.binary("lshr", c.cast("bitcast", x, _HALVES), const(_HALVES, "4")) for x in found]
     codes = [*found, *(c.cast("bitcast", x, _BYTES) for x in shifted)]
     return [c.binary("and", x, low) for x in codes]
+
+
+def codes_in_words(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
+    """A block of B as it is stored: vectors of four neighbouring bytes a lane; lanes behind `width` repeat the last
+    row."""
+    _ask_ahead(c, spec, b, b_row, block)
+    each = LANES if spec.nibbles else BLOCK
+    found = []
+    for half in range(each // LANES):
+        at = c.gep("i8", b, c.add(c.mul(block, each), LANES * half))
+        found += _turned(c, [c.gep("i8", at, c.mul(b_row, min(r, width - 1))) for r in range(LANES)])
+    return found
 
 
 def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> None:

@@ -40,7 +40,7 @@ def cpu_target(isa: str | None) -> Target:
 
 def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
     """A core is a block of one thread: programs are shared out to cores, and each runs on the vectors of one."""
-    has, features = {m.name for m in memories}, set(arch.split(":")[-1].split(","))
+    has, isa = {m.name for m in memories}, parse_isa(arch)
     return Target(
         name=name,
         platform="cpu",
@@ -52,13 +52,21 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
             Scale("node"),
         ),
         memories=memories,
-        matrix_shapes=_matrix_shapes(features),
+        matrix_shapes=_matrix_shapes(isa.features),
         limits=(("programs", 2**62), ("resident", RESIDENT)),
-        features=("host", "peers", *(("int16 products",) if "avx512vnni" in features else ())),
+        features=("host", "peers", *_features(isa)),
     )
 
 
-def _matrix_shapes(features: set[str]) -> tuple[tuple[int, int, int, str], ...]:
+def _features(isa: Isa) -> list[str]:
+    """What ops ask for: whether rows are best rounded to int16, and whether many such rows meet tiles."""
+    from . import gemm_scaled, scaled_tiles
+
+    integers = gemm_scaled.fits(isa) and isa.has("avx512vnni")
+    return ["int16 products"] * integers + ["int16 tiles"] * (integers and scaled_tiles.fits(isa))
+
+
+def _matrix_shapes(features: frozenset[str]) -> tuple[tuple[int, int, int, str], ...]:
     """The matrix shapes of instructions: those that add 2 or 4 products to each of 16 columns of a vector of
     accumulators, and those on tile registers."""
     shapes = {

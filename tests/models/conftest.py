@@ -115,6 +115,16 @@ def smollm2(smollm2_path):
     return jtile.models.load(smollm2_path, dtype="float32")  # everywhere: its tokens are those of float32
 
 
+@pytest.fixture(scope="session", params=["float32", "rows in integers"])
+def either_smollm2(request, smollm2_path):
+    """With float32 activations, and with what CPUs do by default."""
+    if request.param == "float32":
+        return request.getfixturevalue("smollm2")
+    if "int16 products" not in jtile.target().features:
+        pytest.skip("this machine does not multiply integers of 16 bits")
+    return jtile.models.load(smollm2_path)
+
+
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path):
     return open_gguf(smollm2_path).tokenizer

@@ -152,26 +152,27 @@ def test_buckets():
         assert n <= kv.bucket(n) <= max(n + 15, n * 9 // 8)
 
 
-def test_smollm2_makes_the_tokens_of_transformers(smollm2, smollm2_cases):
+def test_smollm2_makes_the_tokens_of_transformers(either_smollm2, smollm2_cases):
     """Of all prompts at once: two programs instead of eight."""
-    made = smollm2.generate([case["prompt_ids"] for case in smollm2_cases], 48, eos=None).tolist()
+    made = either_smollm2.generate([case["prompt_ids"] for case in smollm2_cases], 48, eos=None).tolist()
     for found, case in zip(made, smollm2_cases, strict=True):
         assert found == case["greedy_ids"]
-        assert smollm2.tokenizer.decode(found) == case["greedy_text"]
+        assert either_smollm2.tokenizer.decode(found) == case["greedy_text"]
 
 
-def test_smollm2_logits(smollm2, smollm2_cases):
+def test_smollm2_logits(either_smollm2, smollm2, smollm2_cases):
     """The four prompts as one left-padded batch, so that one compilation serves."""
     longest = max(len(case["prompt_ids"]) for case in smollm2_cases)
     ids, mask = np.full((4, longest), 2), np.zeros((4, longest), int)
     for i, case in enumerate(smollm2_cases):
         n = len(case["prompt_ids"])
         ids[i, longest - n :], mask[i, longest - n :] = case["prompt_ids"], 1
-    last = np.asarray(smollm2.logits(ids, mask)[:, -1])
+    last = np.asarray(either_smollm2.logits(ids, mask)[:, -1])
     for row, case in zip(last, smollm2_cases, strict=True):
         expected = {int(i): value for i, value in case["logits_probe"].items()}
         expected |= dict(zip(case["top5_ids"], case["top5_logits"], strict=True))
-        assert max(abs(row[i] - value) for i, value in expected.items()) < 1e-3
+        limit = 1e-3 if either_smollm2 is smollm2 else 5e-3
+        assert max(abs(row[i] - value) for i, value in expected.items()) < limit
         assert np.argsort(-row)[:5].tolist() == case["top5_ids"]
 
 

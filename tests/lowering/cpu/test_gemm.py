@@ -15,6 +15,7 @@ import pytest
 from draws import draws, thorough
 
 import jtile as jt
+from jtile.lowering.cpu import tiles
 from jtile.lowering.cpu.compile import assemble, initialize, new_machine
 from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm, gemm_cost_ns
 from jtile.lowering.cpu.gemm_modes import choose_mode
@@ -421,3 +422,46 @@ def test_cost_grows_with_work(isa):
     ]
     assert 0 < costs[0] < costs[1] < costs[2]
     assert gemm_cost_ns(GemmSpec(0, 64, 64, "int8", "int8", "int32"), ISAS[isa]) < costs[1]
+
+
+def test_tiles_have_the_sizes_that_others_gave_them():
+    """A library that gives tile registers their sizes once a thread, as llama.cpp does, finds them behind a product."""
+    isa = host_isa()
+    if not isa.has("amx-bf16"):
+        pytest.skip("this machine has no tile registers, or this process may not use them")
+    module = Module(isa.triple, attributes=f'"prefer-vector-width"="{isa.vector_bits}"')
+    spec = GemmSpec(32, 32, 64, "bfloat16", "bfloat16", "float32")
+    name, out = emit_gemm(module, isa, spec), Val("ptr", "%out")
+    for what in ("give", "look", "multiply"):
+        params = [Val(t, f"%p{k}") for k, t in enumerate(["ptr", "i64"] * 3 + ["ptr"])]
+        code = Code(
+            module, what, [out] if what == "look" else params if what == "multiply" else [], linkage="dso_local"
+        )
+        if what == "give":
+            tiles.resize(code, {0: (5, 20), 3: (16, 64)})
+        elif what == "look":
+            code.intrinsic("x86.sttilecfg", "void", out, suffix="")
+        else:
+            code.do(f"call void @{name.name}({', '.join(map(str, params))})")
+        code.finish()
+    image, _ = assemble(module.text(), isa)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), new_machine(isa, 2))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(image))
+    engine.finalize_object()
+    give, look, multiply = (engine.get_function_address(what) for what in ("give", "look", "multiply"))
+    found = [np.zeros(64, np.uint8) for _ in range(4)]
+    see = lambda i: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(look)(found[i].ctypes.data)
+    a, b, c = (
+        np.ones((32, 64), ml_dtypes.bfloat16),
+        np.ones((64, 32), ml_dtypes.bfloat16),
+        np.zeros((32, 32), np.float32),
+    )
+    work = np.zeros(name.workspace + 64, np.uint8)
+    args = [x for m in (a, b, c) for x in (m.ctypes.data, m.shape[1])] + [work.ctypes.data - work.ctypes.data % -64]
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_void_p)(multiply)
+    see(0), run(*args), see(1)
+    ctypes.CFUNCTYPE(None)(give)()
+    see(2), run(*args), see(3)
+    assert (c == 64).all() and not found[0].any() and not found[1].any()
+    assert found[2][0] == 1 and [found[2][48], found[2][51]] == [5, 16]
+    np.testing.assert_array_equal(found[2], found[3])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jtile as jt
+from jtile.lowering.cpu.isa import host_isa
 from jtile.testing import relative_error
 
 pytestmark = pytest.mark.cpu
@@ -103,6 +104,43 @@ def test_a_row_has_the_same_bits_in_any_company(kind):
     every = run(a, sa, sums)
     for m in (1, 2, 5, 9):
         np.testing.assert_array_equal(run(a[:m], sa[:m], sums[:m]), every[:m])
+
+
+@pytest.mark.parametrize(("kind", "m", "n", "rows", "blocks", "shared", "lows", "acc"), [
+    ("nibbles", 9, 16, 16, 1, 1, False, False), ("nibbles", 16, 32, 32, 2, 1, True, False),
+    ("nibbles", 17, 5, 5, 3, 1, False, True), ("nibbles", 40, 80, 80, 18, 1, True, True),
+    ("nibbles", 33, 51, 17, 4, 2, True, False), ("int8", 64, 34, 34, 6, 3, False, True),
+    ("int8", 20, 48, 48, 5, 1, False, False), ("uint8", 31, 40, 20, 2, 2, True, True),
+])  # fmt: skip
+def test_tiles_have_the_bits_of_vectors(kind, m, n, rows, blocks, shared, lows, acc):
+    """Tiles sum integers in float32, which no sum of a block is too large for: largest numbers and codes, too."""
+    if not host_isa().has("amx-bf16"):
+        pytest.skip("this machine has no matrix tiles, or this process may not use them")
+    a, sa, b, *rest = operands(m, kind, m, n, blocks, shared, "float16", lows)
+    a[1], a[2], b[0], b[-1] = -32768, 32767, np.iinfo(b.dtype).max, np.iinfo(b.dtype).min
+    run = lambda: jax.jit(lambda *x: scaled(*x, rows=rows, nibbles=kind == "nibbles", acc=acc))(a, sa, b, *rest)
+    with jt.config(isa="avx512bf16"):
+        want = run()
+    np.testing.assert_array_equal(run(), want)
+    assert relative_error(want, expected(a, sa, b, *rest, nibbles=kind == "nibbles", acc=acc)) < 1e-6
+
+
+def test_what_tiles_are_used_for():
+    """Columns that meet more than eight rows; tiles have the sizes behind that they had before."""
+    for kind, m, has in (("nibbles", 9, True), ("nibbles", 8, False), ("int8", 9, True), ("uint8", 8, False)):
+        given = operands(0, kind, m, 40, 2, 1, "float16", True)
+        lowered = scaled.lower(*given, target="cpu:amx", rows=40, nibbles=kind == "nibbles", acc=False)
+        words = "tdpbf16ps", "ldtilecfg", "sttilecfg"
+        assert [word in lowered.texts["asm"] for word in words] == [has] * 3
+
+
+def test_scales_that_meet_large_sums():
+    """A sum times the scale of its row alone would be no float32 number."""
+    for m in (1, 5, 20):
+        a, sa, b, sb, *_ = operands(m, "nibbles", m, 16, 2, 1, "float16", False)
+        sa, sb = sa * np.float32(1e32), (sb * 1e-3).astype(sb.dtype)
+        y = scaled(a, sa, b, sb, None, None, rows=16, nibbles=True, acc=False)
+        assert relative_error(y, expected(a, sa, b, sb, None, None, True, False)) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "isa", "wanted"), [
