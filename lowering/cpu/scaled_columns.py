@@ -21,7 +21,8 @@ LANES = 16
 PAIRS = BLOCK // 2
 WORDS = vec(LANES, "i32")
 _BYTES, _HALVES, _FLOATS = vec(4 * LANES, "i8"), vec(2 * LANES, "i16"), vec(LANES, "float")
-_FEW_DIGITS = 4  # rows for which two instructions of four products are better than widening B
+_FEW_DIGITS = 8  # rows for which two instructions of four products are better than widening B
+_BOTH_DIGITS = 6  # rows whose digits are summed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,24 +94,37 @@ def splitter(module: Module, spec: ScaledSpec) -> str:
 def sums_by_digits(
     c: Code, spec: ScaledSpec, digits: Val, b: Val, b_row: Val, block: Val, rows: int, width: int
 ) -> list[Val]:
-    """The sums of a block for each row of A, whose digits `splitter` has made."""
-    low, high, total = [zeros(WORDS)] * rows, [zeros(WORDS)] * rows, zeros(WORDS)
-    multiplied = lambda acc, unsigned, signed: c.intrinsic(
-        "x86.avx512.vpdpbusd", WORDS, acc, unsigned, signed, suffix="512"
-    )
-    for s, y in enumerate(_quads(c, spec, b, b_row, block, width)):
-        y = c.cast("bitcast", y, WORDS)
-        total = total if spec.nibbles else multiplied(total, const(WORDS, str(0x01010101)), y)
-        for r in range(rows):
-            at = c.gep("i8", digits, c.add(c.mul(block, BLOCK), r * spec.k + 4 * s))
-            first, second = (
-                c.splat(c.load("i32", c.gep("i8", at, n * spec.m * spec.k), align=4), LANES) for n in range(2)
-            )
-            low[r] = multiplied(low[r], first, y)
-            high[r] = multiplied(high[r], y, second) if spec.nibbles else multiplied(high[r], second, y)
-    if not spec.nibbles:
-        high = [c.binary("sub", x, c.binary("shl", total, const(WORDS, "7"))) for x in high]
-    return [c.binary("add", c.binary("shl", x, const(WORDS, "8")), y) for x, y in zip(high, low, strict=True)]
+    """The sums of a block for each row of A, whose digits `splitter` has made. Of a few rows both digits are summed at
+    a time, so that fewer instructions wait for each other; of more, one after the other in the same registers."""
+    found = [c.cast("bitcast", x, WORDS) for x in _quads(c, spec, b, b_row, block, width)]
+    zero = zeros(WORDS)
+
+    def summed(sums: list[Val], digit: int) -> list[Val]:
+        for s, y in enumerate(found):
+            at = c.gep("i8", digits, c.add(c.mul(block, BLOCK), 4 * s + digit * spec.m * spec.k))
+            x = [c.splat(c.load("i32", c.gep("i8", at, r * spec.k), align=4), LANES) for r in range(rows)]
+            pairs = [(y, of_row) if digit and spec.nibbles else (of_row, y) for of_row in x]
+            sums = [_multiplied(c, acc, *pair) for acc, pair in zip(sums, pairs, strict=True)]
+        return sums
+
+    shifted = lambda sums, bits: [c.binary("shl", x, const(WORDS, str(bits))) for x in sums]
+    high = shifted(summed([zero] * rows, 1), 8)
+    if rows > _BOTH_DIGITS:
+        sums = summed(high, 0)
+    else:
+        sums = [c.binary("add", x, y) for x, y in zip(high, summed([zero] * rows, 0), strict=True)]
+    if spec.nibbles:
+        return sums
+    total = zero
+    for y in found:
+        total = _multiplied(c, total, const(WORDS, str(0x01010101)), y)
+    (total,) = shifted([total], 15)  # high digits stand 128 too high
+    return [c.binary("sub", x, total) for x in sums]
+
+
+def _multiplied(c: Code, acc: Val, unsigned: Val, signed: Val) -> Val:
+    """acc + unsigned . signed for four bytes in each lane."""
+    return c.intrinsic("x86.avx512.vpdpbusd", WORDS, acc, unsigned, signed, suffix="512")
 
 
 def packer(module: Module, spec: ScaledSpec, width: int) -> str:
