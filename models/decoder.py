@@ -345,14 +345,32 @@ class Decoder(nnx.Module):
           Hidden states [batch, length, hidden], or [batch, hidden] of the tokens `at`, before the final norm, and the
           entry of each layer for the cache.
         """
+        (x, delta, _), entries = self.through(self.begin(ids), range(len(self.blocks)), lengths, at, slots)
+        return x + layers.whole(delta), entries
+
+    def begin(self, ids) -> tuple:
+        """What `through` takes in front of the first block, for ids int32 [batch, length]."""
         x, angles = self.enter(ids, _positions(ids))
-        delta, entries = None, []
-        for i, block in enumerate(self.blocks, 1):
+        return x, None, [angles[rope] for rope in self.ropes]
+
+    def through(self, carried: tuple, some: range, lengths=None, at=None, slots=None) -> tuple[tuple, list]:
+        """Runs prompts through `some` of the blocks.
+
+        Args:
+          carried: (x, delta, for each of `ropes` cos and sin of the positions): x + delta goes into the first of them.
+          lengths, at, slots: as in `prefill`; of `at` behind the last block of all.
+        Returns:
+          What is carried on behind them, and the entry of each of these layers for the cache.
+        """
+        (x, delta, turns), entries = carried, []
+        angles = dict(zip(self.ropes, turns, strict=True))
+        for i in some:
+            block: Any = self.blocks[i]
             more = {"lengths": lengths} if getattr(block, "recurrent", False) else {}
-            more |= {"at": at if i == len(self.blocks) else None, "slots": slots}
+            more |= {"at": at if i == len(self.blocks) - 1 else None, "slots": slots}
             (x, delta), entry = block.prefill(x, delta, *angles[block.rope], **more)
             entries.append(entry)
-        return x + layers.whole(delta), entries
+        return (x, delta, turns), entries
 
     def __call__(self, ids, *, remat: bool = False):
         """Logits float32 [batch, length, vocab] after every token of ids int32 [batch, length], without a cache.

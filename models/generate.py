@@ -18,7 +18,7 @@ from jtile._errors import ModelError, PromptError
 from jtile.ops import gpu_tiles
 
 from . import cache as kv
-from . import programs, speculation
+from . import programs, prompts, speculation
 from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .config import LONGEST
@@ -279,15 +279,17 @@ class LanguageModel:
         rows = len(prompt.lengths)
         return (prompt if self.devices is None else self.devices.filled(prompt)), rows
 
-    def _compiled(self, function, *args, **static):
-        """The executable of a jitted function for these argument shapes; returns (executable, seconds to compile)."""
+    def _compiled(self, function, *args, weights=None, **static):
+        """The executable of a jitted function for these argument shapes, and these of the weights, by default all;
+        returns (executable, seconds to compile)."""
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
         key = (function.__name__, shapes, tuple(static.items()))
         start = time.perf_counter()
         if key not in self._executables:
             lower = function.lower if self.devices is None else functools.partial(self.devices.lower, function)
             with gpu_tiles.beside(self._weights):
-                self._executables[key] = lower(self._structure, self._weights, *args, **static).compile()
+                given = self._weights if weights is None else weights
+                self._executables[key] = lower(self._structure, given, *args, **static).compile()
         return self._executables[key], time.perf_counter() - start
 
 
@@ -400,12 +402,11 @@ class Generation(Iterator):
         args = (widen(self._prompt.ids, size), self._prompt.lengths, *rest)
         context = lm.devices and lm.devices.axes.context
         layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size, context)
-        prefill, seconds = lm._compiled(programs.prefill, *args, layout=layout, **static)
-        tokens, _, done, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
+        prompt, (tokens, _, done, memory), seconds = prompts.compiled(lm, args, static | {"layout": layout})
         args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
         decode, more = lm._compiled(programs.decode, *args_of_step, chunk=chunk, **static)
         self.stats.compile_seconds = seconds + more
-        return functools.partial(prefill, lm._weights, *args), decode, rest
+        return prompt, decode, rest
 
     def _prompt_done(self, began: float) -> float:
         """Notes that the prompt, which began then, is done now; returns the time."""

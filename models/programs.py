@@ -63,15 +63,21 @@ def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, l
     """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
     the `Memory`)."""
     model = merge(structure, weights)
-    last, entries = model.prefill(ids, lengths, at=lengths - 1, slots=layout.slots if _made_at_once(layout) else None)
-    logits, cache = model.head(last), kv.from_prefill(entries, lengths, layout)
+    last, entries = model.prefill(ids, lengths, at=lengths - 1, slots=layout.slots if made_at_once(layout) else None)
+    cache = kv.from_prefill(entries, lengths, layout)
+    return first_tokens(model, last, cache, ids, lengths, numbers, ends, steps, logprobs)
+
+
+def first_tokens(model: Decoder, last, cache: kv.KVCache, ids, lengths, numbers, ends, steps, logprobs: bool):
+    """What `prefill` gives for the hidden states [batch, hidden] of the last tokens of prompts, and their cache."""
+    logits = model.head(last)
     penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
     tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)
     rates = sampling.log_probability(logits, tokens) if logprobs else None
     return tokens, rates, is_end(tokens, ends), Memory(cache, sampling.noted(penalties, tokens))
 
 
-def _made_at_once(layout: kv.Layout) -> bool:
+def made_at_once(layout: kv.Layout) -> bool:
     """Whether a prompt makes keys and values in the size of the cache, so that no copy of them follows."""
     whole = layout.page is None and layout.context is None and layout.dtype not in kv.SCALED
     return whole and not on_host()
