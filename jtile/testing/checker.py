@@ -276,7 +276,7 @@ class Checker:
         """
         leaves = [_in_float32(jnp.asarray(x)) for x in self.leaves]
         cotangents = [_in_float32(c) for c in self.cotangents]
-        run, pulled = self.run_kernel, self.pulled[0]
+        run, pulled = evaluated(self.kernel), self.pulled[0]
         if any(x.dtype.name in _HALF for x in (*self.leaves, *self.outs)):
             pulled = jax.jit(self.pull(lambda *xs: tuple(map(_in_float32, self.kernel(*xs)))))(leaves, cotangents)
         h = self.s.step
