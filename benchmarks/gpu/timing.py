@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jtile.testing import Timing
@@ -40,54 +41,82 @@ def way(calls: int) -> str:
     return f"{calls} calls in a {'command buffer' if calls >= _GRAPH and not off else 'stream'}"
 
 
-def repeated(function: Callable, calls: int) -> Callable:
+class Repeated:
     """One jitted function of a list of argument sets that calls `function` `calls` times in a row, the sets in turn.
 
     Every call waits for the one before through a barrier: else XLA may merge equal calls, or fuse neighbours. It is
     traced once, and XLA puts it in place of every call.
+
+    A program takes the results of the run before besides, and puts its own in their places: XLA records a command
+    buffer again where arrays have moved, which takes a slow host 10 us a kernel (torch's graphs have such places, too).
     """
-    function = jax.jit(function)
 
-    def program(sets: Sequence[tuple[Any, ...]]):
-        out = []
-        for i in range(calls):
-            args = sets[i % len(sets)]
-            if out:  # the barrier's copy of the result is used, too: else XLA drops it, and calls are equal again
-                leaves, tree = jax.tree.flatten(out[-1])
-                args, leaves[0] = lax.optimization_barrier((args, leaves[0]))
-                out[-1] = jax.tree.unflatten(tree, leaves)
-            out.append(function(*args))
-        return out
+    def __init__(self, function: Callable, calls: int):
+        function = jax.jit(function)
 
-    return jax.jit(program)
+        def program(sets: Sequence[tuple[Any, ...]], places: Any):
+            del places
+            out = []
+            for i in range(calls):
+                args = sets[i % len(sets)]
+                if out:  # the barrier's copy of the result is used, too: else XLA drops it, and calls are equal again
+                    leaves, tree = jax.tree.flatten(out[-1])
+                    args, leaves[0] = lax.optimization_barrier((args, leaves[0]))
+                    out[-1] = jax.tree.unflatten(tree, leaves)
+                out.append(function(*args))
+            return out, jnp.zeros((), jnp.int32)  # which no later run takes the place of: to wait for
+
+        self._of_sets = lambda sets: program(sets, None)[0]
+        self._jitted = jax.jit(program, donate_argnums=1, keep_unused=True)
+
+    def __call__(self, sets: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results of all calls."""
+        return jax.jit(self._of_sets)(sets)
+
+    def lower(self, sets: Sequence[tuple[Any, ...]]) -> Any:
+        """The program for such sets, which `JaxRunner` runs when it is compiled."""
+        return self._jitted.lower(sets, jax.eval_shape(self._of_sets, sets))
+
+
+def repeated(function: Callable, calls: int) -> Repeated:
+    """`Repeated`, by its shorter name."""
+    return Repeated(function, calls)
 
 
 class JaxRunner:
-    """A `program` of `repeated`, compiled for these sets of arguments."""
+    """A program of `repeated`, lowered and compiled, for these sets of arguments."""
 
     def __init__(self, program: Callable, sets: Sequence[tuple[Any, ...]], calls: int):
         self.program, self._sets, self.calls = program, sets, calls
-        self.output = jax.block_until_ready(program(sets))[0]  # the result for the first set; its check drops it
+        places = program.args_info[0][1]  # type: ignore[attr-defined]
+        self._places = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), places)
+        jax.block_until_ready(self._run())
+        self.output = jax.tree.map(jnp.copy, self._places[0])  # the result for the first set; its check drops it
+
+    def _run(self) -> jax.Array:
+        """Start the program; what is ready when it has ended."""
+        self._places, end = self.program(self._sets, self._places)
+        return end
 
     def run(self, turns: int, front: int = 1) -> float:
         """Microseconds of one call, over `turns` programs behind `front` others.
 
-        While those others run, the host gets ahead of the device, so that its time to start a program (up to a
-        millisecond, since results have moved) does not count. If the host is behind, its time counts.
+        While those others run, the host gets ahead of the device, so that its time to start a program does not count.
+        If the host is behind, its time counts.
         """
         begin = time.perf_counter()
         for _ in range(front):
-            y = self.program(self._sets)
-        before = y
+            end = self._run()
+        before = end
         for _ in range(turns):
-            y = self.program(self._sets)
-        behind = jax.tree.leaves(before)[0].is_ready()
+            end = self._run()
+        behind = before.is_ready()
         jax.block_until_ready(before)
         start = time.perf_counter()
-        jax.block_until_ready(y)
-        end = time.perf_counter()
-        whole = (end - begin) / (front + turns)  # a little too much: the start of the first program is in it
-        seconds = whole if behind else max((end - start) / turns, 0.9 * whole)  # a late host sees too little
+        jax.block_until_ready(end)
+        stop = time.perf_counter()
+        whole = (stop - begin) / (front + turns)  # a little too much: the start of the first program is in it
+        seconds = whole if behind else max((stop - start) / turns, 0.9 * whole)  # a late host sees too little
         return 1e6 * seconds / self.calls
 
 

