@@ -86,14 +86,14 @@ def repeated(function: Callable, calls: int) -> Repeated:
 class JaxRunner:
     """A program of `repeated`, lowered and compiled, for these sets of arguments."""
 
-    def __init__(self, program: Callable, sets: Sequence[tuple[Any, ...]], calls: int):
+    def __init__(self, program: Any, sets: Sequence[tuple[Any, ...]], calls: int):
         self.program, self._sets, self.calls = program, sets, calls
-        places = program.args_info[0][1]  # type: ignore[attr-defined]
+        places = program.args_info[0][1]
         self._places = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), places)
         jax.block_until_ready(self._run())
         self.output = jax.tree.map(jnp.copy, self._places[0])  # the result for the first set; its check drops it
 
-    def _run(self) -> jax.Array:
+    def _run(self) -> Any:
         """Start the program; what is ready when it has ended."""
         self._places, end = self.program(self._sets, self._places)
         return end
