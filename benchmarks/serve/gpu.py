@@ -118,9 +118,9 @@ class _Engines:
         began, device = time.monotonic(), engine._core.device
         for n in engine.settings.shapes:
             device._step(n)
-        if engine.settings.launch_steps > 1:
-            device._several(engine.settings.shape(self._rows), 0)
-            device.ahead = True
+        for count in engine.settings.launch_steps:
+            device._several(engine.settings.shape(self._rows), 0, count)
+        device.ahead = True
         asyncio.run(run(Load("", 2, Lengths(4), Lengths(4)), of_engine(engine), self._lm.config.vocab_size))
         gc.collect()
         gc.freeze()  # as at the start of a server, which has its programs; going through them takes 100 ms each time

@@ -19,13 +19,13 @@ from jtile._errors import JtileError, ModelError
 from ..generate import LanguageModel
 from .decoding import Rows
 from .device import LEVELS, Device, Parts, Rates, Result
+from .pace import Pace
 from .request import Completion, Request, Token
 from .scheduler import Plan, Scheduler, Segment, Sequence
 from .settings import Settings
 from .text import StopText
 
 Deliver = Callable[[list[Token], JtileError | None], None]
-HURRY = 64  # launches behind one that came late of which each may have several steps
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +58,7 @@ class Core:
     def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Parts] | None = None):
         self.lm, self.settings = lm, settings
         sizes = settings.pages, settings.page, settings.rows, settings.shapes[-1]
-        steps = 1 if settings.if_late else settings.launch_steps
+        steps = settings.launch_steps[0] if settings.launch_steps and not settings.if_late else 1
         tiles = {"tile": settings.tile, "singles": settings.singles, "steps": steps}
         self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed, **tiles)
         self.device = Device(lm, settings, adapters or ())
@@ -66,7 +66,7 @@ class Core:
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
         self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
-        self._hurry = 0  # for how many more launches the device is taken to wait for the host
+        self._pace = Pace((1, *settings.launch_steps)) if settings.if_late else None
 
     @property
     def idle(self) -> bool:
@@ -116,19 +116,20 @@ class Core:
                 self.device.seat(sequence.slot, self._jobs[sequence].request.row, sequence.tokens)
             self._flying.append((plan, self.device.run(plan, *self._needs(plan))))
             self.totals.steps += plan.steps
-            self._keep_pace()
+            self._keep_pace(plan)
         meanwhile()
         if self._flying and (len(self._flying) > 1 or plan.empty):
             plan, result = self._flying.popleft()
             self._read(plan, *result.read())
 
-    def _keep_pace(self) -> None:
-        """Chooses how many steps the next launches have. Where the device has ended a launch before the host has made
-        the next one it waits, and would wait for most of them; a host in time makes launches of one step, whose tokens
-        and new prompts wait for no other step. A program that is not compiled yet would hold up all requests."""
-        if self.settings.if_late and self.device.ahead and len(self._flying) > 1:
-            self._hurry = HURRY if self._flying[-2][1].ended else max(self._hurry - 1, 0)
-            self.scheduler.steps = self.settings.launch_steps if self._hurry else 1
+    def _keep_pace(self, plan: Plan) -> None:
+        """Chooses how many steps the next launches have, behind one of sequences that all decode. A program that is not
+        compiled yet would hold up all requests."""
+        if self._pace is None or not self.device.ahead or plan.rows is None or len(self._flying) < 2:
+            return
+        if plan.steps == self._pace.steps:
+            self._pace.note(self._flying[-2][1].ended)
+        self.scheduler.steps = self._pace.steps
 
     def _needs(self, plan: Plan) -> tuple[int, bool, dict[int, np.ndarray]]:
         """The arguments `level`, `logprobs` and `masks` of `Device.run` for a plan."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -115,9 +116,9 @@ class Device:
         samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
         todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
         todo += [lambda k=k, level=level: self._choose(k, level, False, False) for k in samples for level in (0, 1)]
-        if self._settings.launch_steps > 1:
-            alone = [n for n in self._settings.shapes if n == self._settings.samples(n)]
-            todo += [lambda n=n, level=level: self._several(n, level) for n in alone for level in (0, 1)]
+        alone = [n for n in self._settings.shapes if n == self._settings.samples(n)]
+        for of in itertools.product(alone, (0, 1), self._settings.launch_steps):
+            todo.append(lambda of=of: self._several(*of))
         todo.append(self._copy)
         for done, make in enumerate(todo):
             progress(done, len(todo))
@@ -177,7 +178,7 @@ class Device:
         assert plan.rows is not None
         numbers = np.zeros((7, batch.shape[1]), np.int32)
         numbers[:5], numbers[5, : len(plan.rows.chosen)], numbers[6] = batch, plan.rows.chosen, which[1]
-        run = self._several(batch.shape[1], level)
+        run = self._several(batch.shape[1], level, plan.steps)
         args = self._entries, self._last, self._options, table, numbers, self._adapters
         tokens, self._entries, self._last = run(self._lm._weights, *args)
         return Result(tokens, None)
@@ -273,8 +274,8 @@ class Device:
         options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
         return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
 
-    def _several(self, n: int, level: int) -> jax.stages.Compiled:
-        lm, count = self._lm, self._settings.launch_steps
+    def _several(self, n: int, level: int, count: int) -> jax.stages.Compiled:
+        lm = self._lm
         args = self._entries, self._last, self._options, self._table, np.zeros((7, n), np.int32), self._adapters
         options = {"splits": self._settings.splits, "steps": LEVELS[level], "count": count}
         return self._get(("several", n, level, count), programs.several, lm._structure, lm._weights, *args, **options)

@@ -30,7 +30,7 @@ QUERIES = 64  # the queries of a tile
 E4M3 = "float8_e4m3fn"
 # tokens of prompts that the largest step has at least, rows of a tile of products
 CHUNK, TILE_ROWS = 4096, 128
-MOST_STEPS, GPU_STEPS = 8, 4  # steps of a launch: the most, and those on a GPU
+MOST_STEPS, GPU_STEPS = 8, (2, 4)  # steps of a launch: the most, and those on a GPU
 CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # size of the cache: bytes on CPUs, on GPUs a share of the free memory
 
 
@@ -41,7 +41,8 @@ class Settings:
     waiting: requests that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: into how many
     parts the keys of a row are split, None for the quickest number. adapters: the names of low-rank adapters that
     requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`. launch_steps: how
-    many steps a launch has while all sequences decode; if_late: only where the device would wait for the host else."""
+    many steps a launch may have while all sequences decode, if it has several, ascending; if_late: as many as keep the
+    device from waiting for the host."""
 
     rows: int
     shapes: tuple[int, ...]
@@ -54,7 +55,7 @@ class Settings:
     mixed: bool
     adapters: tuple[str, ...] = ()
     tile: int = 1
-    launch_steps: int = 1
+    launch_steps: tuple[int, ...] = ()
     if_late: bool = False
 
     @property
@@ -147,7 +148,8 @@ def settings_of(
     length = min(length, pages * page)
     splits = 1 if invariant else None
     switches = bool(prefix_cache), splits, bool(chunked_prefill)
-    steps = {"launch_steps": launch_steps or (1 if cpu else GPU_STEPS), "if_late": launch_steps is None}
+    several = (() if cpu else GPU_STEPS) if launch_steps is None else () if launch_steps == 1 else (launch_steps,)
+    steps = {"launch_steps": several, "if_late": launch_steps is None and not cpu}
     found = Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters), **steps)
     tile = tile_of(lm, cpu)
     if shapes[-1] - found.shape(rows) < tile:

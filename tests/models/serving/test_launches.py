@@ -15,7 +15,8 @@ from serving_checks import idle, numbers, run, until
 from jtile._errors import ModelError
 from jtile.models import Engine, Grammar
 from jtile.models.serving import settings as serving_settings
-from jtile.models.serving.core import HURRY, Core
+from jtile.models.serving.core import Core
+from jtile.models.serving.pace import PATIENCE, SMOOTH, Pace
 from jtile.models.serving.request import read_request
 from jtile.models.serving.settings import settings_of
 
@@ -117,7 +118,7 @@ def test_stops_and_grammars(engine, monkeypatch):
     pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
     lm, cores = engine.lm, []
     for steps in (1, 2):
-        cores.append(Core(lm, dataclasses.replace(engine.settings, launch_steps=steps)))
+        cores.append(Core(lm, dataclasses.replace(engine.settings, launch_steps=() if steps == 1 else (steps,))))
         cores[-1].device._compiled = engine._core.device._compiled
     steps = launches_of(cores[1], monkeypatch)
     free = engine.generate([[7, i] for i in range(4)], max_tokens=24, eos=None)
@@ -191,22 +192,40 @@ def test_streams_that_leave_in_the_middle(lm, four):
         until(lambda: idle(engine))
 
 
+def test_longer_launches_where_the_host_is_late():
+    """One late launch changes nothing; where half of them are late the next have more steps, and fewer again behind
+    enough in time."""
+    pace = Pace((1, 2, 4))
+    for late in [True, *[False] * 9] * 20:
+        pace.note(late)
+        assert pace.steps == 1
+    seen = []
+    for late in [True] * 40 + [False] * 2 * PATIENCE:
+        pace.note(late)
+        seen.append(pace.steps)
+    assert sorted(set(seen)) == [1, 2, 4] and seen[39] == 4 and seen[-1] == 1
+    assert 8 <= seen.index(2) < seen.index(4) <= 30
+    for late in [True, False, False, False] * PATIENCE:
+        pace.note(late)
+        assert pace.steps == 1
+
+
 def test_a_host_in_time_makes_launches_of_one_step(lm, one, monkeypatch):
-    """On a GPU: several steps behind a launch that came when the device had ended the one before it, if their programs
-    are compiled."""
-    monkeypatch.setattr(serving_settings, "GPU_STEPS", 2)
+    """On a GPU, and whatever the host is where programs of several steps are not compiled: they would hold up all."""
     monkeypatch.setattr(serving_settings, "on_host", lambda: False)
     monkeypatch.setattr(serving_settings, "tile_of", lambda lm, cpu: 1)
     core = Core(lm, settings_of(lm, **SIZES))
     core.device._compiled = one.device._compiled
-    assert (core.scheduler.steps, core.settings.launch_steps, core.settings.if_late) == (1, 2, True)
-    for ahead, ended, steps in (
-        (False, True, 1), (True, False, 1), (True, True, 2), *[(True, False, 2)] * (HURRY - 1), (True, False, 1)
+    assert (core.scheduler.steps, core.settings.launch_steps, core.settings.if_late) == (1, (2, 4), True)
+    for ahead, ended, kind, steps in (
+        (False, True, "rows", 1), (True, False, "rows", 1), (True, True, "prompts", 1), (True, True, "rows", 2)
     ):  # fmt: skip
         core.device.ahead = ahead
-        core._flying.clear()
-        core._flying.extend((None, SimpleNamespace(ended=done)) for done in (ended, False))
-        core._keep_pace()
+        plan = SimpleNamespace(rows=None if kind == "prompts" else (), steps=1)
+        for _ in range(SMOOTH):
+            core._flying.clear()
+            core._flying.extend((None, SimpleNamespace(ended=done)) for done in (ended, False))
+            core._keep_pace(plan)
         assert core.scheduler.steps == steps
 
 
