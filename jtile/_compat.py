@@ -50,6 +50,21 @@ def is_eager_shard_map() -> bool:
     return isinstance(trace, ShardMapTrace)
 
 
+def is_staged(x: Any) -> bool:
+    """Whether a value is one of a program that is being traced to be compiled, and nothing else: no derivative or lane
+    of it."""
+    from jax._src.interpreters import partial_eval
+
+    return isinstance(x, partial_eval.DynamicJaxprTracer)
+
+
+def trace_context() -> Any:
+    """What traces depend on besides the types of arguments: JAX's options and contexts."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.make_jaxpr` of what runs in a kernel: also in `jax.ensure_compile_time_eval()` nothing of it runs at once,
     the primitives without operands, such as the number of a program, included."""

@@ -153,6 +153,7 @@ class Kernel:
         self._sized: Recent[Any, _Bound] = Recent(_SIZES)  # bound calls with dynamic dimensions
         self._families: Recent[Any, Family] = Recent(_TRACED)  # the programs of such calls, by all but their sizes
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._written: Callable[..., Any] | None = None  # (types of the Refs, meta) to the body's jaxpr; None: trace it
         self._tuning: Tuning | None = None
         self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options
         self._on_mesh = False  # whether a call has asked for the mesh around it
@@ -211,7 +212,7 @@ class Kernel:
         out = Kernel(
             self._fn, spec, self._signature.name, checked_options(self._options, options, self._signature.where)
         )
-        out._vjp, out._tuning = self._vjp, self._tuning
+        out._vjp, out._tuning, out._written = self._vjp, self._tuning, self._written
         return out
 
     def autotune(
@@ -451,7 +452,8 @@ class Kernel:
         from jtile.primitive.program import make_program
 
         where = self._signature.where
-        jaxpr = trace.trace(
+        jaxpr = self._written and self._written([*layout.inputs, *layout.outputs, *layout.scratch], meta)
+        jaxpr = jaxpr or trace.trace(
             self._body, layout.inputs, layout.outputs, layout.scratch,
             meta=meta, name=self.name, grid=layout.grid, axes=layout.axes, aliases=layout.aliases, inits=layout.inits,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from .tilings import Tiling, group_tiling, loop_tiling, window_tiling
 from .units import Group, Product, Unit
 from .windowed import ends_within, window_body
 from .windows import long_shape
+from .written import jaxpr_of
 
 
 def name_of(first: str, steps: Sequence[Step]) -> str:
@@ -50,6 +51,8 @@ class GroupKernel:
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
         key = lambda: digest_of(group.steps, group.outputs)
         own = {"scratch": self._sums.scratch, "compared": self._sums.joined}
+        if not group.last and not group.windowed:
+            own["written"] = functools.partial(jaxpr_of, group)
         self._tunable = Tunable(body, self.types, tiling, name=name, key=key, **own)
         self.kernel = self._tunable.kernel
 

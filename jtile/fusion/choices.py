@@ -68,9 +68,11 @@ class Tunable:
         points: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
         defaults: Mapping[str, Any] | None = None,
         compared: Callable[[Sequence[Any]], Any] | None = None,
+        written: Callable[[Tiling, Sequence[Any]], Any] | None = None,
     ):
-        """body(tiling, refs); key: what the choice depends on; points: those of the search space; defaults: options for
-        the compiler; compared: what does not depend on the tiling, of what the kernel writes."""
+        """body(tiling, refs); written(tiling, types of the refs): the jaxpr of that, None where it has to be traced;
+        key: what the choice depends on; points: those of the search space; defaults: options for the compiler;
+        compared: what does not depend on the tiling, of what the kernel writes."""
         self.model, self._defaults = tiling, dict(defaults or {})
 
         def run(*refs, tile=tiling.sides, order=tiling.order):
@@ -80,6 +82,8 @@ class Tunable:
             return tiling.of(tile, order).grid or 1
 
         made = jt.call(run, out_type=list(types), grid=grid, name=name, scratch=[*scratch] or None)
+        if written is not None:
+            made._written = lambda refs, meta: written(tiling.of(meta["tile"], meta["order"]), refs)
         self.kernel, self._asks = made, _is_asked(name)
         if self._asks:
             space = points or (lambda: points_of(tiling))

@@ -13,7 +13,9 @@ from jax.extend import source_info_util
 from jax.extend.core import jaxpr_as_fun
 
 from jtile._collector import paused
+from jtile._compat import is_staged, trace_context
 from jtile._errors import KernelTypeError
+from jtile._memo import Recent
 
 from .bodies import kernel_of
 from .chains import Chain
@@ -25,12 +27,15 @@ from .row_scatters import RowScatter
 from .steps import Constant, Node, Step, Value, program_of
 from .units import Group, Plan, Product, Unit
 
+PLANS = 64  # remembered types of arguments of a function, in programs around it
+
 
 class Fused:
     """A function whose array program runs as tile kernels; `jt.fuse` makes one. It is called as the function is."""
 
     def __init__(self, fun: Callable[..., Any], static_argnums: tuple[int, ...], static_argnames: tuple[str, ...]):
         self._fun, self._numbers, self._names = fun, static_argnums, static_argnames
+        self._staged: Recent[Any, tuple[Plan, Any]] = Recent(PLANS)
         functools.update_wrapper(self, fun)
 
         def run(*args, **kwargs):
@@ -41,7 +46,26 @@ class Fused:
         self._run = jax.jit(run, static_argnums=static_argnums, static_argnames=static_argnames, inline=True)
 
     def __call__(self, *args, **kwargs):
-        return self._run(*args, **kwargs)
+        given, named = self.arrays(args, kwargs)
+        leaves, tree = jax.tree.flatten((given, named))
+        if not leaves or not all(map(is_staged, leaves)):
+            return self._run(*args, **kwargs)
+        fixed = [x for i, x in enumerate(args) if i not in given]
+        fixed += [(name, x) for name, x in kwargs.items() if name not in named]
+        key = tree, tuple(map(jax.typeof, leaves)), tuple(fixed), trace_context()
+        try:
+            known = self._staged.get(key)
+        except TypeError:  # a static argument that has no hash: JAX names it
+            return self._run(*args, **kwargs)
+        return self._in_program(key, known or self.planned(args, kwargs)[:2], leaves)
+
+    def _in_program(self, key: Any, known: tuple[Plan, Any], leaves: Sequence[Any]) -> Any:
+        """The result in a program that is being traced: its equations become that program's. A call of `jax.jit` around
+        them, which it would inline, takes a millisecond."""
+        plan, tree = known
+        if not any(isinstance(x, jax.core.Tracer) for x in plan.program.constants.values()):
+            self._staged.put(key, known)
+        return jax.tree.unflatten(tree, evaluate(plan, leaves))
 
     def __repr__(self) -> str:
         return f"<jtile.Fused {getattr(self._fun, '__name__', self._fun)}>"
@@ -111,7 +135,7 @@ def evaluate(
     plan: Plan, args: Sequence[Any], run: Callable[[Unit, Sequence[Any]], Sequence[Any]] | None = None
 ) -> list:
     """The results of a program for the arrays of its inputs; `run(unit, arrays)`: how a unit runs."""
-    program, run = plan.program, run or run_unit
+    program, run = plan.program, run or functools.partial(run_unit, kernels=plan.kernels)
     if not plan.has_kernels:  # XLA gets the program as it is without jt.fuse
         return jaxpr_as_fun(program.closed)(*args)
     have: dict[Value, Any] = {**program.constants, **dict(zip(program.inputs, args, strict=True))}
@@ -143,10 +167,11 @@ def _values(node: Node, have: dict[Value, Any], **params: Any) -> Iterable[tuple
 
 
 @paused()
-def run_unit(unit: Unit, args: Sequence[Any]) -> Sequence[Any]:
-    """A unit by its kernel. Where functions have derivative rules of their own, or sums leave the kernel in parts, the
-    derivative is that of the equations themselves; else it is the kernel's."""
-    kernel = kernel_of(unit)
+def run_unit(unit: Unit, args: Sequence[Any], kernels: dict[Any, Any] | None = None) -> Sequence[Any]:
+    """A unit by its kernel, one of `kernels` or a new one. Where functions have derivative rules of their own, or sums
+    leave the kernel in parts, the derivative is that of the equations themselves; else it is the kernel's."""
+    kernels = {} if kernels is None else kernels
+    kernel = kernels.get(unit) or kernels.setdefault(unit, kernel_of(unit))
     if not unit.by_equations:
         return kernel(args)
 

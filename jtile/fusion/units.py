@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from .chains import Chain
 from .gathers import JOINS
@@ -120,6 +121,7 @@ class Plan:
       inside: by a node's number, and the name of a parameter, the plans of the functions in it, if one has a kernel.
       firsts: the number of the first node of each kernel. windows: whether kernels read slices and pads in place.
       origin: what to say of who cut it.
+      kernels: those of its parts that have been made.
     """
 
     program: Program
@@ -129,6 +131,7 @@ class Plan:
     firsts: list[int]
     windows: bool = False
     origin: str = ""
+    kernels: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def units(self) -> list[Unit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 from jtile.ir import Alloc, At, Block, Index, Kernel, Load, Map, Op, Span, Take, Tile, Value, root
 from jtile.ir.elementwise import ELEMENTWISE
@@ -88,7 +89,7 @@ class _Numbering:
         operands = [self.id(v) for v in op.operands()]
         if isinstance(op, Map) and op.fn in COMMUTATIVE and ELEMENTWISE[op.fn].arity == 2:
             operands.sort()
-        attrs = tuple((n, literal(v)) for n, v in op.attributes().items() if n != "checked")
+        attrs = tuple([(n, form(v)) for n, v in op.attributes().items() if n != "checked"])
         # An absent mask or accumulator is a difference that the list of operands does not show.
         present = tuple(n for n, k in op.fields.items() if k == "optional" and getattr(op, n) is not None)
         index: tuple[Hashable, ...] = ()
@@ -99,6 +100,14 @@ class _Numbering:
 
     def id(self, v: Value) -> int:
         return self.number.setdefault(v, len(self.number))
+
+
+def form(v: Any) -> Hashable:
+    """What is equal for equal attributes. 1 and True differ, as do 0.0 and -0.0; NaN is itself."""
+    kind = type(v)
+    if v is None or kind is int or kind is bool or kind is str or (kind is tuple and set(map(type, v)) <= {int}):
+        return kind, v
+    return literal(v)
 
 
 def index_form(index: Index) -> tuple[Hashable, ...]:

@@ -112,8 +112,9 @@ def _num_programs(op: NumPrograms, rw: Rewriter):
 def _lanewise(op: Op, rw: Rewriter):
     """Fold elementwise ops on tiles of one number each."""
     operands = op.operands()
-    if not all(isinstance(v.op, Full) for v in operands):
-        return None
+    for v in operands:  # nearly all ops leave here, and a generator would be most of the time
+        if not isinstance(v.op, Full):
+            return None
     numbers = [scalar(v) for v in operands]
     with np.errstate(all="ignore"):
         out = literal_op(np.asarray(op.reference(*numbers)))
@@ -141,6 +142,9 @@ def _padded(op: Pad, rw: Rewriter):
     return rw.new(Full(number(op.x), op.result.shape, op.result.dtype)) if same else None
 
 
+LITERALS = (Full, Dense, Iota)
+
+
 @rules(
     Map, Select, Cast, Bitcast, Broadcast, Reshape, Transpose, Slice, Reverse, DynamicSlice, DynamicUpdate, Concat, Pad,
     Reduce, ArgReduce, Cumulative, Sort, Scatter,
@@ -148,8 +152,9 @@ def _padded(op: Pad, rw: Rewriter):
 def _small(op: Op, rw: Rewriter):
     """Fold any op on small literal tiles. What an iota gives stays arithmetic, but for comparisons: targets
     make indices cheaper than tables. A broadcast of a literal is shorter than its result."""
-    if not all(isinstance(v.op, Full | Dense | Iota) for v in op.operands()):
-        return None
+    for v in op.operands():
+        if not isinstance(v.op, LITERALS):
+            return None
     if max((math.prod(r.shape) for r in op.results), default=0) > SMALL or (isinstance(op, Broadcast) and op.x.shape):
         return None
     indices = any(isinstance(v.op, Iota) for v in op.operands())

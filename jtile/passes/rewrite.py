@@ -200,10 +200,12 @@ class _Probe(Rewriter):
             return True
 
     def _any(self, b: Block) -> bool:
+        table = self.rules.table
         for op in b.ops:
             self.b.loc = op.loc
-            if any(rule(op, self) is not None for rule in self.rules.table.get(type(op), ())):
-                return True
+            for rule in table.get(type(op), ()):
+                if rule(op, self) is not None:
+                    return True
             if op.inner and any(map(self._any, op.blocks())):
                 return True
         return False

@@ -13,7 +13,7 @@ from .convert import emit_cast, register_type
 from .elementwise import emit_elementwise
 from .emitter import Emitter, emits
 from .evaluate import Point
-from .llvm import Val, i64, lanes_of, scalar_of, vec
+from .llvm import Val, i64, lanes_of, scalar_of, shuffle, vec
 from .nest import emit_nest, next_power_of_2, vector_axis, width
 from .values import Buffer, Ix
 
@@ -235,10 +235,10 @@ def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: in
     rows(0, [Ix(i64(0))] * len(shape))
 
 
-def _with(index: list[Ix], axis: int, base: Val) -> list[Ix]:
-    """The index with another element along one axis."""
+def _with(index: list[Ix], axis: int, base: Val, step: int = 0) -> list[Ix]:
+    """The index with another element along one axis; lanes take elements `step` apart."""
     out = list(index)
-    out[axis] = Ix(base)
+    out[axis] = Ix(base, step)
     return out
 
 
@@ -258,7 +258,11 @@ def _rows(
     length = 1 if lane is None else shape[lane]
     wide = 1 if lane is None else width(em, length, bits)  # elements of a vector
     chains = 1 if length <= SHORT and len(axes) > 1 else max(1, min(length // wide, most))
-    start = lambda job: code.var(register_type(job.acc, wide), _identity(job, wide))
+    main = length // (wide * chains) * (wide * chains)
+    others = [a for a in axes if a != lane]
+    loops = [shape[a] for a in others if a != others[-1] or shape[a] > UNROLLED]
+    straight = main <= wide * chains and all(n == 1 for n in loops)
+    start = lambda job: Running(em, _identity(job, wide), straight)
     sums = [[[start(job) for _ in range(chains)] for job in jobs] for _ in rows]  # by row, job and chain
 
     def step(here: list[list[Ix]], at: Val, lanes: Lanes, chain: int) -> None:
@@ -271,11 +275,10 @@ def _rows(
             point = Point(em, tuple(shape), tuple(full), lanes, row=row, number=number)
             for job, sums_of_job in zip(jobs, sums_of_row, strict=True):
                 x = _value(em, point, job)
-                code.store(_combine(em, job, code.load(x.ty, sums_of_job[chain]), x), sums_of_job[chain])
+                sums_of_job[chain].set(_combine(em, job, sums_of_job[chain].get(), x))
 
     def outer(depth: int, here: list[list[Ix]]) -> None:
         """The loops over the reduced axes that vectors do not run along, then the vectors of the innermost one."""
-        others = [a for a in axes if a != lane]
         if depth < len(others):
             axis = others[depth]
             if depth == len(others) - 1 and shape[axis] <= UNROLLED:
@@ -285,7 +288,6 @@ def _rows(
             with code.loop(0, shape[axis]) as i:
                 outer(depth + 1, [_with(index, axis, i) for index in here])
             return
-        main = length // (wide * chains) * (wide * chains)
         if main:
             with code.loop(0, main, wide * chains) as at:
                 for chain in range(chains):
@@ -295,18 +297,58 @@ def _rows(
             step(here, i64(at), Lanes(wide, None if count == wide else constant_mask(wide, count)), k % chains)
 
     outer(0, rows)
-    for index, sums_of_row in zip(rows, sums, strict=True):
-        for job, sums_of_job in zip(jobs, sums_of_row, strict=True):
-            total = _horizontal(em, job, [code.load(register_type(job.acc, wide), s) for s in sums_of_job])
+    totals = [[_pairwise(em, job, [s.get() for s in of]) for job, of in zip(jobs, row, strict=True)] for row in sums]
+    if row_axis is not None and wide > 1 and len(rows) in (2, 4, 8) and ir.DTYPES[jobs[0].op.x.dtype].bits >= 8:
+        (job,), index = jobs, _with(rows[0], row_axis, rows[0][row_axis].base, step=1)
+        total = _together(em, job, [total for (total,) in totals])
+        return _finish(em, job, total, Point(em, tuple(shape), tuple(index), Lanes(len(rows))), axes)
+    for index, of_row in zip(rows, totals, strict=True):
+        for job, total in zip(jobs, of_row, strict=True):
+            total = halve(em, total, lambda a, b, job=job: _combine(em, job, a, b))
             _finish(em, job, total, Point(em, tuple(shape), tuple(index), Lanes(1)), axes)
 
 
-def _horizontal(em: Emitter, job: Job, parts: list[Val]) -> Val:
-    """Combine the accumulators pairwise, then the halves of the last vector until one lane is left."""
+class Running:
+    """What a reduction has so far: a register where all of it is in one block, else a variable."""
+
+    def __init__(self, em: Emitter, start: Val, one_block: bool):
+        self._code, self._value = em.code, start
+        self._slot = None if one_block else em.code.var(start.ty, start)
+
+    def get(self) -> Val:
+        return self._value if self._slot is None else self._code.load(self._value.ty, self._slot)
+
+    def set(self, value: Val) -> None:
+        if self._slot is None:
+            self._value = value
+        else:
+            self._code.store(value, self._slot)
+
+
+def _pairwise(em: Emitter, job: Job, parts: list[Val]) -> Val:
+    """The accumulators of a row, combined pairwise."""
     while len(parts) > 1:
         rest = [parts[-1]] if len(parts) % 2 else []
         parts = [_combine(em, job, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + rest
-    return halve(em, parts[0], lambda a, b: _combine(em, job, a, b))
+    return parts[0]
+
+
+def _together(em: Emitter, job: Job, rows: list[Val]) -> Val:
+    """What `halve` gives for each of 2, 4 or 8 vectors, as one vector with a lane for each. Halves of two vectors are
+    combined by one instruction, in the same pairs of lanes."""
+    code, vectors, of_row = em.code, rows, lanes_of(rows[0].ty)
+    while of_row > 1:
+        two = len(vectors) > 1
+        pairs = zip(vectors[::2], vectors[1::2], strict=True) if two else [(v, Val(v.ty, "poison")) for v in vectors]
+        lanes = lanes_of(vectors[0].ty) * (2 if two else 1)
+        low = [k for k in range(lanes) if k % of_row < of_row // 2]
+        high = [k + of_row // 2 for k in low]
+        vectors = [_combine(em, job, shuffle(code, a, b, low), shuffle(code, a, b, high)) for a, b in pairs]
+        of_row //= 2
+    while len(vectors) > 1:
+        every = [*range(2 * lanes_of(vectors[0].ty))]
+        vectors = [shuffle(code, a, b, every) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
 
 
 def halve(em: Emitter, x: Val, combine) -> Val:

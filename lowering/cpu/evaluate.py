@@ -46,9 +46,10 @@ class Point:
     def at(self, v: ir.Value, ix: Index) -> Val:
         """Register-form value of `v` at `ix`: `lanes.count` lanes, or one scalar where all lanes are the same."""
         key = (v, ix)
-        if key not in self.memo:
-            self.memo[key] = self._compute(v, ix)
-        return self.memo[key]
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = self._compute(v, ix)
+        return found
 
     def full(self, v: ir.Value, ix: Index) -> Val:
         """The value of `v` at `ix` as `at` gives it, with one scalar for all lanes broadcast to a vector."""

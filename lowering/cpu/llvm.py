@@ -404,9 +404,10 @@ def _i64(x: Val | int) -> Val:
 
 
 def _literal(x: Val) -> int | None:
-    if x.name.startswith("%"):  # as most do
+    name = x.name
+    if name[:1] == "%":  # as most do
         return None
-    return int(x.name) if x.name.lstrip("-").isdigit() else None
+    return int(name) if name.lstrip("-").isdigit() else None
 
 
 def shuffle(c: Code, a: Val, b: Val, lanes: list[int]) -> Val:

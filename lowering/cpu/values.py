@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 from .llvm import Val
 
@@ -61,8 +62,7 @@ LAZY = Lazy()
 Rep = Val | Buffer | Lazy
 
 
-@dataclasses.dataclass(frozen=True)
-class Ix:
+class Ix(NamedTuple):
     """Index along one axis: lane l stands for element `base + l * step`."""
 
     base: Val
