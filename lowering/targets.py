@@ -190,9 +190,11 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
             _refuse(
                 kernel, target, f"Ref {ref.name!r} of rank {len(ref.shape)}", f"reshape it to rank {rank}", kernel.loc
             )
+    known = frozenset(target.dtypes)
     for op in kernel.body.walk():
         for v in (*op.operands(), *op.results):
-            _check_dtype(kernel, target, f"op {mnemonic(op)!r}", v.dtype, op.loc)
+            if v.dtype not in known:
+                _check_dtype(kernel, target, f"op {mnemonic(op)!r}", v.dtype, op.loc)
         for v in op.results:
             _check_tile(kernel, target, v, op.loc)
         gap = next((g for g in target.gaps if _hits(g, op)), None)

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from jtile._memo import memo
+
 from .gathers import JOINS, index_dimensions, table_dimensions, tiles_of
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
@@ -52,16 +54,20 @@ class Axes:
         self._parent: dict[tuple[Value, int], tuple[Value, int]] = {}
 
     def find(self, at: tuple[Value, int]) -> tuple[Value, int]:
-        root = at
-        while (above := self._parent.get(root, root)) != root:
+        parent, root = self._parent, at
+        while (above := parent.get(root)) is not None:
             root = above
         while at != root:
-            self._parent[at], at = root, self._parent.get(at, root)
+            parent[at], at = root, parent[at]
         return root
 
     def join(self, x: Operand, i: int, y: Operand, j: int) -> None:
         if isinstance(x, Value) and isinstance(y, Value) and x.shape[i] != 1 and y.shape[j] != 1:
-            a, b = self.find((x, i)), self.find((y, j))
+            self.unite((x, i), (y, j))
+
+    def unite(self, x: tuple[Value, int], y: tuple[Value, int]) -> None:
+        a, b = self.find(x), self.find(y)
+        if a != b:
             self._parent[a] = b
 
 
@@ -115,8 +121,34 @@ def layout_of(
 def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None = None) -> None:
     """What one step says of the dimensions of its values: `whole` gets those along which something is summed, `alone`
     those that are not merged with others."""
+    found = _related(step)
+    for x, y in found.pairs:
+        axes.unite(x, y)
+    if whole is not None:
+        whole += found.whole
+    if alone is not None:
+        alone += found.alone
+
+
+class _Relations(Axes):
+    """What one step says, whatever group it is asked for: `pairs` of dimensions that are the same, and those that
+    `relate` adds to `whole` and to `alone`."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs: list[tuple[tuple[Value, int], tuple[Value, int]]] = []
+        self.whole: list[tuple[Value, int]] = []
+        self.alone: list[tuple[Value, int]] = []
+
+    def unite(self, x: tuple[Value, int], y: tuple[Value, int]) -> None:
+        self.pairs.append((x, y))
+
+
+@memo(entries=1024)
+def _related(step: Step) -> _Relations:
+    axes = _Relations()
+    whole, alone = axes.whole, axes.alone
     (out,) = step.outs
-    whole, alone = [] if whole is None else whole, [] if alone is None else alone
     if step.name in ELEMENTWISE or step.name in RUNNING:
         for x in step.ins:
             for i in range(len(x.shape)):
@@ -150,6 +182,7 @@ def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None
         before, after = ([i for i, n in enumerate(v.shape) if n != 1] for v in (step.ins[0], out))
         for i, j in zip(before, after, strict=True):
             axes.join(step.ins[0], i, out, j)
+    return axes
 
 
 def _relate_scatter(step: Step, axes: Axes, whole: list, alone: list) -> None:

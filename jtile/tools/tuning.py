@@ -40,8 +40,8 @@ def show_bench(what: str, *, args: str, meta: list[str], peers: list[str], round
 def show_explanation(what: str, *, args: str, meta: list[str], compare: str | None, picture: str | None) -> None:
     """Print `jt.explain` of "module:function" for arguments of these types, and what ops of the library came to; or
     beside that of a variant: meta-parameters, such as "bm=64 bn=128", or another "module:function". Of a function of
-    `jt.fuse` first what becomes a kernel, and why the rest stays XLA's."""
-    from jtile.fusion import Fused
+    `jt.fuse` first what becomes a kernel, and why the rest stays XLA's; of one of `jt.graph` the tasks of each launch,
+    and their bands and edges."""
     from jtile.ops import choices
 
     types = levels.parse_types(args)
@@ -49,8 +49,7 @@ def show_explanation(what: str, *, args: str, meta: list[str], compare: str | No
         raise KernelValueError(f"{picture} cannot be written: there is no folder {Path(picture).parent}")
     with levels.as_wide_as(types):
         function = _function(what, types, meta)
-        found, fused = explain(function, *types), levels.find(what)
-        decided = [f"{fused.explain(*types, **levels.parse_meta(meta))}\n"] if isinstance(fused, Fused) else []
+        found, decided = explain(function, *types), _decided(levels.find(what), types, levels.parse_meta(meta))
         if not found.kernels and not decided:
             raise levels.no_kernel(what, function, types)
         lines, drawn = [*decided, str(found), *dict.fromkeys(map(str, choices(function, *types)))], found
@@ -60,6 +59,18 @@ def show_explanation(what: str, *, args: str, meta: list[str], compare: str | No
     sys.stdout.write("\n".join(lines) + "\n")
     if picture:
         drawn.picture(picture)
+
+
+def _decided(function: Any, types: list[Any], meta: dict[str, Any]) -> list[str]:
+    """What `jt.fuse` or `jt.graph` made of a function of theirs, in sentences; of a graph, its text too."""
+    from jtile.execution import Graphed
+    from jtile.fusion import Fused
+
+    if not isinstance(function, Fused | Graphed):
+        return []
+    found = function.explain(*types, **meta)
+    graphs = found.graphs if isinstance(function, Graphed) else ()
+    return [f"{text}\n" for text in (found, *graphs)]
 
 
 def _variant(what: str, types: list[Any], meta: list[str], compare: str) -> tuple[Any, tuple[str, str]]:

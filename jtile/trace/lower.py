@@ -164,9 +164,10 @@ class Lowering:
         self._used |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
         for eqn in jaxpr.eqns:
             self.eqn = eqn
-            place = self.place
-            with self.b.at(ir.Loc(*place) if place else self.b.loc):
-                env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+            place, around = self.place, self.b.loc
+            self.b.loc = ir.Loc(*place) if place else around
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+            self.b.loc = around
         self.eqn, self._used = outer, outer_used
         return [read(v) for v in jaxpr.outvars]
 

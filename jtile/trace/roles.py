@@ -57,6 +57,8 @@ class RoleBuilder:
 
     def check(self, values: Iterable[object], loc: ir.Loc) -> None:
         """Raise an error for a value that a finished role defines: roles share memory only."""
+        if not self._owner:
+            return
         for v in values:
             owner = self._owner.get(v) if isinstance(v, ir.Value) else None
             if owner is not None:

@@ -122,8 +122,10 @@ def _programs(jaxpr: Any, times: int, branch: Callable[..., Any] | None = None) 
     from jax.extend.core import jaxprs_in_params
 
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "jtile_call":
-            yield Sized(eqn.params["program"], tuple(tuple(v.aval.shape) for v in eqn.invars)), times
+        tasks = [step.eqn for step in eqn.params["region"].kernels] if eqn.primitive.name == "jtile_graph" else [eqn]
+        for one in tasks:
+            if one.primitive.name == "jtile_call":
+                yield Sized(one.params["program"], tuple(tuple(v.aval.shape) for v in one.invars)), times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         here = (branch or chosen_branch)(eqn.params)
         for inner in [here.jaxpr] if here else jaxprs_in_params(eqn.params):

@@ -161,6 +161,8 @@ class Emitter:
     def op(self, op: ir.Op) -> None:
         self.done.add(op)
         self.arena.tick()
+        if self.marks is None:
+            return self._op(op)
         with self.marking(op):
             self._op(op)
 

@@ -66,8 +66,11 @@ class Point:
             if self.row is not None and rep.alloc is None and lanes.count > 1:
                 self._prefetch(rep, ix)
             return access.read(self.code, self.em.isa, rep, ix, lanes)
-        with self.em.marking(v.op):
+        if self.em.marks is None:
             x = RULES[type(v.op)](self, v.op, ix)
+        else:
+            with self.em.marking(v.op):
+                x = RULES[type(v.op)](self, v.op, ix)
         if self.covers and v in self.em.flagged and v.shape == self.shape and ix == self.ix:
             self.em.keep(self, v, x)
         return x

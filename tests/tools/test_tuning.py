@@ -114,6 +114,18 @@ def test_explain_says_what_fuse_decided(here, capsys):
     assert "jt.fuse makes no kernels of dot_general" in printed
 
 
+def test_explain_and_inspect_show_an_execution_graph_and_its_kernels(here, capsys):
+    body = "def g(x, w):\n    return jt.ops.matmul(jt.ops.rms_norm(x, w), x.T)\n"
+    (here / "mine_graph.py").write_text(f"import jtile as jt\n\n@jt.graph\n{body}")
+    assert run("explain", "mine_graph.py:g", "--args", "f32[64,128],f32[128]") == 0
+    printed = capsys.readouterr().out
+    for text in ("launch: 2 tasks, ", "  task 1: matmul", "XLA: float32[128,64] = transpose", "\nrms_norm_rows  "):
+        assert text in printed
+    assert run("inspect", "mine_graph.py:g", "--args", "f32[64,128],f32[128]") == 0
+    printed = capsys.readouterr().out
+    assert "rms_norm_rows: llvm" in printed and "matmul: tile_ir" in printed
+
+
 def test_files_of_different_devices_are_not_merged(here):
     for name in ("a", "b"):
         write(here / f"{name}.json", name, {"x": Entry({}, 1.0, 1.0)})
