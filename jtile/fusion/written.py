@@ -1,6 +1,6 @@
 """The jaxpr of a kernel's body, written equation by equation where that is as good as tracing it.
 
-JAX takes some 100 µs to trace an operation of a function that it has not seen before: it looks up what surrounds the
+JAX takes 0.1 to 0.2 ms to trace an operation of a function that it has not seen before: it looks up what surrounds the
 operation, works out the type of its result, and makes a tracer. The steps of a group are equations already, whose types
 in a program follow from the layout. `tests/fusion/test_written.py` compares the result with what tracing gives.
 """

@@ -295,7 +295,7 @@ def _custom_call(
 
 
 def _started(ctx: mlir.LoweringRuleContext, starts: Sequence[Any]) -> Sequence[Any]:
-    """The arrays that outputs start from; JAX takes half a millisecond to lower a function of none."""
+    """The arrays that outputs start from; JAX takes 0.4 ms to lower a function of none."""
     return mlir.lower_fun(lambda: filled(starts), multiple_results=True)(ctx) if starts else ()
 
 
