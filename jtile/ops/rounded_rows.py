@@ -65,9 +65,11 @@ def _product(of_x, weight: Weight, r, rows: int, kind: str):
     scale, codes = of_group(weight.scale), _codes(weight.codes, r, rows, kind)
     if kind == "q8_0":
         return jt.dot_scaled(q, s, codes.T, scale.T)
-    # The lows come first: a CPU adds them in one pass with the codes where they are there by then.
-    low = of_group(weight.minimum).astype(jnp.float32) if kind == "q4_1" else scale.astype(jnp.float32) * -8.0
+    # The lows come first: a CPU adds them in one pass with the codes where they are there by then. Codes of q4_0 stand
+    # 8 too high, so that its lows are the scales, which are there anyway, and its sums are -8 times as large.
+    low = (of_group(weight.minimum) if kind == "q4_1" else scale).astype(jnp.float32)
     of_groups = sums.reshape(q.shape[0], groups, sums.shape[1] // groups).sum(2)
+    of_groups = of_groups if kind == "q4_1" else of_groups * -8.0
     return jt.dot(of_groups, low.T, jt.dot_scaled(q, s, codes.T, scale.T))
 
 

@@ -15,7 +15,7 @@ from .emitter import Emitter, emits
 from .gemm import GemmSpec, emit_gemm
 from .gemm_modes import STORAGE
 from .llvm import Val, i64
-from .scaled_columns import ScaledSpec
+from .scaled_columns import SCALES, ScaledSpec
 from .values import Buffer, Lazy
 
 # A product is summed in its Ref only while those rows stay in the second-level cache and its TLB: at 2048 x 2048,
@@ -210,7 +210,7 @@ def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
     values += (_low(em, added) if added else of_b,)
     operands = [_rows(em, v) for v in values]
     out, accumulate = _output(em, op)
-    low = operands[-1].dtype if added else None
+    low = None if not added else SCALES if values[-1] is of_b else operands[-1].dtype
     shared = op.sa.shape[1] // of_b.shape[1]
     spec = ScaledSpec(m, n, k, op.b.dtype, codes is not None, of_b.dtype, low, shared, accumulate)
     name, workspace = gemm_scaled.emit_scaled(em.module, em.isa, spec)

@@ -66,7 +66,7 @@ def emit_scaled(module: Module, isa: Isa, spec: ScaledSpec) -> tuple[str, int]:
     by_tiles = spec.m > FEW and scaled_tiles.fits(isa)
     vectors = scaled_tiles.VECTORS if by_tiles else 1
     sizes = [0 if spec.m <= FEW else spec.k // 2 * LANES * 4 * vectors, _digit_bytes(isa, spec, by_tiles)]
-    sizes += [columns.scale_bytes(spec) * vectors] * (1 + (spec.low is not None))
+    sizes += [columns.scale_bytes(spec) * vectors] * (1 + spec.packs_lows)
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     if spec.name not in module.functions:
         (_emit_by_tiles if by_tiles else _emit)(module, isa, spec, starts)
@@ -94,7 +94,7 @@ def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None
             first = c.add(start, c.mul(p, LANES))
             b, sb = (c.gep("i8", ptr, c.mul(first, row)) for ptr, row in ((x.b, x.b_row), (x.sb, x.sb_row)))
             call(c, columns.scale_packer(module, isa, spec, spec.scale, width), sb, x.sb_row, scales)
-            if spec.low is not None:
+            if spec.packs_lows:
                 low = c.gep("i8", x.low, c.mul(first, x.low_row))
                 call(c, columns.scale_packer(module, isa, spec, spec.low, width), low, x.low_row, lows[0])
             if spec.m > FEW:
@@ -136,7 +136,7 @@ def _pack_columns(
     of = lambda panel: c.gep("i8", panel, v * columns.scale_bytes(spec))
     name = columns.scale_packer(c.module, isa, spec, spec.scale, width)
     call(c, name, at(x.sb, x.sb_row), x.sb_row, of(panels.sb))
-    if spec.low is not None:
+    if spec.packs_lows:
         name = columns.scale_packer(c.module, isa, spec, spec.low, width)
         call(c, name, at(x.low, x.low_row), x.low_row, of(panels.low))
     panel = c.gep("i8", panels.b, v * spec.blocks * tiles.TILE_BYTES)

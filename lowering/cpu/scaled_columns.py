@@ -16,6 +16,7 @@ from .gemm_vector import ATTRIBUTES, offset, zeros
 from .isa import Isa
 from .llvm import Code, Module, Val, const, i64, shuffle, vec
 
+SCALES = "scales"
 BLOCK = 32  # elements along k with one scale of A
 LANES = 16
 PAIRS = BLOCK // 2
@@ -32,7 +33,7 @@ class ScaledSpec:
 
     Attributes:
       b: "int8" or "uint8"; nibbles: B is [n, k / 2], two codes a byte.
-      scale, low: the dtypes of B's scales, and of lows or None.
+      scale, low: the dtypes of B's scales, and of lows; None: there are none, or `SCALES`: they are the scales.
       accumulate: add to C instead of overwriting it.
     """
 
@@ -59,6 +60,11 @@ class ScaledSpec:
     @property
     def blocks(self) -> int:
         return self.k // BLOCK
+
+    @property
+    def packs_lows(self) -> bool:
+        """Whether lows have a panel of their own."""
+        return self.low not in (None, SCALES)
 
     @property
     def groups(self) -> int:

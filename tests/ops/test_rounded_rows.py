@@ -64,6 +64,19 @@ def test_the_kernel_is_that_of_the_interpreter():
     assert relative_error(rounded_rows._kernel(*operands, **options), want) < 3e-7
 
 
+@pytest.mark.parametrize("m", [1, 20])
+def test_the_lows_of_q4_0_are_its_scales(m):
+    """They are brought to vectors once, and no product of floats is beside that of integers."""
+    weight = ops.quantize(normal(0, 32, 128), "q4_0")
+    operands = normal(1, m, 128), (rounded_rows.Weight(weight.codes, weight.scale, None),), rounded_rows.Epilogue()
+    options = dict(kind="q4_0", activation=None, rows=32, bm=m)
+    text = rounded_rows._kernel.lower(*operands, target="cpu:amx", **options).texts["llvm"]
+    gemms = [line for line in text.splitlines() if line.startswith("define") and "@gemm_" in line]
+    packs = [line for line in text.splitlines() if "call void @pack_scales" in line]
+    assert len(gemms) == 1 and "_scales" in gemms[0] and len(packs) == (1 if m == 1 else 2)  # tiles: two vectors
+    assert relative_error(rounded_rows._kernel(*operands, **options), operands[0] @ weight.dequantize().T) < ERROR
+
+
 def test_what_it_does_not_take():
     weight = ops.quantize(normal(0, 32, 128), "q8_0", 64)
     weights = (rounded_rows.Weight(weight.codes, weight.scale, weight.minimum),)
