@@ -102,10 +102,14 @@ def test_the_gradient_is_that_of_the_library():
     np.testing.assert_allclose(got, want, 1e-4, 1e-4)
 
 
-def test_scores_are_in_no_memory():
-    x = jax.ShapeDtypeStruct((1, 512, 2, 16), jnp.float32)
-    temporary = lambda f: jax.jit(f).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-    assert temporary(jt.fuse(causal_attention)) < 512 * 512 <= temporary(causal_attention)
+def test_scores_are_in_no_memory_and_it_grows_with_the_tokens():
+    def temporary(f, tokens):
+        x = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)
+        return jax.jit(f).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    ours = [temporary(jt.fuse(causal_attention), n) for n in (512, 2048)]
+    assert ours[0] < 512 * 512 <= temporary(causal_attention, 512)
+    assert ours[1] <= 4 * ours[0] + 4096
 
 
 def test_what_is_no_attention():
