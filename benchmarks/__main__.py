@@ -1,6 +1,7 @@
 """`python -m benchmarks cpu|gpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads, show the results;
 `python -m benchmarks serve [--gpu]`: an engine and servers under load; `python -m benchmarks devices`: collectives;
-`python -m benchmarks compile`: how long array programs take to compile."""
+`python -m benchmarks compile`: how long array programs take to compile;
+`python -m benchmarks graph`: a decoding step as separate kernels and as an execution graph."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ def main() -> None:
         _devices(options)
     elif options.device == "compile":
         _compile(options)
+    elif options.device == "graph":
+        _graph(options)
     else:
         _on_cpu(options)
 
@@ -74,6 +77,13 @@ def _compile(options: argparse.Namespace) -> None:
     from benchmarks import compile as times
 
     times.main(options)
+
+
+def _graph(options: argparse.Namespace) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from benchmarks import graph
+
+    graph.main(options)
 
 
 def _on_cpu(options: argparse.Namespace) -> None:
@@ -139,6 +149,8 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     _add_serve(devices.add_parser("serve"))
     _add_devices(devices.add_parser("devices"))
+    sub = devices.add_parser("graph")
+    sub.add_argument("--steps", type=int, default=1000, help="of each form")
     sub = devices.add_parser("compile")
     sub.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="programs of benchmarks.fuse")
     sub.add_argument("--json", type=_records, metavar="FILE", help="where the numbers go")
