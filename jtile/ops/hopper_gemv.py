@@ -6,7 +6,9 @@ ring of rows of W that tensor maps fill, and four roles of a warp for each quart
 adds them up and writes y.
 
 Where `jt.config(overlap=True)` promises that the kernel in front does not make W, the ring is filled while that kernel
-still ends: its role is an early one.
+still ends: its role is an early one. What is asked for queues in front of memory, and a row that is loaded behind it
+waits for the whole queue: a ring of 190 KB on each multiprocessor is 6 us of memory's time. So of an early ring only as
+much is on its way as memory needs (`_ON_THEIR_WAY`): a piece is asked for when an earlier one has come.
 
 An RMS norm may stand in front: of one or two rows every block computes it by itself, while the first rows of W are on
 their way, and a kernel less stands between two products. The roles that multiply take the weights of the norm only;
@@ -57,6 +59,8 @@ from jtile.ops.streamed_operands import (
 
 _SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
 _NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
+_ON_THEIR_WAY = 48 << 10  # bytes of W that a program has asked for and that have not come, where its ring fills early
+_BY_ITSELF = 16 << 10  # bytes of a piece that is waited for by itself, at least
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
 _TALL, _MANY = 32, 256  # rows of a tile, and of W for a multiprocessor, where W is long and its rows are one round
 _BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
@@ -77,7 +81,8 @@ class _Memory:
       numbers: for each role and row of x, what `planes_of` or `integers_of` gives, a slot for each round of a row.
       sums: for each role, weight and row of x, the sums of the lanes.
       squares: for each role and row of x, sums of the squares of its part of x + residual; none without a norm.
-      full, empty: a round of the words has come; has been read by all roles.
+      full: for each weight and each side, which is as many of the roles, a round of its words has come.
+      empty: a round has been read by all roles.
       done, taken: the sums of a tile of rows are there; have been read.
       squared: the squares are there.
     """
@@ -87,14 +92,19 @@ class _Memory:
     numbers: list[list]
     sums: list[Rings]
     squares: Rings
-    full: jt.Barrier
+    full: list[jt.Barrier]
     empty: jt.Barrier
     done: jt.Barrier
     taken: jt.Barrier
     squared: jt.Barrier | None
 
+    def of_role(self, j: int) -> list[jt.Barrier]:
+        """Those of `full` that say that the words of role j have come."""
+        sides = len(self.full) // len(self.words[j])
+        return self.full[j * sides // len(self.words) :: sides]
 
-def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int) -> _Memory:
+
+def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, sides: int) -> _Memory:
     x, normed = rows_of_x.x, rows_of_x.norm is not None
     rows, roles, chunks = walk.rows, walk.roles, walk.chunks
     m, each, groups, inner = range(x.shape[0]), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
@@ -110,7 +120,7 @@ def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int) -> _Mem
         numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), of_x) for _ in m] for _ in each],
         sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
         squares=[[ring((LANES,), jnp.float32, 1) for _ in m if normed] for _ in each],
-        full=jt.barrier(slots),
+        full=[jt.barrier(slots) for _ in range(len(weights) * sides)],
         empty=jt.barrier(slots, arrivals=roles),
         done=jt.barrier(2, arrivals=roles),
         taken=jt.barrier(2),
@@ -153,7 +163,8 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
         for chunk in jt.range(chunks):
             k = n * chunks + chunk
             own, read = read, walk.scales(weights, j, kind, k + 1)
-            mem.full.at(k).wait()
+            for full in mem.of_role(j):
+                full.at(k).wait()
             stored, copied = load(k)
             scales = [[[spread(one, rows) for one in a] for a in of_weight] for of_weight in own or copied]
             mem.empty.at(k).arrive()
@@ -168,20 +179,29 @@ def _consume(mem, j: int, kind: str, weights, walk: Walk, read):
 
 
 @jt.function
-def _produce(mem, weights, walk: Walk, kind: str, places: Places):
-    """Fills the rings, a round of all roles at a time."""
-    buffers, chunks, first, programs = leaves((mem.words, mem.of_blocks)), walk.chunks, walk.first, walk.programs
+def _produce(mem, weights, walk: Walk, kind: str, places: Places, ahead: int):
+    """Fills the rings, a round of all roles at a time. ahead: how many pieces, of which each has one of the barriers
+    `full`, are on their way at a time; 0: as many as there is room for."""
+    chunks, first, programs, pieces = walk.chunks, walk.first, walk.programs, len(mem.full)
+    sides = pieces // len(weights)
     for k in jt.range(walk.tiles * chunks):
         n, chunk = first + k // chunks * programs, k % chunks
         mem.empty.at(k).wait(before=True)
-        mem.full.at(k).expect(sum(ring.nbytes for ring in buffers))
-        for j in range(walk.roles):
-            for i, (w, words, blocks) in enumerate(zip(weights, mem.words[j], mem.of_blocks[j])):
+        for piece, full in enumerate(mem.full):
+            if ahead > 0:
+                other, back = mem.full[(piece - ahead) % pieces], -((piece - ahead) // pieces)
+                if k >= back:
+                    other.at(k - back).wait()
+            i, side = divmod(piece, sides)
+            w, mine = weights[i], range(side * walk.roles // sides, (side + 1) * walk.roles // sides)
+            full.at(k).expect(sum(a.nbytes for j in mine for a in leaves((mem.words[j][i], mem.of_blocks[j][i]))))
+            for j in mine:
+                words, blocks = mem.words[j][i], mem.of_blocks[j][i]
                 for array, rings in zip((w.codes, *of_blocks(w, kind)), (words, *blocks)):
                     for group, ring in enumerate(rings):
                         at = places.of_weight(i, n, (chunk * walk.roles + j) * len(rings) + group, walk.rows)
                         tile = array.tiles(*ring.shape).at[at]
-                        jt.async_copy(tile, ring.at(k), mem.full.at(k), evict="first")
+                        jt.async_copy(tile, ring.at(k), full.at(k), evict="first")
 
 
 @jt.function
@@ -243,7 +263,8 @@ def _normed_outputs(x, weights, norm, **options):
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
-          roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
+          roles: int, slots: int, sides: int = 1, ahead: int = 0, early: bool = False,
+          beside: bool = False):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     A weight has codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. With two
@@ -251,29 +272,30 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x), weights, epilogue, y, None, **options)
+    form = dict(rows=rows, roles=roles, slots=slots, sides=sides, ahead=ahead, early=early, beside=beside)
+    program(Rows(x), weights, epilogue, y, None, kind=kind, activation=activation, **form)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total=None, *, kind: str, activation,
-                 out_dtype: str, eps: float, rows: int, roles: int, slots: int, early: bool = False,
-                 beside: bool = False):  # fmt: skip
+                 out_dtype: str, eps: float, rows: int, roles: int, slots: int, sides: int = 1, ahead: int = 0,
+                 early: bool = False, beside: bool = False):  # fmt: skip
     """The products of `_body` with the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight
     [in / n, n]; and that sum, `total`, in the dtype of the residual. Without a residual it is the norm of x."""
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
-    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
+    form = dict(rows=rows, roles=roles, slots=slots, sides=sides, ahead=ahead, early=early, beside=beside)
+    program(Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, kind=kind, activation=activation, **form)
 
 
 def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
-            slots: int, early: bool = False, beside: bool = False,
+            slots: int, sides: int = 1, ahead: int = 0, early: bool = False, beside: bool = False,
             places: Places = IN_ORDER, count: int | None = None, share=None):  # fmt: skip
-    """What a program does. count: tiles of rows, if not those of a row of y; share: a factor for each row of y."""
+    """What a program does. sides: how many barriers a round of a weight has; ahead: see `_produce`; count: tiles of
+    rows, if not those of a row of y; share: a factor for each row of y."""
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = ((count or jt.cdiv(y.shape[1], rows)) - first + programs - 1) // programs
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
     walk = Walk(first, programs, tiles, chunks, rows, roles)
-    mem = _memory(x, weights, kind, walk, slots)
+    mem = _memory(x, weights, kind, walk, slots, sides)
     mine, aside = _BESIDE if beside else (0, 0)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
@@ -281,7 +303,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _prepare(x, mem, j, kind, roles, chunks, early)
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
-        _produce(mem, weights, walk, kind, places)
+        _produce(mem, weights, walk, kind, places, ahead)
     with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
@@ -442,9 +464,19 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())
         best = next(one for one in meta if busy(one) > 0.85 * max(map(busy, meta)))
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-    early = {"early": True} if gpu_tiles.overlaps() else {}
+    early = {"early": True} | _paced(best, kind, len(weights), lines) if gpu_tiles.overlaps() else {}
     early |= {"beside": True} if beside else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early
+
+
+def _paced(form: dict[str, int], kind: str, weights: int, lines: tuple[int, ...]) -> dict[str, int]:
+    """The meta-parameters that say how much of an early ring is on its way."""
+    rows, roles, slots = (form[name] for name in ("rows", "roles", "slots"))
+    of_round, sides = rows * roles * groups_of(kind) * (512 + sum(lines)), roles
+    while sides > 1 and of_round // sides < _BY_ITSELF:
+        sides //= 2
+    ahead = max(2, round(_ON_THEIR_WAY * sides / of_round))
+    return {"sides": sides, "ahead": min(ahead, weights * sides * slots)}
 
 
 def _stands_beside(x, weights: tuple[Weight, ...]) -> bool:

@@ -10,6 +10,7 @@ from library import normal, stored_weight
 
 import jtile as jt
 from jtile import ops
+from jtile.interpret.block_agents import CopyIn
 from jtile.ops import gpu_tiles, hopper_gemv, quantized
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
@@ -41,6 +42,44 @@ def test_products(case, monkeypatch):
     y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = np.asarray(x, np.float32) @ np.asarray(matrix).T
     assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
+
+
+@pytest.mark.parametrize(("sides", "ahead"), [(1, 1), (1, 2), (2, 3), (2, 9)])
+def test_what_is_on_its_way(sides, ahead, monkeypatch):
+    """Of an early ring only so many pieces are under way at a time, and results have the same bits."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
+    weights = tuple(stored_weight("q4_0", 28, 2048, seed)[0] for seed in (1, 3))
+    x, act, under_way = np.asarray(normal(2, 1, 2048, dtype="bfloat16")), CopyIn.act, []
+
+    def run(**paced):
+        meta = dict(kind="q4_0", activation="silu", out_dtype="float32", rows=4, roles=2, slots=3) | paced
+        kernel = hopper_gemv.kernel(weights, NO_EPILOGUE)
+        under_way.clear()
+        y = kernel.interpret(x.reshape(1, 64, 32), weights, NO_EPILOGUE, seed=sides + ahead, **meta)
+        return y, max(under_way)
+
+    def acts(copy, crew):
+        under_way.append(len({id(a.barrier) for a in crew.agents if isinstance(a, CopyIn)}))
+        act(copy, crew)
+
+    monkeypatch.setattr(CopyIn, "act", acts)
+    want, most = run(sides=sides)
+    y, paced = run(sides=sides, ahead=ahead)
+    np.testing.assert_array_equal(y, want)
+    assert most > ahead >= paced
+
+
+def test_how_much_is_on_its_way():
+    """Of matrices of Llama-3.1-8B three pieces of some 16 KiB."""
+    for kind, lines, bytes_ in (("fp8", (), 1024), ("q4_0", (16,), 528), ("bfloat16", (), 2048)):
+        for inner, weights in ((4096, 1), (4096, 2), (14336, 1)):
+            form = hopper_gemv.choices(1, inner, kind, weights > 1, lines, 2)[0]
+            paced = hopper_gemv._paced(form, kind, weights, lines)
+            piece = form["rows"] * form["roles"] * bytes_ / paced["sides"]
+            assert (paced["ahead"], round(piece / 1024)) == (3, 16)
+            assert paced["ahead"] <= paced["sides"] * form["slots"] * weights
+    short = dict(rows=8, roles=1, slots=2)  # 4 KiB are all that a ring has room for
+    assert hopper_gemv._paced(short, "q4_0", 1, ()) == {"sides": 1, "ahead": 2}
 
 
 def test_bias_activation_residual_and_two_weights():
