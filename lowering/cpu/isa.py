@@ -86,10 +86,17 @@ def _tiles_are_permitted() -> bool:
 
 @functools.cache
 def host_isa() -> Isa:
-    """The instruction set of the machine this process runs on."""
+    """The instruction set that this process may use on the machine it runs on."""
+    isa = processor_isa()
+    return dataclasses.replace(isa, features=permitted(isa.features))
+
+
+@functools.cache
+def processor_isa() -> Isa:
+    """The instruction set of this machine's processor, of which `permitted` says what this process may use."""
     import llvmlite.binding as llvm  # not at import: a kernel that comes from the disk cache needs no LLVM
 
-    features = permitted(name for name, on in llvm.get_host_cpu_features().items() if on)
+    features = frozenset(name for name, on in llvm.get_host_cpu_features().items() if on)
     triple = llvm.get_process_triple()
     arch = "aarch64" if triple.startswith(("aarch64", "arm64")) else "x86_64"
     if arch == "aarch64":

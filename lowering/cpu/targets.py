@@ -96,14 +96,12 @@ def _host_arch() -> str:
     so that a process whose kernels are all cached never loads LLVM."""
     key = _cache.key("host isa", _processor())
     entry = _cache.get(key)
-    from .isa import host_isa, permitted
+    from .isa import permitted, processor_isa
 
-    if entry is not None:
-        isa = parse_isa(str(entry.header["arch"]))
-        return spell_isa(dataclasses.replace(isa, features=permitted(isa.features)))
-    arch = spell_isa(host_isa())
-    _cache.put(key, {"arch": arch}, b"")
-    return arch
+    isa = parse_isa(str(entry.header["arch"])) if entry is not None else processor_isa()
+    if entry is None:
+        _cache.put(key, {"arch": spell_isa(isa)}, b"")
+    return spell_isa(dataclasses.replace(isa, features=permitted(isa.features)))
 
 
 def _processor() -> str:

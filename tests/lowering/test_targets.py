@@ -148,21 +148,22 @@ def test_the_host_is_remembered_on_disk(tmp_path, monkeypatch):
 
     with jt.config(cache_dir=str(tmp_path)):
         found = cpu_targets._host_arch()
-        monkeypatch.setattr(isa, "host_isa", lambda: pytest.fail("LLVM is asked again"))
+        monkeypatch.setattr(isa, "processor_isa", lambda: pytest.fail("LLVM is asked again"))
         assert cpu_targets._host_arch() == found == spell_isa(host_isa())
         monkeypatch.setattr(cpu_targets, "_processor", lambda: "another processor")
-        monkeypatch.setattr(isa, "host_isa", lambda: ISAS["avx2"])
+        monkeypatch.setattr(isa, "processor_isa", lambda: ISAS["avx2"])
         assert cpu_targets._host_arch() == spell_isa(ISAS["avx2"])
 
 
 def test_tile_registers_are_used_where_the_system_grants_them(tmp_path, monkeypatch):
-    """The processor is remembered on disk, and the permission is asked for in each process."""
+    """The processor is remembered on disk, and the permission is asked for in each process: one that is refused, and
+    has found the processor first, takes nothing from those after it."""
     import jtile.lowering.cpu.isa as isa
 
-    monkeypatch.setattr(isa, "host_isa", lambda: ISAS["amx"])
+    monkeypatch.setattr(isa, "processor_isa", lambda: ISAS["amx"])
     without = dataclasses.replace(ISAS["amx"], features=ISAS["avx512bf16"].features)
     with jt.config(cache_dir=str(tmp_path)):
-        for granted in (True, True, False):
+        for granted in (False, True, True, False):
             monkeypatch.setattr(isa, "_tiles_are_permitted", lambda granted=granted: granted)
             assert cpu_targets._host_arch() == spell_isa(ISAS["amx"] if granted else without)
 
