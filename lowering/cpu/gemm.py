@@ -94,22 +94,6 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
     return Gemm(spec.name, plan.workspace)
 
 
-def gemm_cost_ns(spec: GemmSpec, isa: Isa) -> int:
-    """Estimated nanoseconds of one call on one core at 4 GHz, operands in the second-level cache."""
-    if 0 in (spec.m, spec.n, spec.k):
-        return 20 + spec.m * spec.n // 16
-    mode = choose_mode(isa, spec.a, spec.b, spec.acc)
-    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made)
-    pace = 8 if isa.arch == "aarch64" or mode.kind != "fma" or isa.has("fma") else 4  # vector instructions a ns
-    pace *= 6 if plan.mode.tiles else 1
-    thin, long = (spec.n, spec.m) if plan.swap else (spec.m, spec.n)
-    padded = long if plan.strategy == "dot" else sum(x.count * x.vectors * mode.lanes for x in plan.columns)
-    macs = thin * padded * spec.k / (mode.lanes * mode.group * pace)
-    traffic = spec.m * spec.k * BYTES[STORAGE[spec.a]] + spec.n * spec.k * BYTES[STORAGE[spec.b]]
-    traffic += spec.m * spec.n * BYTES[mode.acc] + 2 * plan.workspace * plan.blocks
-    return round(20 + macs + traffic / 128)
-
-
 _A, _LDA, _B, _LDB, _C, _LDC, _WORK = _PARAMS = [
     Val("ptr", "%A"), Val("i64", "%lda"), Val("ptr", "%B"), Val("i64", "%ldb"), Val("ptr", "%C"), Val("i64", "%ldc"),
     Val("ptr", "%workspace"),

@@ -10,6 +10,7 @@ from .gemm_tiles import STEPS, block_of_tiles
 from .isa import Isa
 
 _THIN = 8  # up to this many rows a product reads B once, so packing B cannot pay
+_THIN_BESIDE_TILES = 5  # the same for floats where there are tile registers, on which six rows take as long as 16
 _B_BLOCK_UNIT_BYTES = 1024  # bytes of one packed column of B in a k block: a 32-wide panel of 32 KiB stays in L1
 _STREAMED_BYTES = 512 * 1024  # a B larger than this does not come from the second-level cache
 _X_BLOCK_BYTES = 32768  # the thin side of a dot product stays in L1
@@ -114,11 +115,17 @@ def make_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool, 
         return _dot_plan(mode, m, n, k, swap=False, contiguous=True, whole=True)
     if n <= 4 and not trans_a and (long_k or n * m <= 64):
         return _dot_plan(mode, n, m, k, swap=True, contiguous=trans_b)
-    if m <= _THIN and trans_b and (long_k or n <= 4):
+    thin = _THIN_BESIDE_TILES if mode.kind == "bf16" and _fills_tiles(mode, k) else _THIN
+    if m <= thin and trans_b and (long_k or n <= 4):
         return _dot_plan(mode, m, n, k, swap=False, contiguous=not trans_a)
-    if m <= _THIN and not trans_b:
+    if m <= thin and not trans_b:
         return _direct_plan(mode, m, n, k, trans_a)
     return _packed_plan(mode, m, n, k, trans_a, trans_b)
+
+
+def _fills_tiles(mode: Mode, k: int) -> bool:
+    """Whether packed products run on tile registers: of a shorter k the better part of a tile would be zeros."""
+    return mode.has_tiles and 2 * k > STEPS * mode.group
 
 
 def _round(x: int, to: int) -> int:
@@ -182,7 +189,7 @@ def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
 
 
 def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:
-    if mode.has_tiles and 2 * k > STEPS * mode.group:  # of a shorter k the better part of a tile would be zeros
+    if _fills_tiles(mode, k):
         mode = dataclasses.replace(mode, tiles=True)
         height, vectors = block_of_tiles(m, n)
         rows = _rows_of_tiles(m, height)

@@ -17,7 +17,7 @@ from draws import draws, thorough
 import jtile as jt
 from jtile.lowering.cpu import tiles
 from jtile.lowering.cpu.compile import assemble, initialize, new_machine
-from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm, gemm_cost_ns
+from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm
 from jtile.lowering.cpu.gemm_modes import choose_mode
 from jtile.lowering.cpu.gemm_plan import make_plan
 from jtile.lowering.cpu.isa import ISAS, Isa, host_isa
@@ -414,14 +414,23 @@ def test_strategy_follows_shape():
     assert all(chosen[64, 64, 64, ta, tb] == "packed" for ta, tb in LAYOUTS)
 
 
-@pytest.mark.parametrize("isa", sorted(ISAS))
-def test_cost_grows_with_work(isa):
-    costs = [
-        gemm_cost_ns(GemmSpec(m, 64, k, "bfloat16", "bfloat16", "float32"), ISAS[isa])
-        for m, k in ((1, 64), (64, 64), (64, 640))
-    ]
-    assert 0 < costs[0] < costs[1] < costs[2]
-    assert gemm_cost_ns(GemmSpec(0, 64, 64, "int8", "int8", "int32"), ISAS[isa]) < costs[1]
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 5), ("float8_e5m2", 5), ("int8", 8)])
+def test_few_rows_beside_tiles(dtype, most):
+    """Few rows read B in place; a short k, of which tiles would be mostly zeros, never comes to tiles."""
+    acc = "int32" if dtype == "int8" else "float32"
+    for isa, last in (("amx", most), ("avx512bf16", 8)):
+        mode = choose_mode(ISAS[isa], dtype, dtype, acc)
+        plans = {
+            (m, k, tb): make_plan(mode, m, 256, k, False, tb)
+            for m in (last, last + 1)
+            for k in (8, 512)
+            for tb in (False, True)
+        }
+        assert [plans[last, 512, tb].strategy for tb in (False, True)] == ["direct", "dot"]
+        for tb in (False, True):
+            plan = plans[last + 1, 512, tb]
+            assert (plan.strategy, plan.mode.tiles) == ("packed", isa == "amx")
+        assert not any(plan.mode.tiles for (_, k, _), plan in plans.items() if k == 8)
 
 
 def test_tiles_have_the_sizes_that_others_gave_them():
