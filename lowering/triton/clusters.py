@@ -17,6 +17,7 @@ import re
 MARK = "// jtile.cluster"
 READY, ARRIVE = "ready", "arrive"
 SHARED = ".multicast::cluster "  # what a copy to all blocks says
+WAITS = "griddepcontrol.wait"  # the instruction that waits for the kernels in front
 _START = re.compile(r"^\{\n", re.M)
 _ARRIVE = re.compile(r"^\s*(@!?%p\d+ )?\s*mbarrier\.arrive\.shared::cta\.b64 _, \[(%r\d+)\](, \d+)?;\s*$")
 _THREADS = re.compile(r"^\.reqntid ", re.M)
@@ -25,7 +26,8 @@ _WAIT = "\tbarrier.cluster.wait.aligned;"
 
 
 def met(text: str, blocks: int, warps: int) -> str:
-    """PTX of a kernel in clusters of `blocks` blocks, whose first role has `warps` warps.
+    """PTX of a kernel in clusters of `blocks` blocks, whose first role has `warps` warps. Where it may start while the
+    kernel in front of it runs, it says itself how large its clusters are, since no node of a command buffer can.
 
     Raises:
       ValueError: something stands where it was not expected.
@@ -57,7 +59,8 @@ def met(text: str, blocks: int, warps: int) -> str:
         "\t@%cluster_worker barrier.cluster.arrive.relaxed.aligned;\n"
     )
     text = _START.sub(lambda m: m[0] + begin, "\n".join(out), count=1)
-    return _THREADS.sub(lambda m: f".explicitcluster\n{m[0]}", text, count=1)
+    says = f".reqnctapercluster {blocks}, 1, 1\n" if WAITS in text else ".explicitcluster\n"
+    return _THREADS.sub(lambda m: f"{says}{m[0]}", text, count=1)
 
 
 def _at_all(when: str, barrier: str, count: str, blocks: int) -> list[str]:

@@ -20,7 +20,7 @@ _OF_PAGES = re.compile(r"\bld\.global\.cg\b")
 _ENTRY = re.compile(r"^\s*(?:\.visible )?\.entry ", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
 FEW_PROGRAMS = 512  # of grids whose programs let the kernel behind start: see `letting`
-WAITS = "griddepcontrol.wait"  # the instruction that waits for the kernels in front
+WAITS = clusters.WAITS
 _LETTING = f"""\t.reg .b32 %let_programs;
 \t.reg .pred %let_few;
 \tmov.u32 %let_programs, %nctaid.x;

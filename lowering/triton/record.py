@@ -79,6 +79,9 @@ class Record:
         fields |= {"name": name, "symbol": symbol, "arch": f.arch, "threads": built.threads, "shared": built.shared,
                    "cluster": max(built.choice.num_ctas, built.choice.blocks)}  # fmt: skip
         fields["attributes"] |= {"programmatic": True} if built.waits else {}
+        if built.waits and built.choice.blocks > 1:  # it says itself how large its clusters are, see `clusters.met`
+            assert isinstance(self.grid, int)
+            fields |= {"grid": built.choice.blocks * self.grid, "cluster": built.choice.num_ctas}
         fields["attributes"] |= {"node": True} if f.dependents and current().overlap else {}
         # Every kernel of triton ends in two pointers: scratch of its own, which jtile's kernels do not use.
         fields["params"] = [*self.params, {"kind": "null"}, {"kind": "null"}]

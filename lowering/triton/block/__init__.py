@@ -33,7 +33,7 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
       UnsupportedError: a kernel that was written at the block level has no form there.
     """
     if level_of(kernel) == "block":
-        names = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent", "multicast")
+        names = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent")
         given = [n for n in names if options.get(n) is not None]
         if given:
             raise UnsupportedError(
@@ -41,7 +41,7 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
                 "buffers their slots: call it without",
                 (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
             )
-        return compile_block_kernel(kernel, target, texts=texts)
+        return compile_block_kernel(kernel, target, texts=texts, multicast=options.get("multicast") or 1)
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
     try:

@@ -324,7 +324,7 @@ def test_too_much_shared_memory():
         compile_block_kernel(ir.parse_kernel(text), card("sm_90"))
 
 
-@pytest.mark.parametrize("option", ["num_warps", "num_stages", "num_ctas", "consumers", "persistent", "multicast"])
+@pytest.mark.parametrize("option", ["num_warps", "num_stages", "num_ctas", "consumers", "persistent"])
 def test_options_of_the_tile_level_mean_nothing_here(option):
     with pytest.raises(UnsupportedError, match=f"{option} means nothing at the block level"):
         compile_kernel(ir.parse_kernel(PAIR), card("sm_90"), {option: 4})
