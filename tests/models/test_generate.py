@@ -27,21 +27,24 @@ def test_counts_around_the_size_of_a_chunk(tiny, golden, row, count):
     assert stream.stats.prompt_tokens == 24
 
 
-def test_small_models_have_longer_chunks_on_gpus(tiny, golden, row):
+def test_small_models_have_longer_chunks_on_gpus(tiny, monkeypatch):
     with jt.config(arch="sm_90"):
         assert [chunk_of(SMALL - 1, steps) for steps in (CHUNK, CHUNK + 1)] == [CHUNK, LONG_CHUNK]
         assert chunk_of(SMALL, 100) == CHUNK
-    assert chunk_of(1, 100) == CHUNK  # the host waits for no dispatch of its own
+        monkeypatch.setattr(generate, "on_host", lambda: True)
+        assert chunk_of(1, 100) == CHUNK  # the host waits for no dispatch of its own
     assert tiny._nbytes == sum(w.nbytes for w in tiny._weights)
 
 
 def test_tokens_do_not_depend_on_the_chunk(short, golden, monkeypatch):
-    lm, ids = short("llama", 1), golden["input_ids"]
-    want = lm.generate(ids, 20, eos=None)
-    asked = set(lm._executables)
-    monkeypatch.setattr(generate, "chunk_of", lambda nbytes, steps: LONG_CHUNK)
-    assert np.array_equal(lm.generate(ids, 20, eos=None), want)
-    assert {dict(key[2])["chunk"] for key in set(lm._executables) - asked} == {LONG_CHUNK}
+    lm, ids, found = short("llama", 1), golden["input_ids"], []
+    for chunk in (CHUNK, LONG_CHUNK):
+        asked = set(lm._executables)
+        monkeypatch.setattr(generate, "chunk_of", lambda nbytes, steps, chunk=chunk: chunk)
+        found.append(lm.generate(ids, 20, eos=None))
+        made = [dict(key[2]) for key in set(lm._executables) - asked]
+        assert [static["chunk"] for static in made if "chunk" in static] == [chunk]
+    assert np.array_equal(*found)
 
 
 def test_end_tokens(tiny, golden, row):

@@ -67,7 +67,8 @@ def test_how_layers_are_shared_out(short, monkeypatch):
         monkeypatch.setattr(prompts, "LAST", 0)
         monkeypatch.setattr(prompts, "FIRST", 1)
         assert prompts.are_apart(lm)
-    assert not prompts.are_apart(lm)  # on a host
+        monkeypatch.setattr(prompts, "on_host", lambda: True)
+        assert not prompts.are_apart(lm)
 
 
 def test_each_program_gets_what_it_needs(short):

@@ -162,6 +162,24 @@ def test_cancelled_in_the_middle(lm, one, four):
         assert core.scheduler.pool.available == core.settings.pages
 
 
+def test_weights_change_in_the_middle(lm, one, four, monkeypatch):
+    """Of a launch, too: its tokens count, and all sequences are computed again once the host knows them."""
+    requests = [read_request(lm, 64, [7, 9, i], 20, None, None, False, {**KINDS[i], "seed": i}) for i in range(4)]
+    want = [c.ids for c in run(one, requests, [0] * 4)]
+    steps, under_way = launches_of(four, monkeypatch), []
+    jobs = [four.submit(request, lambda tokens, error: None) for request in requests]
+    for step in range(200):
+        if step % 4 == 3:
+            under_way += [job.sequence.pending for job in jobs]
+            monkeypatch.setattr(lm, "_weights", list(lm._weights))  # an update, of the same numbers
+        four.step()
+        if four.idle:
+            break
+    assert four.idle and [job.completion.ids for job in jobs] == want
+    assert steps.count(4) > 1 and max(under_way) >= 4
+    assert four.scheduler.pool.available == four.settings.pages
+
+
 def test_while_requests_wait(lm, four, monkeypatch):
     """For a row: launches have several steps, until one is known to become free within them."""
     steps = launches_of(four, monkeypatch)
