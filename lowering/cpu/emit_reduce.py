@@ -298,6 +298,15 @@ def _rows(
 
     outer(0, rows)
     totals = [[_pairwise(em, job, [s.get() for s in of]) for job, of in zip(jobs, row, strict=True)] for row in sums]
+    _end_rows(em, jobs, shape, axes, rows, totals, row_axis)
+
+
+def _end_rows(
+    em: Emitter, jobs: list[Job], shape, axes, rows: list[list[Ix]], totals: list[list[Val]], row_axis: int | None
+) -> None:
+    """Combine the lanes of the vectors of each row and job, of several rows in one vector where they follow each other
+    along `row_axis`, and store the results."""
+    wide = lanes_of(totals[0][0].ty)
     if row_axis is not None and wide > 1 and len(rows) in (2, 4, 8) and ir.DTYPES[jobs[0].op.x.dtype].bits >= 8:
         (job,), index = jobs, _with(rows[0], row_axis, rows[0][row_axis].base, step=1)
         total = _together(em, job, [total for (total,) in totals])

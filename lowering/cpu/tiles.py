@@ -1,6 +1,6 @@
 """Tile registers of x86 (AMX): eight of 16 rows of 64 bytes, and the instructions on them.
 
-The registers are named by their numbers, 0 to 7, which LLVM keeps. `resized` says how many rows and bytes of a row each
+The registers are named by their numbers, 0 to 7, which LLVM keeps. `resize` says how many rows and bytes of a row each
 has. All that tiles hold is lost when their sizes change.
 """
 
