@@ -43,6 +43,10 @@ Devices = Annotated[
     str | None,
     typer.Option(help="How many devices share the model, such as 2; `generate` also takes tensor=2,expert=2."),
 ]
+LaunchSteps = Annotated[
+    int | None,
+    typer.Option(min=1, max=8, help="How many tokens of each answer one launch computes where no prompt waits."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Model = Annotated[
     str | None,
@@ -209,10 +213,7 @@ def serve(
     no_chunked_prefill: Annotated[
         bool, typer.Option("--no-chunked-prefill", help="Compute each prompt in one piece, while answers wait.")
     ] = False,
-    launch_steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=8, help="How many tokens of each answer one launch computes where no prompt waits."),
-    ] = None,
+    launch_steps: LaunchSteps = None,
     devices: Devices = None,
     fast: Annotated[
         bool,

@@ -18,6 +18,14 @@ TEMPLATE = (
 LENGTH = 96
 
 
+@pytest.fixture(scope="module")
+def lm(short):
+    """A small Llama of one layer, whose caches have pages of 8 tokens."""
+    lm = short("llama", 1, noise=0.3)
+    lm.page_size = 8
+    return lm
+
+
 @pytest.fixture(scope="package")
 def engine(short, write_gguf, tmp_path_factory):
     lm = short("llama", 1, noise=0.3)

@@ -30,13 +30,6 @@ SHAPES |= {"gate_proj": (160, 64), "up_proj": (160, 64), "down_proj": (64, 160)}
 
 
 @pytest.fixture(scope="module")
-def lm(short):
-    lm = short("llama", 1, noise=0.3)
-    lm.page_size = 8
-    return lm
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """folder(modules, rank, seed, tensors changed, **entries of the configuration): an adapter as `peft` writes it."""
 

@@ -26,13 +26,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
 
 
 @pytest.fixture(scope="module")
-def lm(short):
-    lm = short("llama", 1, noise=0.3)
-    lm.page_size = 8
-    return lm
-
-
-@pytest.fixture(scope="module")
 def one(lm):
     return Core(lm, settings_of(lm, **SIZES))
 
