@@ -322,7 +322,7 @@ def test_products_around_a_norm(talk):
     def reference(args):
         x, w, r, gate, up = (v.astype(jnp.float32) for v in args)
         y = r + jax.lax.psum(jnp.matmul(x, w.T, precision="highest"), "x")
-        unit = y * jax.lax.rsqrt((y * y).mean(1, keepdims=True) + 1e-5) * norm.astype(jnp.float32)
+        unit = y * jax.lax.rsqrt((y * y).mean(1, keepdims=True) + 1e-5) * norm.astype(jnp.float32)[None, :]
         of = lambda m: jnp.matmul(unit, m.T, precision="highest")
         return y, jax.nn.silu(of(gate)) * of(up)
 
