@@ -9,6 +9,7 @@ import pytest
 from library import normal
 
 import jtile as jt
+from jtile import ops
 from jtile.ops.hopper_clusters import hopper_clusters, misfit, product
 from jtile.ops.matmul import matmul_reference
 from jtile.testing import relative_error
@@ -47,6 +48,12 @@ def test_for_which_products_it_is_made(m, n, k, options, why):
         assert found is None if why is None else why in found
     else:
         assert found
+        why = "several devices"
+    a, b = of(k, m) if options["ta"] else of(m, k), of(n, k) if options["tb"] else of(k, n)
+    with jt.config(arch="sm_90"):
+        call = lambda a, b: ops.matmul(a, b, transpose_b=options["tb"], activation=options["activation"])
+        chosen = ops.choices(call, a, b)[-1].implementation
+    assert (chosen == "one role, in clusters") == (why is None)
 
 
 def test_blocks_share_copies_and_start_early():
