@@ -1,7 +1,8 @@
 """The core of an engine, for one thread: requests become sequences, plans run on the device, tokens become answers.
 
 The device never waits for the host: a step is dispatched before the tokens of the one before it are read. What stops a
-sequence is seen one step late; the token too many is dropped.
+sequence is seen one step late; the token too many is dropped. Where all sequences decode, tokens that end no answer are
+taken behind the next dispatch, so that it comes sooner.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -52,6 +55,30 @@ class Totals:
     steps: int = 0
 
 
+class Needs(NamedTuple):
+    """What sequences that all decode need of a launch: `level` and `logprobs` as in `Device.run`; most: the most tokens
+    of each answer, int32 [k]; watched: which have stop strings, bool [k]; ends: the ids that end some of them."""
+
+    level: int
+    logprobs: bool
+    most: np.ndarray
+    watched: np.ndarray
+    ends: np.ndarray
+
+    def ending(self, rows: Rows, found: np.ndarray) -> np.ndarray:
+        """Which answers may end with the tokens of a launch, int32 [steps, k]: bool [k]."""
+        ending = self.watched | (rows.made + rows.chosen >= self.most)
+        return ending | np.isin(found, self.ends).any(axis=0) if len(self.ends) else ending
+
+
+class Flying(NamedTuple):
+    """A launch whose tokens have not been read. needs: those of its rows, if all of its sequences decode."""
+
+    plan: Plan
+    result: Result
+    needs: Needs | None
+
+
 class Core:
     """The core for a model, with the sizes of `settings`; only one thread at a time may call it."""
 
@@ -65,12 +92,15 @@ class Core:
         self._weights = lm._weights  # the weights that the cache was computed with
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
-        self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
+        self._flying: collections.deque[Flying] = collections.deque()
+        self._later: tuple[Rows, np.ndarray, np.ndarray] | None = None  # arguments of `_take_rows`
         self._pace = Pace((1, *settings.launch_steps)) if settings.if_late else None
+        self._clock = time.perf_counter
+        self._launched = (0, 0.0)  # of the launch before: how many steps if all decoded, else 0, and when it was sent
 
     @property
     def idle(self) -> bool:
-        return not self._jobs and not self._flying
+        return not self._jobs and not self._flying and self._later is None
 
     @property
     def jobs(self) -> list[Job]:
@@ -98,6 +128,7 @@ class Core:
     def fail(self, error: JtileError) -> None:
         """Ends all requests with an error."""
         self._flying.clear()
+        self._later = None
         for job in self.jobs:
             with contextlib.suppress(Exception):  # `deliver` may be what has failed
                 self.scheduler.finish(job.sequence)
@@ -114,31 +145,36 @@ class Core:
             for sequence in plan.seats:
                 assert sequence.slot is not None
                 self.device.seat(sequence.slot, self._jobs[sequence].request.row, sequence.tokens)
-            self._flying.append((plan, self.device.run(plan, *self._needs(plan))))
+            level, logprobs, masks, needs = self._needs(plan)
+            self._flying.append(Flying(plan, self.device.run(plan, level, logprobs, masks), needs))
             self.totals.steps += plan.steps
             self._keep_pace(plan)
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._take_rows(*later)
         meanwhile()
         if self._flying and (len(self._flying) > 1 or plan.empty):
-            plan, result = self._flying.popleft()
-            self._read(plan, *result.read())
+            before = self._flying.popleft()
+            self._read(before, *before.result.read())
 
     def _keep_pace(self, plan: Plan) -> None:
         """Chooses how many steps the next launches have, behind one of sequences that all decode. A program that is not
         compiled yet would hold up all requests."""
-        if self._pace is None or not self.device.ahead or plan.rows is None or len(self._flying) < 2:
+        before, at = self._launched
+        now = self._clock()
+        self._launched = 0 if plan.rows is None or len(self._flying) < 2 else plan.steps, now
+        if self._pace is None or not self.device.ahead or not self._launched[0]:
             return
         if plan.steps == self._pace.steps:
-            self._pace.note(self._flying[-2][1].ended)
+            self._pace.note(self._flying[-2].result.ended, now - at if before == plan.steps else None)
         self.scheduler.steps = self._pace.steps
 
-    def _needs(self, plan: Plan) -> tuple[int, bool, dict[int, np.ndarray]]:
-        """The arguments `level`, `logprobs` and `masks` of `Device.run` for a plan."""
+    def _needs(self, plan: Plan) -> tuple[int, bool, dict[int, np.ndarray], Needs | None]:
+        """The arguments `level`, `logprobs` and `masks` of `Device.run` for a plan; and all that its rows need."""
         if plan.rows is not None:
-            group, jobs = plan.rows.group, self._jobs
-            if group.needs is None:
-                rows = [jobs[sequence].request.row for sequence in group.sequences]
-                group.needs = max(row.level for row in rows), any(row.logprobs is not None for row in rows)
-            return *group.needs, {}
+            group = plan.rows.group
+            needs = group.needs = group.needs or self._needs_of(group.sequences)
+            return needs.level, needs.logprobs, {}, needs
         level, logprobs, masks = 0, False, {}
         for i, segment in enumerate(plan.samples):
             request = self._jobs[segment.sequence].request
@@ -146,16 +182,34 @@ class Core:
             logprobs |= request.row.logprobs is not None
             if request.guide is not None:
                 masks[i] = request.guide.allowed()
-        return level, logprobs, masks
+        return level, logprobs, masks, None
+
+    def _needs_of(self, sequences: list[Sequence]) -> Needs:
+        """What sequences that all decode need, in their order."""
+        requests = [self._jobs[sequence].request for sequence in sequences]
+        level, logprobs = max(r.row.level for r in requests), any(r.row.logprobs is not None for r in requests)
+        most, watched = (
+            np.array([r.max_tokens for r in requests], np.int32),
+            np.array([bool(r.stops) for r in requests]),
+        )
+        return Needs(
+            level, logprobs, most, watched, np.array(sorted(set().union(*(r.ends for r in requests))), np.int32)
+        )
 
     def update_weights(self, weights: list) -> None:
         """Replaces the weights as `Engine.update_weights` says; weights: the result of `checked_weights`."""
         self.lm._weights = weights
 
-    def _read(self, plan: Plan, tokens: np.ndarray, rates: Rates | None) -> None:
-        rows, vocab = plan.rows, self.lm.config.vocab_size
-        if rows is not None and rates is None and int(tokens.max()) < vocab:
-            self._read_rows(rows, tokens)
+    def _read(self, launch: Flying, tokens: np.ndarray, rates: Rates | None) -> None:
+        """Takes the tokens of a launch. Those of sequences that all decode, without grammars and log-probabilities, are
+        taken one answer after the other, which is quicker than one step after the other: first of the answers that may
+        end, so that the next launch is without them; the others wait until it is under way."""
+        plan, rows, vocab = launch.plan, launch.plan.rows, self.lm.config.vocab_size
+        if rows is not None and launch.needs is not None and rates is None and int(tokens.max()) < vocab:
+            found = tokens[:, : len(rows.sequences)]
+            ending = launch.needs.ending(rows, found)
+            self._take_rows(rows, found, np.flatnonzero(ending))
+            self._later = rows, found, np.flatnonzero(~ending)
             return
         samples = plan.samples
         of = None if rates is None else {segment.sequence: i for i, segment in enumerate(samples)}
@@ -163,17 +217,16 @@ class Core:
             for segment in self.scheduler.commit(plan, row, step):
                 self._take(segment, segment.made + step, rates, 0 if of is None else of[segment.sequence])
 
-    def _read_rows(self, rows: Rows, tokens: np.ndarray) -> None:
-        """Takes tokens of sequences that all decode, without grammars and log-probabilities: those of one answer after
-        the other, which is quicker than one step after the other."""
-        found = tokens[:, : len(rows.sequences)].T.tolist()
-        numbers = zip(rows.sequences, found, rows.made.tolist(), rows.chosen.tolist(), strict=True)
-        for sequence, ids, made, count in numbers:
+    def _take_rows(self, rows: Rows, found: np.ndarray, which: np.ndarray) -> None:
+        """Takes tokens, int32 [steps, k], of those of the rows that `which`, int [n], has the numbers of."""
+        columns = found.T[which].tolist(), rows.made[which].tolist(), rows.chosen[which].tolist()
+        for i, ids, made, count in zip(which.tolist(), *columns, strict=True):
+            sequence = rows.sequences[i]
             if sequence.finished:
                 continue
             job, ids = self._jobs[sequence], ids if count == len(ids) else ids[:count]
             request, stops = job.request, job.text
-            if not stops.stops and made + count < request.max_tokens and request.ends.isdisjoint(ids):
+            if not request.stops and made + count < request.max_tokens and request.ends.isdisjoint(ids):
                 sequence.tokens += ids
                 sequence.pending -= count
                 self._add_all(job, [Token(token, stops.push(token)) for token in ids])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from jtile._errors import ModelError
 from jtile.models import Engine, Grammar
 from jtile.models.serving import settings as serving_settings
 from jtile.models.serving.core import Core
-from jtile.models.serving.pace import PATIENCE, SMOOTH, Pace
+from jtile.models.serving.pace import SMOOTH, TRIAL, Pace
 from jtile.models.serving.request import read_request
 from jtile.models.serving.settings import settings_of
 
@@ -203,41 +204,114 @@ def test_streams_that_leave_in_the_middle(lm, four):
         until(lambda: idle(engine))
 
 
-def test_longer_launches_where_the_host_is_late():
-    """One late launch changes nothing; where half of them are late the next have more steps, and fewer again behind
-    enough in time."""
+def paced(pace: Pace, host, launches: int, rng=None) -> tuple[list[int], float]:
+    """(the numbers of steps of so many launches, the mean time of a step) with a device that takes 1.0 for a step, and
+    a host that takes host(steps) for a launch, once the launch before the last has ended; with `rng` each varies by a
+    tenth, and one launch in ten comes 2 later. A server's clock, which is not the machine's."""
+    seen, ends, before, at = [], [0.0, 0.0], (0, 0.0), 0.0
+    for _ in range(launches):
+        steps = pace.steps
+        spread = 1.0 if rng is None else rng.uniform(0.9, 1.1)
+        at = max(at, ends[-2]) + host(steps) * spread + (2.0 if rng is not None and rng.random() < 0.1 else 0.0)
+        late = ends[-1] <= at
+        ends.append(max(at, ends[-1]) + steps)
+        pace.note(late, at - before[1] if before[0] == steps else None)
+        before = steps, at
+        seen.append(steps)
+    return seen, ends[-1] / sum(seen)
+
+
+def test_a_host_in_time_has_launches_of_one_step():
+    """Whatever pauses it makes, and also if it is late in more than half of its launches, but by little: then longer
+    launches are tried from time to time, and given up."""
+    assert set(paced(Pace((1, 2, 4)), lambda steps: 0.7 + 0.1 * steps, 5000, np.random.default_rng(1))[0]) == {1}
+    seen, _ = paced(Pace((1, 2, 4)), lambda steps: 0.95 + 0.1 * steps, 5000)
+    trials = sum(a == 1 and b == 2 for a, b in itertools.pairwise(seen))
+    assert set(seen) == {1, 2} and 3 <= trials <= 5, "a trial is tried again, less and less often"
+    assert sum(steps == 2 for steps in seen) <= (TRIAL + 2) * trials
+
+
+def test_a_late_host_has_longer_launches():
     pace = Pace((1, 2, 4))
-    for late in [True, *[False] * 9] * 20:
-        pace.note(late)
-        assert pace.steps == 1
-    seen = []
-    for late in [True] * 40 + [False] * 2 * PATIENCE:
-        pace.note(late)
-        seen.append(pace.steps)
-    assert sorted(set(seen)) == [1, 2, 4] and seen[39] == 4 and seen[-1] == 1
-    assert 8 <= seen.index(2) < seen.index(4) <= 30
-    for late in [True, False, False, False] * PATIENCE:
-        pace.note(late)
-        assert pace.steps == 1
+    seen, step = paced(pace, lambda steps: 1.4 + 0.1 * steps, 1000)
+    assert seen.count(2) > 700 and set(seen) == {1, 2} and step < 1.1
+    assert set(paced(pace, lambda steps: 0.5, 1000)[0][-500:]) == {1}, "the host is in time again"
+    seen, step = paced(pace, lambda steps: 3.0 + 0.1 * steps, 1000)
+    assert pace.steps == 4 and seen.count(4) > 700 and step < 1.2
+    assert set(paced(pace, lambda steps: 0.5, 1000)[0][-500:]) == {1}
+    seen, step = paced(pace, lambda steps: 1.4 + 0.1 * steps, 2000, np.random.default_rng(2))
+    assert seen.count(2) > 1000 and step < 1.4
 
 
-def test_a_host_in_time_makes_launches_of_one_step(lm, one, monkeypatch):
-    """On a GPU, and whatever the host is where programs of several steps are not compiled: they would hold up all."""
+def test_longer_launches_that_save_nothing_are_given_up():
+    """Where a launch costs the host as much for each of its steps, and where no two launches follow each other, so that
+    nothing can be measured."""
+    seen, _ = paced(Pace((1, 2, 4)), lambda steps: 1.5 * steps, 3000)
+    assert set(seen) == {1, 2} and sum(steps == 2 for steps in seen) < 200
+    pace = Pace((1, 2))
+    for _ in range(SMOOTH):
+        pace.note(True, 1.0)
+    assert pace.steps == 2
+    for _ in range(4 * TRIAL):
+        pace.note(True, None)
+    assert pace.steps == 1
+
+
+def test_what_the_core_notes(lm, one, monkeypatch):
+    """Launches of sequences that all decode, behind others of that kind, on a GPU, where programs of several steps are
+    compiled: they would hold up all."""
     monkeypatch.setattr(serving_settings, "on_host", lambda: False)
     monkeypatch.setattr(serving_settings, "tile_of", lambda lm, cpu: 1)
-    core = Core(lm, settings_of(lm, **SIZES))
+    core, clock = Core(lm, settings_of(lm, **SIZES)), iter(range(1000))
+    core._clock = lambda: 0.5 * next(clock)
     core.device._compiled = one.device._compiled
     assert (core.scheduler.steps, core.settings.launch_steps, core.settings.if_late) == (1, (2, 4), True)
+    notes, note = [], core._pace.note
+    monkeypatch.setattr(core._pace, "note", lambda *given: notes.append(given) or note(*given))
     for ahead, ended, kind, steps in (
         (False, True, "rows", 1), (True, False, "rows", 1), (True, True, "prompts", 1), (True, True, "rows", 2)
     ):  # fmt: skip
         core.device.ahead = ahead
         plan = SimpleNamespace(rows=None if kind == "prompts" else (), steps=1)
+        notes.clear()
         for _ in range(SMOOTH):
             core._flying.clear()
-            core._flying.extend((None, SimpleNamespace(ended=done)) for done in (ended, False))
+            core._flying.extend(SimpleNamespace(result=SimpleNamespace(ended=done)) for done in (ended, False))
             core._keep_pace(plan)
         assert core.scheduler.steps == steps
+        assert {late for late, _ in notes} == ({ended} if ahead and kind == "rows" else set())
+        first = None if kind == "rows" and (ahead, ended) == (True, True) else 0.5  # the launch before had prompts
+        assert [seconds for _, seconds in notes[:2]] == ([first, 0.5] if notes else [])
+
+
+def test_the_next_launch_comes_before_tokens_that_end_nothing(lm, one, monkeypatch):
+    """The device gets the next launch as soon as the one before the last has ended: its tokens are taken behind that,
+    but for those of answers that may end, which the next launch leaves out."""
+    done, device_run = [], one.device.run
+
+    def dispatch(plan, *needs):
+        done.append(("launch", len(plan.segments)))
+        return device_run(plan, *needs)
+
+    monkeypatch.setattr(one.device, "run", dispatch)
+    counts = {}
+
+    def submit(name, tokens, **stop):
+        def deliver(found, error):
+            counts[name] = counts.get(name, 0) + len(found)
+            done.append((name, counts[name]) if found else (name, "end"))
+
+        request = read_request(lm, 64, [5, 6, 7 + len(name)], tokens, stop.get("stop"), (), False, {})
+        one.submit(request, deliver)
+
+    submit("long", 12)
+    submit("short", 5)
+    while not one.idle:
+        one.step()
+    launches = [i for i, (what, _) in enumerate(done) if what == "launch"]
+    at = lambda name, number: sum(i < done.index((name, number)) for i in launches)
+    assert [at("long", n) for n in range(3, 11)] == [n + 2 for n in range(3, 11)], "behind the launch two later"
+    assert at("short", "end") == 6 and [rows for what, rows in done if what == "launch"][5:7] == [1, 1]
 
 
 @pytest.mark.parametrize("steps", [0, 9, 1.5, True])
