@@ -18,7 +18,7 @@ from jtile.lowering.targets import Target
 from jtile.primitive.lowering import Complete, compile_piece, complete, pieces_of
 from jtile.primitive.program import Program
 
-from .devices import Sum, is_sum, joint, number_of, of_one
+from .devices import OF_GPU, PROGRAM, Sum, is_sum, joint, number_of, of_one
 from .regions import Region, is_kernel, program_for
 from .tasks import Memory, Task, TaskGraph, make_graph
 
@@ -63,8 +63,10 @@ class Wired:
 class _Builder:
     """Gives every value of a region its memory. An update in place is a new version of one memory."""
 
-    def __init__(self, region: Region, target: Target, poison: bool, cost: Callable[[Any, ir.Kernel], float]):
-        self.region, self.target, self.poison, self.cost = region, target, poison, cost
+    def __init__(
+        self, region: Region, target: Target, poison: bool, cost: Callable[[Any, ir.Kernel], float], apart: bool
+    ):
+        self.region, self.target, self.poison, self.cost, self.apart = region, target, poison, cost, apart
         self.operands: list[Any] = []
         self.memories: list[Memory] = []
         self.of: dict[Any, int] = {}  # the number of the memory of a value, or of a constant
@@ -82,12 +84,16 @@ class _Builder:
             else:
                 self.of[step.outs[0]] = self._memory_of(step.ins[0])
         results = self._results()
+        if self.apart:
+            self._apart()
         devices = number_of(self.region.axes)
         if not self.region.axes:
             graph = make_graph(self.tasks, self.memories, cores, **options)
             return Wired(graph, tuple(self.operands), results)
         whole = make_graph(*joint(self.tasks, self.memories, devices), cores, **options)
-        return Wired(of_one(whole, self.tasks, self.memories, devices), tuple(self.operands), results, whole)
+        own = of_one(whole, self.tasks, self.memories, devices)
+        own = dataclasses.replace(own, axes=self.region.axes)
+        return Wired(own, tuple(self.operands), results, whole)
 
     def _operand(self, what: Any, shape: Sequence[int], dtype: str) -> int:
         self.operands.append(what)
@@ -115,15 +121,28 @@ class _Builder:
             self.of[v] = found[r.piece][r.output]
 
     def _sum(self, step: Step) -> None:
-        devices = number_of(self.region.axes)
+        devices, program = number_of(self.region.axes), OF_GPU if self.apart else PROGRAM
         for x, v in zip(step.ins, step.outs, strict=True):
-            source = Sum(math.prod(v.shape), ir.dtype_info(v.dtype).name, devices, self.target)
+            source = Sum(math.prod(v.shape), ir.dtype_info(v.dtype).name, devices, self.target, program)
             kernel = source.kernel
             self.of[v] = self._memory(kernel.outputs[0].shape, source.dtype)
             self.written.add(self.of[v])
             memories, peers = (self._memory_of(x),) * devices, tuple(range(devices))
             cost = self.cost(source, kernel)
             self.tasks.append(Task(kernel, (*memories, self.of[v]), cost, source, (*peers, -1)))
+
+    def _apart(self) -> None:
+        """Let sums read memory of the graph alone: what others see is copied there first."""
+        tasks: list[Task] = []
+        for task in self.tasks:
+            if task.peers and not self.memories[task.memories[0]].inner:
+                source = dataclasses.replace(task.source, devices=1)
+                copy = self._memory(source.kernel.outputs[0].shape, source.dtype)
+                cost = self.cost(source, source.kernel)
+                tasks.append(Task(source.kernel, (task.memories[0], copy), cost, source))
+                task = dataclasses.replace(task, memories=(*(copy,) * task.source.devices, task.memories[-1]))
+            tasks.append(task)
+        self.tasks = tasks
 
     def _piece(self, piece: Piece, inputs: list[int]) -> list[int]:
         """Adds a task; gives the memories of its outputs."""
@@ -164,6 +183,7 @@ def wire(
     cores: int,
     cost: Callable[[Any, ir.Kernel], float] = guessed,
     poison: bool | None = None,
+    apart: bool = False,
     **options: Any,
 ) -> Wired:
     """The execution graph of a region.
@@ -171,10 +191,11 @@ def wire(
     Args:
       cost: predicted nanoseconds of a program of a kernel.
       poison: whether outputs start from numbers that no kernel computes by accident; None: as the option says.
+      apart: what other devices read lies in memory of its own, where XLA puts no arrays.
       options: arguments of `make_graph`.
     """
     poison = current().poison if poison is None else poison
-    return _Builder(region, target, poison, cost).build(cores, **options)
+    return _Builder(region, target, poison, cost, apart).build(cores, **options)
 
 
 def array_of(operand: Any, values: dict[Value, np.ndarray]) -> np.ndarray:

@@ -26,6 +26,9 @@ from .tasks import Band, Memory, Task, TaskGraph
 
 SUMS = ("psum", "psum_invariant")  # primitives of `jax.lax.psum`, by how `shard_map` follows types
 PROGRAM = 4096  # elements that a program of a sum adds up
+OF_GPU = 2048  # on a GPU, whose blocks each load at their own rate
+READ = 16 << 20  # bytes that a GPU reads of others for a sum, where these are more than one
+MOST = 32  # devices that a sum is over, at most: a GPU's blocks look at all of them at once
 
 
 def is_sum(step: Step) -> bool:
@@ -38,30 +41,39 @@ def axes_of(step: Step) -> tuple[str, ...]:
     return tuple(axes) if all(isinstance(a, str) for a in axes) else ()
 
 
-def refusal(step: Step, sizes: Mapping[str, int]) -> str | None:
-    """Why a sum is no task, or None. `sizes`: devices along each axis."""
+def refusal(step: Step, sizes: Mapping[str, int], own: bool) -> str | None:
+    """Why a sum is no task, or None. `sizes`: devices along each axis; `own`: each device reads memory of its own, as
+    host devices do."""
     if any(axis not in sizes for axis in axes_of(step)):
         return "the number of devices along its axes is not known here"
+    others = math.prod(sizes[axis] for axis in axes_of(step)) - 1
+    if others >= MOST:
+        return f"it adds up over more than {MOST} devices"
     for x in step.ins:
         if not isinstance(x, Value) or not all(isinstance(n, int) for n in x.shape) or 0 in x.shape:
             return "it has no elements, or their number is known only when it runs"
         if ir.dtype_info(x.dtype).kind not in "iuf" or ir.dtype_info(x.dtype).bits < 16:
             return f"it adds up {x.dtype}, and tasks add up numbers of 16 bits and more"
+        read = others * math.prod(x.shape) * ir.dtype_info(x.dtype).bits // 8
+        if not own and others > 1 and read > READ:
+            return f"each device would read {read >> 20} MiB of others, and XLA's sum takes turns"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """What a task that adds up arrays of all devices is made of."""
+    """What a task that adds up arrays of all devices is made of, `program` elements at a time; of one device, a task
+    that copies an array."""
 
     elements: int
     dtype: str
     devices: int
     target: Target
+    program: int = PROGRAM
 
     @property
     def kernel(self) -> ir.Kernel:
-        return _kernel(self.elements, self.dtype, self.devices)
+        return _kernel(self.elements, self.dtype, self.devices, self.program)
 
     @property
     def artifact(self) -> Any:
@@ -69,10 +81,10 @@ class Sum:
 
 
 @functools.cache
-def _kernel(elements: int, dtype: str, devices: int) -> ir.Kernel:
+def _kernel(elements: int, dtype: str, devices: int, program: int) -> ir.Kernel:
     """A block of elements a program; the devices in their order, so that all of them get the same bits."""
-    size, short = min(PROGRAM, elements), lambda d: ir.DTYPES[d].short
-    own, wide = (f"tile<{size}x{short(d)}>" for d in (dtype, _wide(dtype)))
+    size, short = min(program, elements), lambda d: ir.DTYPES[d].short
+    own, wide = (f"tile<{size}x{short(d)}>" for d in (dtype, _wide(dtype) if devices > 1 else dtype))
     ref = f"ref<{elements}x{short(dtype)}"
     lines, first = ["%i = program_id 0"], ""
     for k in range(devices):
@@ -86,7 +98,8 @@ def _kernel(elements: int, dtype: str, devices: int) -> ir.Kernel:
     lines.append(f"store %o[tile(%i, {size})], {'%r' if own != wide else last}")
     refs = ", ".join(f"%x{k}: {ref}>" for k in range(devices))
     body = "\n".join(filter(None, lines))
-    return ir.parse_kernel(f"kernel @all_reduce({refs}, %o: {ref}, out>) grid({-(-elements // size)}) {{\n{body}\n}}")
+    name = "all_reduce" if devices > 1 else "copied"
+    return ir.parse_kernel(f"kernel @{name}({refs}, %o: {ref}, out>) grid({-(-elements // size)}) {{\n{body}\n}}")
 
 
 def _wide(dtype: str) -> str:

@@ -19,10 +19,11 @@ OPERAND, RESULT, ARENA = range(3)
 AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in how many parts
 
 
-def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
+def arena(graph: TaskGraph, apart: bool = False) -> tuple[dict[int, int], int]:
     """(byte where each inner memory lies, bytes of all). A memory lies where an earlier one did if every band that
-    touches the earlier one is over before any band that touches the later one starts."""
-    graph, shared = graph.alone, {m for t in graph.tasks for m, d in zip(t.memories, t.peers, strict=False) if d >= 0}
+    touches the earlier one is over before any band that touches the later one starts. `apart`: what other devices read
+    lies elsewhere."""
+    graph, shared = graph.alone, graph.shared
     users: dict[int, list[int]] = {}
     for k, band in enumerate(graph.bands):
         for m in set(graph.tasks[band.task].memories):
@@ -30,7 +31,7 @@ def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
     slots: list[list[int]] = []  # [bytes, bands that touched what lay there last]
     slot: dict[int, int] = {}
     for m, memory in enumerate(graph.memories):  # memories stand in the order of the tasks that make them
-        if not memory.inner or m not in users:
+        if not memory.inner or m not in users or (apart and m in shared):
             continue
         over = _over_before(graph, users[m])
         fits = [k for k, (_, last) in enumerate(slots) if last & ~over == 0]

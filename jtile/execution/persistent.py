@@ -19,7 +19,8 @@ from jtile.ir.types import DTYPES
 from jtile.lowering import registry
 from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
-from jtile.lowering.triton.emit_tasks import AHEAD, ROW, SIGNALS, STARTS, UNIT, Shape
+from jtile.lowering.triton.emit_tasks import AHEAD, SIGNALS, STARTS, UNIT, Shape, row_words
+from jtile.lowering.triton.task_devices import Far
 from jtile.lowering.triton.task_pages import ROW as COPY
 from jtile.lowering.triton.task_pages import Pages
 from jtile.primitive.lowering import compiler_options
@@ -27,10 +28,11 @@ from jtile.tune.prune import predicted_us
 
 from .boxes import parts
 from .build import Piece
+from .devices import Sum
 from .encode import arena
 from .pages import inputs_in_pages, lists, pages_for, room_for_pages, rows
 from .schedule import Schedule
-from .tasks import TaskGraph, footprint_of
+from .tasks import Task, TaskGraph, footprint_of
 
 PLACED = 256  # bytes of which the beginning of the inner memories is a multiple
 LEAST_NS = 300.0  # nanoseconds of a program, at least
@@ -45,7 +47,7 @@ def spread(programs: int, cost: float, cores: int) -> list[tuple[int, int]]:
     return [(programs * k // n, programs * (k + 1) // n) for k in range(n)]
 
 
-def predicted(piece: Piece, kernel: ir.Kernel) -> float:
+def predicted(piece: Piece | Sum, kernel: ir.Kernel) -> float:
     """Predicted nanoseconds of one program of a kernel, when all multiprocessors run some."""
     whole, programs = predicted_us(kernel, piece.target) * 1e3, max(math.prod(kernel.grid), 1)
     return max(whole * min(piece.target.units("device") or 1, programs) / programs, LEAST_NS)
@@ -91,39 +93,58 @@ def launch_of(schedule: Schedule, operands: int, traced: bool, pages: bool = Tru
     """
     graph = schedule.graph
     results = sum(m.result is not None for m in graph.memories)
-    offsets, size = arena(graph)
+    offsets, size = arena(graph, apart=True)
     places = sorted(set(offsets.values()))
     arrays = operands + results
-    first = -(-8 * (arrays + len(places)) // PLACED) * PLACED
+    others, far = _others(graph)
+    first = -(-8 * (arrays + len(places) + len(others) // 2) // PLACED) * PLACED
     entry = [_entry(m, operands, arrays, places, offsets.get(k)) for k, m in enumerate(graph.memories)]
+    for k, m in enumerate(sorted(graph.shared)):
+        entry[m] = arrays + len(places) + k * (graph.devices + 1)
     arrivals = np.cumsum([0, *(_counters(task.kernel) for task in graph.tasks)])
     fixed = dict(zip(numbers(graph), _fixed(graph), strict=True))
     ring, copies = _pages(schedule, entry, fixed) if pages else (None, [])
     in_pages = {
         s: inputs_in_pages(k, fixed[s]) if ring else set() for s, k in zip(fixed, kernels_of(graph), strict=True)
     }
-    lines, more = _rows(schedule, entry, arrivals, in_pages)
+    names = row_words(far is not None)
+    lines, more = _rows(schedule, names, entry, arrivals, in_pages)
     starts = np.cumsum([0, *(len(own) for own in lines)])
     flat = [row for own in lines for row in own]
     width = len(flat[0])
     head = STARTS + len(starts) + (len(flat) + 1) * width
-    behind = head + len(more) + len(places)
+    end = head + len(more) + len(places)
+    behind = end + len(others)
     behind += -(behind + len(starts)) % COPY  # so that rows of copies are a multiple of their words from the beginning
     words = np.zeros(behind + len(copies), np.int32)
-    words[:3] = head + len(more), len(places), behind
+    words[:5] = head + len(more), len(places), behind, end, len(others) // 2
+    words[end : end + len(others)] = others
     words[behind:] = copies
     words[behind : behind + len(starts)] += (behind + len(starts)) // COPY if ring else 0
     words[STARTS : STARTS + len(starts)] = starts
     table = words[STARTS + len(starts) : head].reshape(-1, width)
     table[: len(flat)] = flat
-    table[: len(flat), ROW.index("signals")] += head
+    for word in {"signals", "meetings"} & set(names):
+        table[: len(flat), names.index(word)] += head
     words[head : head + len(more)] = more
     words[head + len(more) :][: len(places)] = [(first + at) // UNIT for at in places]
-    counts = {"events": len(graph.events), "arrivals": int(arrivals[-1])}
     shape = Shape(
-        (operands, results), graph.cores, traced, **counts, name="jtile_graph", fixed=tuple(fixed.values()), pages=ring
-    )
+        (operands, results), graph.cores, traced, len(graph.events), int(arrivals[-1]), "jtile_graph",
+        tuple(fixed.values()), ring, far,
+    )  # fmt: skip
     return Launch(words, first + max(size, 1), shape)
+
+
+def _others(graph: TaskGraph) -> tuple[list[int], Far | None]:
+    """The entries for memories that devices read of each other, two words each, and how the graph talks to them: for
+    each memory the own one first, then that of each device."""
+    if graph.devices == 1:
+        return [], None
+    words, at = [], 0
+    for m in sorted(graph.shared):
+        words += [word for d in (graph.devices, *range(graph.devices)) for word in (at // UNIT, d)]
+        at += -(-graph.memories[m].bytes // PLACED) * PLACED
+    return words, Far(graph.axes, len(graph.awaited), at)
 
 
 def _pages(
@@ -164,16 +185,18 @@ def _counters(kernel: ir.Kernel) -> int:
 
 
 def _rows(
-    schedule: Schedule, entry: Sequence[int], arrivals: np.ndarray, in_pages: dict[Any, set[int]]
+    schedule: Schedule,
+    names: Sequence[str],
+    entry: Sequence[int],
+    arrivals: np.ndarray,
+    in_pages: dict[Any, set[int]],
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """For each block the rows of its bands, and the events that bands count in besides their first one. `in_pages`: for
-    the source of each task the inputs of which tiles come in pages."""
+    """For each block the rows of its bands, and the events and meetings that bands count in besides those that their
+    rows have words for. `names`: of the words of a row. `in_pages`: for the source of each task the inputs of which
+    tiles come in pages."""
     graph = schedule.graph
-    event = {needs: k for k, needs in enumerate(graph.events)}
-    signals: list[list[int]] = [[] for _ in graph.bands]
-    for needs, e in event.items():
-        for b in needs:
-            signals[b].append(e)
+    event, signals = _counted(graph, graph.events)
+    meeting, met = _counted(graph, graph.awaited)
     number = numbers(graph)
     arrays = max(len(task.memories) for task in graph.tasks)
     rows: list[list[list[int]]] = [[] for _ in range(graph.cores)]
@@ -190,16 +213,38 @@ def _rows(
         }  # fmt: skip
         words |= {word: own[k] if k < len(own) else -1 for k, word in enumerate(SIGNALS)}
         more += own[len(SIGNALS) :]
-        memories = [entry[m] for m in task.memories]
-        row = [words.get(w, 0) for w in ROW] + memories + [0] * (arrays - len(memories))
+        if graph.devices > 1:
+            words |= {
+                "meeting": meeting[band.everywhere] if band.everywhere else -1, "all": len(band.everywhere),
+                "met": met[b][0] if met[b] else -1, "more meetings": len(met[b][1:]), "meetings": len(more),
+            }  # fmt: skip
+            more += met[b][1:]
+        memories = _arrays(graph, task, entry)
+        row = [words.get(w, 0) for w in names] + memories + [0] * (arrays - len(memories))
         core = schedule.core[b]
         if core in row_of:  # the band in front fetches for this one
             for words_of, part in zip(AHEAD, _ahead(graph, b, entry, in_pages[task.source]), strict=False):
                 for word, number_ in zip(words_of, part, strict=True):
-                    row_of[core][ROW.index(word)] = number_
+                    row_of[core][names.index(word)] = number_
         rows[core].append(row)
         row_of[core] = row
     return rows, more
+
+
+def _counted(graph: TaskGraph, sets: Sequence[tuple[int, ...]]) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
+    """(the number of each set of bands; for each band the numbers of those that it is in)"""
+    numbers_, of_band = {own: k for k, own in enumerate(sets)}, [[] for _ in graph.bands]
+    for own, k in numbers_.items():
+        for b in own:
+            of_band[b].append(k)
+    return numbers_, of_band
+
+
+def _arrays(graph: TaskGraph, task: Task, entry: Sequence[int]) -> list[int]:
+    """The numbers of the arrays of a task: those of other devices stand behind the own one."""
+    if graph.devices == 1 or not task.peers:
+        return [entry[m] for m in task.memories]
+    return [entry[m] + 1 + peer for m, peer in zip(task.memories, task.peers, strict=True)]
 
 
 def _ahead(graph: TaskGraph, band: int, entry: Sequence[int], but: set[int]) -> list[tuple[int, int, int]]:
@@ -235,12 +280,13 @@ def kernels_of(graph: TaskGraph) -> list[ir.Kernel]:
 def image(graph: TaskGraph, launch: Launch, target: Target) -> Any:
     """The compiled launch, an `Artifact`."""
     kernels, pieces = dict(zip(numbers(graph), kernels_of(graph), strict=True)), list(numbers(graph))
-    options = [compiler_options(p.program, p.number, target) for p in pieces]
+    options = [{} if isinstance(p, Sum) else compiler_options(p.program, p.number, target) for p in pieces]
     text = "\n".join(ir.print_kernel(kernels[p], locations=False) for p in pieces)
     return registry.compile_graph([kernels[p] for p in pieces], target, options, launch.shape, key=text)
 
 
-def attributes(platform: Platform, artifact: Any) -> dict[str, Any]:
-    """The attributes of the custom call."""
+def attributes(platform: Platform, artifact: Any, groups: np.ndarray | None = None) -> dict[str, Any]:
+    """The attributes of the custom call. `groups`: the devices that talk to each other, see `device_groups`; None:
+    each is alone."""
     given = platform.attributes(artifact, None, {})  # type: ignore[arg-type]
-    return given | {"groups": np.zeros(0, np.int64), "timeout": milliseconds()}
+    return given | {"groups": np.zeros(0, np.int64) if groups is None else groups, "timeout": milliseconds()}

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from jtile._compat import is_partitioned, need_devices
+from jtile._compat import is_partitioned, mesh_of, need_devices
 from jtile._config import current
 from jtile._errors import UnsupportedError
 from jtile.fusion.steps import Constant, Value
@@ -26,7 +26,7 @@ from jtile.lowering import platforms
 from jtile.lowering.here import target as here
 from jtile.lowering.platforms import Platform, milliseconds
 from jtile.lowering.targets import Target
-from jtile.primitive.devices import place_along
+from jtile.primitive.devices import can_talk, device_groups, place_along
 from jtile.primitive.jtile_call import joint_varying, typed
 from jtile.primitive.lowering import behind_barrier, filled
 
@@ -74,7 +74,7 @@ def cores_of(target: Target, options: Options) -> int:
 
 def bands_for(target: Target) -> dict[str, Any]:
     """The arguments of `wire` that say how programs are cut into bands, and what they cost."""
-    return {"split": spread, "cost": predicted} if persistent(target) else {}
+    return {"split": spread, "cost": predicted, "apart": True} if persistent(target) else {}
 
 
 def check_target(target: Target) -> None:
@@ -177,7 +177,8 @@ def _lower_on(
 ) -> Sequence[Any]:
     assert platform.graph_call is not None
     target = platform.here()
-    if is_partitioned(ctx) or any(refusal(step, target, dict(region.axes)) for step in region.kernels):
+    alone = is_partitioned(ctx) or any(refusal(step, target, dict(region.axes)) for step in region.kernels)
+    if alone or not _meet(region, platform, ctx):
         return mlir.lower_fun(lambda *xs: one_after_another(region, xs), multiple_results=True)(ctx, *operands)
     platform.register()
     wired, schedule = scheduled(region, options, target)
@@ -187,14 +188,15 @@ def _lower_on(
     name = platform.graph_call
     if platform.compile_graph is not None:
         launch, artifact = launched(schedule, len(given), options.traced, target)
-        attributes, size = persistent_attributes(platform, artifact), launch.inner
+        groups = device_groups([axis for axis, _ in region.axes], ctx, "jt.graph", None) if launch.shape.far else None
+        attributes, size = persistent_attributes(platform, artifact, groups), launch.inner
         given, avals = [*given, mlir.ir_constant(launch.plan)], [*avals, ShapedArray(launch.plan.shape, np.int32)]
         name = (platform.io_call if current().debug else None) or name
     else:
         attributes, size = attributes_of(schedule, options.static)
         numbers = {"operands": len(given), "results": len(memories), "traced": int(options.traced)}
         attributes |= {name: np.int64(n) for name, n in numbers.items()}
-    if region.axes:
+    if region.axes and platform.compile_graph is None:
         assert platform.graph_devices_call is not None
         name, here_aval = platform.graph_devices_call, ShapedArray((1 + len(region.axes),), np.dtype(np.int32))
         axes = [[axis, n] for axis, n in region.axes]
@@ -215,6 +217,14 @@ def _lower_on(
         found = [behind_barrier(ctx, a, x) for a, x in zip(outs, found, strict=True)]
     results = [_shaped(ctx, found[r], outs[r], v) for r, v in zip(wired.results, region.outputs, strict=True)]
     return [*results, *([found[-1]] if options.traced else [])]
+
+
+def _meet(region: Region, platform: Platform, ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the devices that a region talks to reach each other's memory: else XLA adds up."""
+    if not region.axes or platform.compile_graph is None:
+        return True
+    mesh = mesh_of(ctx)
+    return mesh is not None and can_talk(mesh.devices.flat)
 
 
 def _shaped(ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray, v: Value) -> Any:

@@ -166,9 +166,10 @@ def program_for(step: Step, target: Target) -> Program:
 def refusal(step: Step, target: Target, sizes: Mapping[str, int]) -> str | None:
     """Why a kernel is in no region, or None. `sizes`: devices along the axes of the mesh."""
     if is_sum(step):
-        if platforms.named(target.platform).graph_devices_call is None:
+        platform = platforms.named(target.platform)
+        if platform.graph_devices_call is None and not (platform.compile_graph and platform.peers):
             return "it talks to other devices"
-        return devices_refusal(step, sizes)
+        return devices_refusal(step, sizes, platform.compile_graph is None)
     program = program_for(step, target)
     if program.devices:
         return "it talks to other devices"

@@ -97,13 +97,14 @@ class Band:
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskGraph:
     """Tasks, in an order in which they may run one after another, their bands and the memory between them; that of one
-    device, where `devices` run equal graphs."""
+    device, where `devices` run equal graphs, those along `axes` of a mesh (with their sizes)."""
 
     tasks: tuple[Task, ...]
     memories: tuple[Memory, ...]
     bands: tuple[Band, ...]
     cores: int
     devices: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
 
     @functools.cached_property
     def above(self) -> tuple[int, ...]:
@@ -120,12 +121,24 @@ class TaskGraph:
         return tuple(dict.fromkeys(band.needs for band in self.bands if band.needs))
 
     @functools.cached_property
+    def awaited(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of bands that bands wait for on all devices, each once."""
+        return tuple(dict.fromkeys(band.everywhere for band in self.bands if band.everywhere))
+
+    @functools.cached_property
     def meetings(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of bands that bands wait for on all devices; the last set is of all that read memory of others."""
+        """`awaited`, and last the set of all bands that read memory of others."""
         if self.devices == 1:
             return ()
         readers = tuple(k for k, band in enumerate(self.bands) if self.tasks[band.task].peers)
-        return tuple(dict.fromkeys([*(band.everywhere for band in self.bands if band.everywhere), readers]))
+        return tuple(dict.fromkeys([*self.awaited, readers]))
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """The memories that other devices read."""
+        if self.devices == 1:
+            return frozenset()
+        return frozenset(m for t in self.tasks for m, d in zip(t.memories, t.peers, strict=False) if d >= 0)
 
     @functools.cached_property
     def alone(self) -> TaskGraph:

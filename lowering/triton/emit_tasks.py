@@ -7,18 +7,21 @@ cannot be numbered when the kernel runs.
 
 The plan is int32 words (`ROW` names those of a band; `jtile/execution/persistent.py` writes them):
 
-    0   where the places of inner memories begin, and how many there are; where the copies into pages begin
+    0   where the places of inner memories begin, and how many there are; where the copies into pages begin; where
+        entries for arrays of other devices begin, and how many there are (`task_devices.py`)
     16  for each block where its bands begin among the rows; one number more for the end of the last
     ..  rows: a band each, in the order of the blocks and of their lists; one row more, which nobody runs
     ..  numbers of further events that a band counts in; places of inner memories, in units of 16 bytes
     ..  for each block where its copies begin, in rows, one number more for the end of the last; a row of four words a
         copy: array, place in units of 16 bytes, bytes and place in the pages, copies to start (`task_pages.py`)
 
-The call's memory on the device is a block as `emit_devices.py` describes it, of one device; of its counters
+The call's memory on the device is a block as `emit_devices.py` describes it; behind its table are
 
     i32 epochs    for each block the launches in which it has ended: the number of the launch at hand
     i32 events    for each set of bands that a band waits for, how many of them are over, in all launches together
     i32 arrivals  counters of `jt.arrive`, for each task its own
+    i32 meetings  for each set of bands that a band waits for on all devices, and each device, likewise
+    memory        two sets of what other devices read
 
 Event counters are never cleared: a launch waits until a counter has come to its number times the size of the set. So a
 launch needs nothing of the host, and a command buffer can hold it.
@@ -35,15 +38,15 @@ from typing import Any
 from jtile import ir
 
 from .emit_basics import start_program
-from .emit_devices import CLAIMED, EXIT, FAULT, FENCE, PLACE, REPORT, TIMEOUT, WAIT
+from .emit_devices import CLAIMED, EXIT, FAULT, FENCE, REPORT, TIMEOUT, WAIT
 from .emitter import Buffer, Emitter, memory_elem
 from .features import Features
 from .record import Record
+from .task_devices import FAR, UNIT, Far, Others, layout
 from .task_pages import BEGIN, HERE, ROWS, START, Pages, act, loads, paged, put
 from .task_pages import ROW as ROW_WORDS
 from .ttir import Code, Val
 
-UNIT = 16  # bytes of which the place of an array is a multiple
 STARTS = 16  # words in front of the numbers where the bands of the blocks begin
 ROW = (
     "kernel", "begin", "end", "event", "count", "signal", "signal 1", "signal 2", "more", "signals", "arrivals", "band",
@@ -51,8 +54,6 @@ ROW = (
 )  # fmt: skip
 WORDS = ROW.index("array")  # behind these all words are numbers of arrays
 SIGNALS = ("signal", "signal 1", "signal 2")  # events that a band counts in, without a further look at the plan
-TABLE = PLACE + 8  # in the block of the device: the table of devices, which nobody reads here
-EPOCHS = TABLE + 8
 ENTRIES = 512  # arrays in the table, at most
 AHEAD = (("array", "from", "bytes"), ("array 1", "from 1", "bytes 1"))  # parts of arrays that the next band reads
 
@@ -76,6 +77,11 @@ FETCH = (
 )
 
 
+def row_words(far: bool) -> tuple[str, ...]:
+    """The words of a band in front of the numbers of its arrays; `far`: of a graph of several devices."""
+    return (*ROW[:WORDS], *FAR, *ROW[WORDS:]) if far else ROW
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What the code of a graph depends on, besides its kernels.
@@ -90,6 +96,7 @@ class Shape:
       fixed: for each kernel, by number, the inputs that no band in front of its bands writes: these load them before
         they wait.
       pages: shared memory through which tiles of such inputs come; None: none does.
+      far: how it talks to other devices; None: it does not.
     """
 
     arrays: tuple[int, int]
@@ -100,6 +107,7 @@ class Shape:
     name: str
     fixed: tuple[tuple[int, ...], ...] = ()
     pages: Pages | None = None
+    far: Far | None = None
 
 
 class Tasks:
@@ -113,9 +121,11 @@ class Tasks:
         self.features = dataclasses.replace(f, tma=False, dependents=False)
         self.fetches = f.tma
         self.record = Record(grid=shape.blocks)
-        self.width = len(ROW) + max(len(k.inputs) + len(k.outputs) for k in kernels)
+        self.row, self.layout = row_words(shape.far is not None), layout(shape)
+        self.width = len(self.row) + max(len(k.inputs) + len(k.outputs) for k in kernels)
         self.em = self._emitter(kernels[0], None, Code(isolate=isolate))
         self.code = self.em.code
+        self.others = Others(self, shape.far) if shape.far else None
 
     def _emitter(self, kernel: ir.Kernel, stages: int | None, code: Code) -> Emitter:
         em = Emitter(kernel, self.features, self.record, num_stages=stages)
@@ -150,7 +160,7 @@ class Tasks:
     def _begin(self, found: Sequence[Val]) -> None:
         code = self.code
         fault = self.word(self.at(FAULT))
-        self.epoch_at = self.moved(self.at(EPOCHS), self.block)
+        self.epoch_at = self.moved(self.at(self.layout.epochs), self.block)
         self.epoch = self.word(self.epoch_at)
         self.timeout = code.let(f"tt.load {self.at(TIMEOUT, 'i64').name} : !tt.ptr<i64>", (), "i64")
         with self.branch(code.cmp("ne", fault, code.i32(0))):
@@ -158,7 +168,9 @@ class Tasks:
         table = code.bitcast(self.base, "!tt.ptr<i64>")
         start = self.address(self.base)
         self._arrays(table, start, found)
-        self._inner_places(table, len(found))
+        inner = self._inner_places(table, len(found))
+        if self.others:
+            self.others.begin(table, start, inner)
         self.em.barrier()
         self.table, self.start = table, start
 
@@ -177,17 +189,17 @@ class Tasks:
             own = code.add(lanes, code.splat(k, (ROWS,)))
             inside = code.cmp("slt", own, code.splat(count, (ROWS,)))
             at = code.add(code.splat(first, (ROWS,)), own)
-            words = [self._some(self.plan, code.shift(code.scale(at, ROW_WORDS), j), inside) for j in range(ROW_WORDS)]
-            far = code.add(self._some(self.table, words[0], inside), code.to_int(words[1], "i64"))
+            words = [self.some(self.plan, code.shift(code.scale(at, ROW_WORDS), j), inside) for j in range(ROW_WORDS)]
+            far = code.add(self.some(self.table, words[0], inside), code.to_int(words[1], "i64"))
             address = code.add(code.scale(far, UNIT), code.splat(self.start, (ROWS,)))
             put(em, base, own, (address, *words[2:]))
         code.do("} {tt.num_stages = 1 : i32}")
         em.barrier()
         act(em, START, "=r,l,r,~{memory}", (base, code.i32(0)))
 
-    def _some(self, pointer: Val, at: Val, inside: Val) -> Val:
+    def some(self, pointer: Val, at: Val, inside: Val) -> Val:
         """Elements of an array; zero where `inside` is false."""
-        where, elem = self._vector(pointer, at), "i64" if pointer is self.table else "i32"
+        where, elem = self.vector(pointer, at), pointer.elem.removeprefix("!tt.ptr<").removesuffix(">")
         zero = self.code.const(0, elem, at.shape)
         return self.code.let(f"tt.load {where.name}, {inside.name}, {zero.name} : {where.type}", at.shape, elem)
 
@@ -204,23 +216,25 @@ class Tasks:
         at = code.let(f'tt.elementwise_inline_asm "{text}" {{{attributes}}} {kind}', (ENTRIES,), "i64")
         far = code.sub(at, code.splat(start, (ENTRIES,)))
         far = code.op("arith.divsi", far, code.const(UNIT, "i64", (ENTRIES,)))
-        to = self._vector(table, lanes)
+        to = self.vector(table, lanes)
         inside = code.cmp("sle", lanes, most)
         code.do(f"tt.store {to.name}, {far.name}, {inside.name} : {to.type}")
 
-    def _inner_places(self, table: Val, first: int) -> None:
-        """Write the places of inner memories behind those of the arrays of the call."""
+    def _inner_places(self, table: Val, first: int) -> Val:
+        """Write the places of inner memories behind those of the arrays of the call; gives the number of the entry
+        behind them."""
         code = self.code
         at, count = (self.word(self.moved(self.plan, code.i32(k))) for k in range(2))
         lanes = code.arange(ENTRIES)
         inside = code.cmp("slt", lanes, code.splat(count, (ENTRIES,)))
-        where = self._vector(self.moved(self.plan, at), lanes)
+        where = self.vector(self.moved(self.plan, at), lanes)
         zero = code.const(0, "i32", (ENTRIES,))
         found = code.let(f"tt.load {where.name}, {inside.name}, {zero.name} : {where.type}", (ENTRIES,), "i32")
-        to = self._vector(self.moved(table, code.i32(first)), lanes)
+        to = self.vector(self.moved(table, code.i32(first)), lanes)
         code.do(f"tt.store {to.name}, {code.to_int(found, 'i64').name}, {inside.name} : {to.type}")
+        return code.shift(count, first)
 
-    def _vector(self, pointer: Val, lanes: Val) -> Val:
+    def vector(self, pointer: Val, lanes: Val) -> Val:
         many = self.code.splat(pointer, lanes.shape)
         right = f"tt.addptr {many.name}, {lanes.name} : {many.type}, {lanes.type}"
         return self.code.let(right, lanes.shape, pointer.elem)
@@ -237,7 +251,8 @@ class Tasks:
         starts = self.moved(self.plan, code.i32(STARTS))
         first, last = (self.word(self.moved(starts, code.shift(self.block, k))) for k in range(2))
         words = self._row(first)
-        carried = [*words[:WORDS], *map(self._place, words[WORDS:])]
+        near = self.row.index("array")  # behind it all words are numbers of arrays
+        carried = [*words[:near], *map(self._place, words[near:])]
         number = Val(code.name(), (), "i32")
         params = [Val(code.name(), (), w.elem) for w in carried]
         carry = ", ".join(f"{p.name} = {w.name}" for p, w in zip(params, carried, strict=True))
@@ -245,11 +260,12 @@ class Tasks:
         head = f"scf.for {number.name} = {first.name} to {last.name} step {code.i32(1).name} iter_args({carry})"
         code.let_many(f"{head} -> ({kinds}) : i32 {{", [((), w.elem) for w in carried])
         with code.region():
-            row, arrays = dict(zip(ROW, params)), params[len(ROW) :]
-            row |= {word: self.em.kept(row[word]) for word in ("end", "more")}  # bounds of loops
+            row, arrays = dict(zip(self.row, params)), params[len(self.row) :]
+            bounds = ("end", "more", *(["more meetings"] if self.others else []))
+            row |= {word: self.em.kept(row[word]) for word in bounds}  # of loops
             later = self._row(code.shift(number, 1))  # it comes while the band waits and runs
             self._switch(range(len(self.kernels)), row, [code.scale(a, UNIT) for a in arrays])
-            later = [*later[:WORDS], *map(self._place, later[WORDS:])]
+            later = [*later[:near], *map(self._place, later[near:])]
             self._over(row)
             code.do(f"scf.yield {', '.join(w.name for w in later)} : {kinds}")
         code.do("} {tt.num_stages = 1 : i32}")
@@ -272,6 +288,8 @@ class Tasks:
         with code.region():
             self._signal(self.word(self.moved(self.plan, code.add(row["signals"], k))), AGAIN)
         code.do("} {tt.num_stages = 1 : i32}")
+        if self.others:
+            self.others.tell(row)
         if self.trace:
             self._tell_time(row["band"], 1)
             place = self.moved(self.moved(self.trace, code.scale(row["band"], 3)), code.i32(2))
@@ -310,7 +328,7 @@ class Tasks:
             strides = tuple(math.prod(r.shape[j + 1 :]) for j in range(len(r.shape)))
             em.refs[r] = Buffer(pointer, tuple(r.shape), strides, r.dtype, k)
         if ir.counters_of(kernel):
-            em.counters = self.moved(self.at(EPOCHS + 4 * (self.shape.blocks + self.shape.events)), row["arrivals"])
+            em.counters = self.moved(self.at(self.layout.arrivals), row["arrivals"])
         p = Val(code.name(), (), "i32")
         code.do(f"scf.for {p.name} = {row['begin'].name} to {row['end'].name} step {code.i32(1).name} : i32 {{")
         with code.region():
@@ -338,7 +356,7 @@ class Tasks:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _event(self, number: Val) -> Val:
-        return self.moved(self.at(EPOCHS + 4 * self.shape.blocks), number)
+        return self.moved(self.at(self.layout.events), number)
 
     def _signal(self, event: Val, text: str) -> None:
         with self.branch(self.code.cmp("sge", event, self.code.i32(0))):
@@ -355,12 +373,14 @@ class Tasks:
             with self.branch(code.cmp("ne", status, code.i32(0))):
                 with self.branch(code.cmp("eq", status, code.i32(1))):
                     stands = code.sub(self.atomic("add", counter, code.i32(0)), before)
-                    self._report(event, count, stands, number)
-                self.instruction(EXIT)
+                    self.report(event, count, stands, number)
+                self.exit()
+        if self.others:
+            self.others.wait(row, number)
         if self.trace:
             self._tell_time(row["band"], 0)
 
-    def _report(self, event: Val, count: Val, stands: Val, number: int) -> None:
+    def report(self, event: Val, count: Val, stands: Val, number: int) -> None:
         """Report that an event did not come, unless another block has done so, and let all blocks end."""
         code = self.code
         self.em.barrier()
@@ -371,7 +391,10 @@ class Tasks:
                 self._tell(report, k, word)
             self.instruction(FENCE)
             self._tell(report, 0, code.i32(1))
-        self.atomic("or", self.at(FAULT), code.i32(1))
+        if self.others:
+            self.others.fail()
+        else:
+            self.atomic("or", self.at(FAULT), code.i32(1))
 
     def _tell(self, report: Val, k: int, word: Val) -> None:
         where = self.code.cast("tt.int_to_ptr", self.code.shift(report, 4 * k), "!tt.ptr<i32>")
@@ -401,10 +424,13 @@ class Tasks:
     def address(self, pointer: Val) -> Val:
         return self.code.cast("tt.ptr_to_int", pointer, "i64")
 
-    def atomic(self, fn: str, pointer: Val, value: Val) -> Val:
+    def exit(self) -> None:
+        self.instruction(EXIT)
+
+    def atomic(self, fn: str, pointer: Val, value: Val, scope: str = "gpu") -> Val:
         names = ", ".join(v.name for v in (pointer, value, self.code.const(True, "i1")))
         kinds = f"({pointer.elem}, i32, i1) -> i32"
-        return self.code.let(f"tt.atomic_rmw {fn}, relaxed, gpu, {names} : {kinds}", (), "i32")
+        return self.code.let(f"tt.atomic_rmw {fn}, relaxed, {scope}, {names} : {kinds}", (), "i32")
 
     def instruction(self, text: str, constraints: str = "=r", args: Sequence[Val] = (), elem: str = "i32") -> Val:
         attributes = f'constraints = "{constraints}", packed_element = 1 : i32, pure = false'
@@ -420,13 +446,14 @@ class Tasks:
 
     def _facts(self) -> dict[str, Any]:
         """The entry `devices` of the launch record."""
-        shape = self.shape
-        end = -(-(EPOCHS + 4 * (shape.blocks + shape.events + shape.arrivals)) // 256) * 256
+        shape, at = self.shape, self.layout
         site = {"kind": "assert", "message": "graph", "args": [], "axes": 3, "lanes": 0}
         sites = [site | {"where": f"task {k.name} ({k.loc})" if k.loc.file else f"task {k.name}"} for k in self.kernels]
+        axes = [list(axis) for axis in shape.far.axes] if shape.far else [["graph", 1]]
+        signals = [["event", [max(shape.events, 1)]]] + ([["meeting", [shape.far.meetings]]] if shape.far else [])
         return {
-            "axes": [["graph", 1]], "signals": [["event", [max(shape.events, 1)]]], "table": TABLE, "counters": EPOCHS,
-            "memory": end, "bytes": end, "waits": True, "grid": [shape.blocks, 1, 1], "list": sites,
+            "axes": axes, "signals": signals, "table": at.table, "counters": at.epochs,
+            "memory": at.memory, "bytes": at.end, "waits": True, "grid": [shape.blocks, 1, 1], "list": sites,
         }  # fmt: skip
 
 

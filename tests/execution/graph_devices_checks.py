@@ -14,6 +14,7 @@ from graph_devices_step import C, D, X, Y, expected, near, step
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
+from jtile.execution import primitive
 from jtile.execution.primitive import attributes_of
 
 
@@ -103,3 +104,14 @@ def check_a_device_that_does_not_come_is_an_error():
 def check_what_stays_out_of_graphs_says_why():
     f = lambda x: [jax.lax.psum(programs.doubled(programs.doubled(x)).astype(jnp.int8), "x")]
     assert "it adds up int8, and tasks add up numbers of 16 bits and more" in str(explained(f, X))
+
+
+def check_gpus_add_up_in_the_launch_where_they_reach_each_other():
+    with jt.config(arch="sm_90"), pytest.MonkeyPatch.context() as patch:
+        f = on_devices(jt.graph(step, cores=3))
+        for reach in (True, False):
+            patch.setattr(primitive, "can_talk", lambda devices, reach=reach: reach)
+            jax.clear_caches()
+            text = f.trace(C, X, Y).lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("stablehlo.all_reduce") == (0 if reach else 2)
+            assert ("groups = dense<[0, 1]>" in text) == reach

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,9 +121,25 @@ class GraphSite:
 
     def call(self, operands: Sequence[np.ndarray], seed: int = 0, plan: np.ndarray | None = None) -> list[np.ndarray]:
         """The results of a launch, in the order of their numbers. Operands that are updated are copied."""
-        g = self.graph
-        outs = sorted((m.result, m) for m in g.memories if m.result is not None)
-        results = [np.full(math.prod(m.shape), 0xAA, np.uint8) for _, m in outs]
+        outside, results = self.arrays(operands, plan)
+        arrays = [*outside, self.block, self.report]
+        base = [Memory(arrays).base(k) for k in range(len(arrays))]
+        first, pages = len(arrays), self.launch.shape.pages
+        arrays += [np.full(pages.bytes, 0xFF, np.uint8) for _ in self.grid()] if pages else []
+        memory = Memory(arrays)
+        block = memory.bytes[first - 2][UNIT - SKEW :]
+        block[TIMEOUT : TIMEOUT + 8].view(np.int64)[0] = 1
+        block[REPORT : REPORT + 8].view(np.int64)[0] = base[-1]
+        turns = Turns(len(self.grid()), seed)
+        at = [*base[:-2], base[-2] + UNIT - SKEW]
+        self.run(turns, self.programs(turns, memory, at, first, 0, seed), memory)
+        return results
+
+    def arrays(
+        self, operands: Sequence[np.ndarray], plan: np.ndarray | None
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(the arrays of a call, the results among them)"""
+        outs = sorted((m.result, m) for m in self.graph.memories if m.result is not None)
         results = [
             np.full(m.shape, np.nan if DTYPES[m.dtype].kind == "f" else 77, DTYPES[m.dtype].numpy)
             if m.operand is None
@@ -132,26 +147,26 @@ class GraphSite:
             for _, m in outs
         ]
         inner = np.full(self.launch.inner, 0xFF, np.uint8)
-        given = [np.array(x) for x in operands]
-        arrays = [*given, self.launch.plan if plan is None else plan, *results, inner, self.block, self.report]
-        base = [Memory(arrays).base(k) for k in range(len(arrays))]
-        self.first, pages = len(arrays), self.launch.shape.pages
-        arrays += [np.full(pages.bytes, 0xFF, np.uint8) for _ in range(self.graph.cores)] if pages else []
-        memory = Memory(arrays)
-        block = memory.bytes[self.first - 2][UNIT - SKEW :]
-        block[TIMEOUT : TIMEOUT + 8].view(np.int64)[0] = 1
-        block[REPORT : REPORT + 8].view(np.int64)[0] = base[-1]
-        self._run(memory, [*base[:-2], base[-2] + UNIT - SKEW], seed)
-        return results
+        return [*map(np.array, operands), self.launch.plan if plan is None else plan, *results, inner], results
 
-    def _run(self, memory: Memory, base: Sequence[int], seed: int) -> None:
-        grid = value_of(self.record.grid)
-        turns, programs = Turns(grid, seed), []
-        for block in range(grid):
-            machine = BlockProgram(turns, block, read(self.text), own_view(memory), grid, [], seed + block)
-            machine.block, machine.pages = block, self.first + block
+    def grid(self) -> range:
+        return range(value_of(self.record.grid))
+
+    def programs(
+        self, turns: Turns, memory: Memory, base: Sequence[int], pages: int, first: int, seed: int
+    ) -> list[tuple[Program, Sequence[int]]]:
+        """The blocks of a device and their parameters: arrays begin at `base`, pages are the memories from number
+        `pages` on, and `first` is the number of the first block among those of all devices."""
+        found = []
+        for block in self.grid():
+            me = first + block
+            machine = BlockProgram(turns, me, read(self.text), own_view(memory), len(self.grid()), [], seed + me)
+            machine.block, machine.pages = block, pages + block
             args = [base[-1] if p["kind"] == "devices" else _argument(p, base, [], []) for p in self.record.params]
             machine.given = [int(a) for a in args]
-            programs.append((machine, args))
+            found.append((machine, args))
+        return found
+
+    def run(self, turns: Turns, programs: Sequence[tuple[Program, Sequence[int]]], memory: Memory) -> None:
         _check_params(self.function, self.record)
         run_in_turns(self.function, programs, turns, memory)
