@@ -98,7 +98,7 @@ class Watched:
             finally:
                 server.sending, server.sent = server.sending - 1, time.monotonic()
 
-        server.open += 1
+        server.open, server.came = server.open + 1, server.came + 1
         try:
             await self._app(scope, receive, noted)
         finally:

@@ -39,15 +39,16 @@ TICK = 0.5  # seconds after which a server that waits for a body sees that it is
 @dataclasses.dataclass
 class Server:
     """What the endpoints share. name: the name of the model; limit: the most bytes of a body; stopping: whether new
-    requests are refused because the server ends; open: requests that are being answered; sending: those of them that
-    wait for a client to read; sent: when something was last sent; embedding: lets one request for embeddings run;
-    compilers: prepare requests whose answers have a form."""
+    requests are refused because the server ends; came: how many requests have come; open: those that are being
+    answered; sending: those of them that wait for a client to read; sent: when something was last sent; embedding: lets
+    one request for embeddings run; compilers: prepare requests whose answers have a form."""
 
     engine: Engine
     name: str
     metrics: Metrics
     limit: int = 8 << 20
     stopping: bool = False
+    came: int = 0
     open: int = 0
     sending: int = 0
     sent: float = dataclasses.field(default_factory=time.monotonic)

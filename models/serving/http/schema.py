@@ -27,6 +27,14 @@ Texts = Annotated[list[str], Field(fail_fast=True, max_length=MANY)]
 Lists = Annotated[list[Ids], Field(fail_fast=True, max_length=MANY)]
 
 
+def or_else(default: Any) -> BeforeValidator:
+    """null means the default, as OpenAI's interface has it: many clients send all fields that they know."""
+    return BeforeValidator(lambda given: default if given is None else given)
+
+
+Switch = Annotated[bool, or_else(False)]
+
+
 def several(given: str | Ids | Texts | Lists) -> list[str | Ids]:
     """One prompt or several, as a list."""
     if isinstance(given, str) or not given or isinstance(given[0], int):
@@ -51,7 +59,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: Switch = False
 
 
 class JsonSchema(Body):
@@ -78,8 +86,8 @@ class ResponseFormat(Body):
 class Generated(Body):
     """The fields that chats and completions share; those from top_k to ignore_eos are not OpenAI's."""
 
-    n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
-    stream: bool = False
+    n: Annotated[int, or_else(1), Field(ge=1, le=CHOICES)] = 1
+    stream: Switch = False
     stream_options: StreamOptions | None = None
     stop: str | Texts | None = None
     seed: int | None = None
@@ -91,7 +99,7 @@ class Generated(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    ignore_eos: bool = False
+    ignore_eos: Switch = False
     response_format: ResponseFormat | None = None
 
     def grammar(self) -> Grammar | None:
@@ -128,7 +136,7 @@ class CompletionBody(Generated):
     prompt: str | Ids | Texts | Lists
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
-    echo: bool = False
+    echo: Switch = False
     best_of: int | None = None
     suffix: str | None = None
 
@@ -191,9 +199,10 @@ class Call(Body):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """The call for a chat template, which takes arguments as a mapping, not as text."""
+        """The call for a chat template, which takes arguments as a mapping, not as text. No text is no arguments: some
+        servers write calls of functions without parameters so."""
         try:
-            arguments = json.loads(self.function.arguments)
+            arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise PromptError(f"the arguments of a tool call are JSON; got {self.function.arguments[:80]!r}") from error
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
@@ -229,7 +238,7 @@ class ChatBody(Generated):
     messages: Annotated[Messages, Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool = False
+    logprobs: Switch = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MANY)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
@@ -271,7 +280,7 @@ class EmbeddingBody(Body):
     """The body of `/v1/embeddings`."""
 
     input: str | Ids | Texts | Lists
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Annotated[Literal["float", "base64"], or_else("float")] = "float"
     dimensions: int | None = None
 
     def inputs(self) -> list[str | Ids]:
@@ -291,7 +300,7 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: Annotated[bool, or_else(True)] = True
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeBody:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
@@ -21,6 +22,7 @@ from .app import LOG, make_app
 from .endpoints import Server
 
 CLOSING = 5  # seconds for connections to close when all answers have been sent
+TURNS = 8  # of the event loop, in which a request that lies in a socket, also one that has to be accepted, is taken
 
 
 class Graceful(uvicorn.Server):
@@ -39,8 +41,18 @@ class Graceful(uvicorn.Server):
         LOG.info('{"event": "stopping", "open": %d}', self._server.open)
 
     async def on_tick(self, counter: int) -> bool:
-        done = self._server.stopping and (self._server.open == 0 or self._server.stuck)
+        done = self._server.stopping and (await self._quiet() or self._server.stuck)
         return await super().on_tick(counter) or done
+
+    async def _quiet(self) -> bool:
+        """Whether no request is under way, nor in a socket: connections that are closed with one in them are reset,
+        where its client should be told that the server stops."""
+        came = self._server.came
+        for _ in range(TURNS):
+            if self._server.open:
+                return False
+            await asyncio.sleep(0)
+        return self._server.open == 0 and self._server.came == came
 
 
 def serve(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from typing import Any, Literal
 
+import httpx
 import numpy as np
 import pytest
 from serving_checks import idle, until
@@ -20,6 +21,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed: pip insta
 from pydantic import BaseModel, Field
 
 from jtile.models.serving.http import make_app
+from jtile.models.serving.http.schema import ChatBody, CompletionBody, EmbeddingBody
 
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 PROMPT = "[system]Be brief.\n[user]Hi\n[assistant]"
@@ -162,6 +164,32 @@ def test_a_client_that_leaves_a_stream(url, engine):
 
     assert asyncio.run(main()) == 1
     until(lambda: idle(engine))
+
+
+def test_fields_that_are_null_are_left_out(url):
+    """As in OpenAI's interface: many clients send every field that they know."""
+    chat = dict(messages=HI, max_tokens=5, temperature=0)
+    whole = dict(prompt="abc", max_tokens=5, temperature=0)
+    with httpx.Client(headers={"Authorization": "Bearer key"}, timeout=600, trust_env=False) as client:
+        post = lambda path, **body: client.post(path, json=body)
+        for path, form, body in (("chat/completions", ChatBody, chat), ("completions", CompletionBody, whole)):
+            fields = form.model_fields.keys() - body.keys()
+            assert {"n", "stream", "logprobs", "stop", "ignore_eos"} < fields
+            path, nulls = f"{url}/{path}", dict.fromkeys(fields)
+            plain, same = (post(path, **body, **more).json()["choices"] for more in ({}, nulls))
+            assert plain == same
+            streamed = post(path, **body, stream=True, stream_options={"include_usage": None})
+            assert streamed.status_code == 200 and "usage" not in streamed.text
+        nulls = dict.fromkeys(EmbeddingBody.model_fields.keys() - {"input"})
+        plain, same = (post(f"{url}/embeddings", input="abc", **more).json() for more in ({}, nulls))
+        assert plain == same and plain["data"]
+
+
+def test_a_call_without_arguments():
+    """Some servers write the arguments of a function that has none as no text."""
+    call = {"type": "function", "function": {"name": "go", "arguments": ""}}
+    body = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert body.messages[0].plain()["tool_calls"][0]["function"] == {"name": "go", "arguments": {}}
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl: apt-get install curl")

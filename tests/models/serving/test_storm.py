@@ -4,13 +4,16 @@ loses no request that it has taken."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -97,26 +100,30 @@ def test_a_soak(engine, server, request):
 
 async def under_load(url: str, clients: int, stop, at: int) -> list[tuple[int, list]]:
     """(status, finish reasons) of clients that all ask at once; `stop()` is called when so many have their first
-    tokens, and the last two ask after that. Status 0: the connection was refused."""
+    tokens, and the last two ask after that. Status 0: the connection was refused, or closed before any answer: a client
+    that sends on a kept connection while the server closes it has not been heard."""
     begun, stopped = 0, asyncio.Event()
 
     async def one(client: httpx.AsyncClient, i: int) -> tuple[int, list]:
         nonlocal begun
         await (asyncio.sleep(0.01 * i) if i < clients - 2 else asyncio.wait_for(stopped.wait(), 600))
         body = ASKED | {"max_tokens": 60, "stream": True}
-        reasons, first = [], True
+        status, reasons, first = 0, [], True
         try:
             async with client.stream("POST", "/v1/completions", json=body) as response:
+                status = response.status_code
                 async for line in response.aiter_lines():
-                    if response.status_code == 200 and line.startswith("data: {"):
+                    if status == 200 and line.startswith("data: {"):
                         reasons.append(json.loads(line[6:])["choices"][0]["finish_reason"])
                     if first and reasons:
                         first, begun = False, begun + 1
                         if begun == at:
                             stop()
                             stopped.set()
-                return response.status_code, reasons[-1:]
-        except httpx.ConnectError:
+                return status, reasons[-1:]
+        except httpx.TransportError:
+            if status:
+                raise
             return 0, []
 
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
@@ -128,6 +135,33 @@ def check_that_none_is_lost(seen: list[tuple[int, list]], at_least: int) -> None
     assert all(reasons == (["length"] if status == 200 else []) for status, reasons in seen), seen
     assert {status for status, _ in seen} <= {200, 429, 503, 0}
     assert sum(status == 200 for status, _ in seen) >= at_least
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept connection", "new connection"])
+def test_what_lies_in_a_socket_is_answered_before_the_end(engine, started, kept):
+    """A server that has nothing to do any more and was held up looks whether requests have come meanwhile, before it
+    closes their connections."""
+    server, url, thread = started(make_app(engine, "tiny"))
+    host, held, go = url.removeprefix("http://"), threading.Event(), threading.Event()
+
+    def hold():
+        held.set()
+        go.wait(600)
+
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=600)) as connection:
+        if kept:
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+        server.servers[0].get_loop().call_soon_threadsafe(hold)
+        assert held.wait(600)
+        server.handle_exit(signal.SIGTERM, None)
+        connection.request("POST", "/v1/completions", json.dumps(ASKED))
+        time.sleep(0.3)  # the server's next look at its state is overdue
+        go.set()
+        with connection.getresponse() as response:
+            assert (response.status, json.load(response)["error"]["code"]) == (503, "stopping")
+    thread.join(600)
+    assert not thread.is_alive()
 
 
 def test_a_stop_under_load_loses_no_request(engine, started, monkeypatch):
@@ -166,6 +200,11 @@ def test_kill_loses_no_request_of_a_process(write_gguf, tmp_path, subprocess_env
         seen = asyncio.run(under_load(url, 50, process.terminate, 5))
         check_that_none_is_lost(seen, 5)
         assert process.wait(600) == 0
+        log = [json.loads(line) for line in process.communicate()[1].splitlines() if line.startswith('{"method"')]
+        taken = [line["status"] for line in log if line["path"] == "/v1/completions"]
+        assert taken.count(200) == sum(status == 200 for status, _ in seen), "all that it took have their answers"
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
