@@ -58,7 +58,7 @@ def into_norm(x, w, r, norm, y, scaled, squares, shared, *, form: Form, early: b
     y^2 over the columns of a tile; shared: what programs of a tile leave to the last of them."""
     # Y = R + sum_s X_s W_sᵀ
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
-    mem = memory((w,), x.dtype, form)
+    mem = memory(x, (w,), form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
     with jt.role("consumer", warps=4, registers=_REGISTERS):
         (sums,) = sums_of(mem, count, form)
@@ -89,7 +89,7 @@ def behind_norm(x, squares, weights: tuple, y, *, form: Form, activation, out_dt
     64] are the sums over the columns of a tile."""
     # Y_s = X_s W_sᵀ / sqrt(mean(y^2) + eps)
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
-    mem = memory(weights, x.dtype, form)
+    mem = memory(x, weights, form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
     with jt.role("consumer", warps=4, registers=_REGISTERS):
         unit = jax.lax.rsqrt(_whole(squares) * (1.0 / x.shape[1]) + eps)  # while the first round comes

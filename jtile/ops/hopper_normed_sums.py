@@ -71,7 +71,7 @@ def sum_into_norm(x, w, r, norm, y, scaled, squares, shared, box, *, axis: str, 
     columns."""
     # Y = R + sum over d of sum_s X_s W_sᵀ of device d
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
-    mem = memory((w,), x.dtype, form)
+    mem = memory(x, (w,), form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
     turned = jt.alloc((ROWS, PIECE), x.dtype, slots=form.columns // PIECE) if form.parts == 1 else None
     given = r, norm, y, scaled, squares, shared, turned, box, tile, form, axis

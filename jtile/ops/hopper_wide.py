@@ -6,7 +6,9 @@ as make one round of the multiprocessors: any multiple of 8, up to 128 of each w
 for that, several programs share a tile (split-K), and each gives float32 sums over its part of the terms: whatever
 reads the result adds them up.
 
-Rows of x are the rows of the instructions, of which there are 64; for those that are missing, copies give zeros.
+Rows of x are the rows of the instructions, of which there are 64. Those that are missing are zeros from the start: a
+copy whose box lies over the edge of x takes a tensor map longer (a product of 32 rows with its sum over two H200s 29.5
+us instead of 21.8).
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Memory:
     Attributes:
       rings: for each weight a ring of rows of it. x: the ring of x.
       full, empty: a round of W has come; has been read. x_full: a round of x has come.
+      rows: of x that copies bring.
     """
 
     rings: list[jt.Shared]
@@ -58,19 +61,47 @@ class Memory:
     full: jt.Barrier
     empty: jt.Barrier
     x_full: jt.Barrier
+    rows: int
 
 
-def memory(weights: tuple, dtype, form: Form) -> Memory:
-    """Buffers and barriers for these weights."""
+def memory(x, weights: tuple, form: Form) -> Memory:
+    """Buffers and barriers for x [m, k] and these weights."""
     wide = jt.next_power_of_2(form.columns)
-    ring = lambda rows: jt.alloc((rows, form.terms), dtype, slots=form.slots)
+    ring = lambda rows: jt.alloc((rows, form.terms), x.dtype, slots=form.slots)
     return Memory(
         rings=[ring(wide) for _ in weights],
         x=ring(ROWS),
         full=jt.barrier(form.slots),
         empty=jt.barrier(form.slots),
         x_full=jt.barrier(form.slots),
+        rows=brought(x.shape[0], ROWS),
     )
+
+
+def brought(m: int, most: int) -> int:
+    """Of `most` rows of a tile those that copies bring of m rows."""
+    return min(most, jt.cdiv(m, 8) * 8)
+
+
+@jt.function
+def clear(ring, rows: int) -> None:
+    """Write zeros to the rows of the buffers of a ring that copies do not bring."""
+    at = rows
+    while at < ring.shape[0]:
+        width = at & -at  # a slice begins at a multiple of its size
+        for slot in range(ring.slots):
+            ring[slot][at : at + width].store(jt.zeros((width, ring.shape[1]), ring.dtype))
+        at += width
+    if rows < ring.shape[0]:
+        jt.fence_shared()
+
+
+@jt.function
+def bring_tile(x, round_, buffer, full, rows: int) -> None:
+    """Copy the terms of a round of the first rows of x to a buffer."""
+    for at, width in pieces(rows, ROWS):
+        terms = jt.ds(round_ * buffer.shape[1], buffer.shape[1])
+        jt.async_copy(x.at[jt.ds(at, width), terms], buffer[at : at + width], full)
 
 
 def rounds_of(part, k: int, form: Form) -> tuple:
@@ -84,6 +115,7 @@ def rounds_of(part, k: int, form: Form) -> tuple:
 @jt.function
 def sums_of(mem: Memory, rounds, form: Form):
     """The sums of a program for each weight, in the first columns of a tile."""
+    clear(mem.x, mem.rows)
     sums = tuple(jt.zeros((ROWS, ring.shape[0]), jnp.float32) for ring in mem.rings)
     for k in jt.range(rounds):
         mem.full.at(k).wait()
@@ -131,8 +163,8 @@ def bring_rows(mem: Memory, x, first, rounds):
     """The role that fills the ring of x."""
     for k in jt.range(rounds):
         mem.empty.at(k).wait(before=True)
-        mem.x_full.at(k).expect(mem.x.nbytes)
-        jt.async_copy(x.tiles(*mem.x.shape).at[0, first + k], mem.x.at(k), mem.x_full.at(k))
+        mem.x_full.at(k).expect(mem.rows * mem.x.shape[1] * x.dtype.itemsize)
+        bring_tile(x, first + k, mem.x.at(k), mem.x_full.at(k), mem.rows)
 
 
 def _types(x, weights, *, form: Form, out_dtype: str, **_):
@@ -149,7 +181,7 @@ def hopper_wide(x, weights: tuple, y, *, form: Form, activation, out_dtype: str,
     in one part)."""
     # Y_s = X_s W_sᵀ, a sum over rounds of `terms`
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
-    mem = memory(weights, x.dtype, form)
+    mem = memory(x, weights, form)
     first, count = rounds_of(part, x.shape[1], form)
     with jt.role("consumer", warps=4, registers=_REGISTERS):
         write(sums_of(mem, count, form), y, part, tile, form, activation)

@@ -353,8 +353,9 @@ def test_few_rows(talk, overlap):
         x, w, many, right, rows, deltas, copies = args
         of = lambda name: getattr(ops.collectives, name + suffix)
         product, tall = of("matmul_all_reduce")(x, w, "x", transpose_b=True), of("matmul_all_reduce")(many, right, "x")
+        few = of("matmul_all_reduce")(many[:24], w, "x", transpose_b=True)
         normed, sums = of("all_gather_rms_norm")(deltas, weight, "x", residual=rows)
-        return product, tall, normed, sums, of("chosen_sums")(copies, places, chosen, shares, "x", count=experts)
+        return product, tall, few, normed, sums, of("chosen_sums")(copies, places, chosen, shares, "x", count=experts)
 
     with jt.config(overlap=overlap):
         program = talk(lambda args: run("", args))

@@ -10,7 +10,7 @@ from device_kernels import pushed
 
 import jtile as jt
 from jtile.errors import DeadlockError, KernelValueError, ProtocolError, RaceError, UninitializedReadError
-from jtile.ops import hopper_summed, hopper_travelling
+from jtile.ops import hopper_travelling
 
 X = np.arange(3 * 4 * 8, dtype=np.float32).reshape(3, 4, 8)
 
@@ -61,17 +61,6 @@ def test_sums_of_products_over_devices(n, k):
     got = hopper_travelling.scattered.interpret(x, w, axis="x", mesh={"x": n}, seed=n, **sizes)
     want = np.einsum("edmk,ekn->dmn", x.astype(np.float32), w.astype(np.float32))
     np.testing.assert_array_equal(got.astype(np.float32), want)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_sums_of_few_rows_over_devices(n):
-    """Fewer rows than a tile has, and terms behind the end of a row."""
-    rng = np.random.default_rng(n)
-    x, w = (rng.integers(-2, 3, s).astype(jnp.bfloat16) for s in ((n, 6, 40), (n, 40, 16)))
-    sizes = dict(bm=8, bn=8, bk=16, slots=2)
-    got = hopper_summed.summed_rows.interpret(x, w, axis="x", mesh={"x": n}, seed=n, **sizes)
-    want = np.einsum("dmk,dkn->mn", x.astype(np.float32), w.astype(np.float32))
-    np.testing.assert_array_equal(got.astype(np.float32), np.broadcast_to(want, got.shape))
 
 
 def test_early_roles_meet_other_devices_behind_their_wait():

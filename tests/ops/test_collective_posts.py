@@ -11,7 +11,7 @@ import jtile as jt
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_posts as posts
 from jtile.ops import collective_row_posts as row_posts
-from jtile.ops import hopper_normed_sums
+from jtile.ops import hopper_normed_sums, hopper_summed
 from jtile.ops.hopper_wide import Form
 
 
@@ -66,6 +66,15 @@ def test_products_before_a_norm(n, parts):
     np.testing.assert_allclose(squares.sum(1)[:, :5], np.broadcast_to((want * want).sum(1), (n, 5)), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("n", "m", "tb"), [(2, 6, False), (3, 17, False), (2, 24, True)])
+def test_products_of_few_rows(n, m, tb):
+    """Fewer rows than a tile has, of which some are brought and some are zeros, and terms behind the end of a row."""
+    x, w = whole(n, m, 40, dtype=jnp.bfloat16), whole(n, 16, 40, dtype=jnp.bfloat16)
+    options = dict(axis="x", bn=8, bk=16, slots=2, tb=tb, bm=32, mesh={"x": n}, seed=n)
+    got = hopper_summed.summed_rows.interpret(x, w if tb else w.swapaxes(1, 2), **options)
+    np.testing.assert_array_equal(got, np.broadcast_to(_products(x, w), got.shape).astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_norms_that_are_gathered(n):
     x, r, w = whole(n, 3, 4), whole(n, 3, 4)[::-1], np.ones((n, 4), np.float32)
@@ -93,6 +102,8 @@ def test_which_rows_and_products_are_posted():
             w = jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16)
             rows = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
             found["product", n] = hopper_normed_sums.misfit_of_first(rows, w, "x")
+            found["sums", n] = hopper_summed.misfit(rows, w, axis="x", tb=True)
+        found["sums of few"] = hopper_summed.misfit(rows.update(shape=(16, 4096)), w, axis="x", tb=True)
         return x
 
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -101,11 +112,21 @@ def test_which_rows_and_products_are_posted():
         jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(2))
     assert {n: why for n, why in found.items() if why} == {
         16: "rows are short", 32: "rows are short", 20000: "rows are long, or no whole lines",
-        ("product", 1056): "its programs do not run at once",
+        ("product", 1056): "its programs do not run at once", "sums of few": "there are 16 rows",
     }  # fmt: skip
     row = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     options = dict(axis="x", eps=1e-5, mesh={"x": 2}, target="cuda:sm_90")
     assert norms.posted_sum_of_row.lower(row(1, 40), row(1, 40), row(40), **options).texts["ptx"]
+
+
+@pytest.mark.parametrize(("m", "tb"), [(64, False), (40, True), (17, False)])
+def test_products_of_few_rows_compile(m, tb):
+    pytest.importorskip("triton")
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    options = dict(axis="x", bn=32, slots=8, tb=tb, mesh={"x": 2}, target="cuda:sm_90")
+    w = of(4096, 1024) if tb else of(1024, 4096)
+    ptx = hopper_summed.summed_rows.lower(of(m, 1024), w, **options).texts["ptx"]
+    assert "JT_POLL" in ptx and "wgmma" in ptx
 
 
 def test_machine_code():
