@@ -14,7 +14,7 @@ import itertools
 
 from . import gemm_pack as pack
 from . import tiles
-from .gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
+from .gemm_kernels import STEPS_AHEAD, DotShape, PanelShape, dot_kernel, fetches_ahead, panel_kernel
 from .gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
 from .gemm_plan import Columns, Plan, make_plan
 from .gemm_tiles import STEPS, TileShape, configure, tile_kernel
@@ -25,6 +25,8 @@ from .llvm import Code, Module, Val, i64, vec
 _MAX_ROWS = 256  # taller products go in parts of this, so that a k block of A stays in L2
 
 _A_PACK_STEPS = 128
+_PAGE = 4096  # bytes between addresses in the same set of a first-level cache
+_LEAST_ASKING = 8  # row panels among which the rows of a panel of B are shared out, to be brought closer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +224,10 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
             return
         name = pack.rows_from_rows(c.module, plan.mode, spec.a, spec.k)
         call(c, name, offset(c, _A, block.k0, size), ld, _WORK, i64(plan.a_row_bytes), i64(spec.m), block.kc)
+    elif plan.a_spread:
+        name = pack.rows_from_rows(c.module, plan.mode, spec.a, spec.k)
+        with c.when(_is_crowded(c, ld)):
+            call(c, name, offset(c, _A, block.k0, size), ld, _WORK, i64(plan.a_row_bytes), i64(spec.m), block.kc)
     elif plan.a_layout == "panels":
         width, unit = plan.a_width, plan.mode.unit_bytes
         with c.loop(0, block.kc, _A_PACK_STEPS) as k1:  # few enough k rows that neighbouring panels find them in L1
@@ -266,16 +272,47 @@ def _row_panels(
     b_step = c.mul(_LDB, BYTES[STORAGE[spec.b]]) if direct else i64(columns.vectors * mode.lanes * mode.unit_bytes)
     k_tail = spec.k % mode.group if direct else 0
     steps, last = (block.whole, block.last) if direct else (block.steps, Val("i1", "false"))
+    ahead = _rows_ahead(plan) if not (direct or spec.trans_b) else 0
+    source = _next_panel(c, spec, plan, block, columns, first) if ahead else Val("ptr", "null")
     for rows in plan.rows:
         shape = PanelShape(
             rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct
         )
+        if ahead and fetches_ahead(mode, shape):
+            shape = dataclasses.replace(shape, ahead=(ahead, columns.width * BYTES[STORAGE[spec.b]]))
         name = panel_kernel(c.module, mode, shape)
         with c.loop(0, rows.count) as p:
             row = c.add(rows.start, c.mul(p, rows.rows))
             a, a_row, a_step = _a_access(c, plan, block, a_size, row, c.add(rows.panel, p))
             out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
-            call(c, name, a, a_row, a_step, b, b_step, out, _LDC, steps, block.add, sums, last)
+            ld = c.mul(_LDB, BYTES[STORAGE[spec.b]])
+            asked = c.mul(c.add(rows.panel, p), ahead * _chunks(plan))  # by the row panels above
+            fetched = c.gep("i8", source, c.mul(asked, ld)) if shape.ahead[0] else source
+            call(c, name, a, a_row, a_step, b, b_step, out, _LDC, steps, block.add, sums, last, fetched, ld)
+
+
+def _chunks(plan: Plan) -> int:
+    """How often a micro-kernel asks for what comes next while it sums a k block."""
+    return -(-plan.kc // (STEPS_AHEAD * plan.mode.group))
+
+
+def _rows_ahead(plan: Plan) -> int:
+    """How many rows of the next panel of B a micro-kernel asks for at a time, so that all row panels together ask for
+    all of them; 0: there is no next panel, or too few row panels have to ask for too much."""
+    panels = sum(rows.count for rows in plan.rows)
+    alone = plan.blocks * sum(columns.count for columns in plan.columns) == 1
+    return 0 if alone or panels < _LEAST_ASKING else -(-plan.kc // (panels * _chunks(plan)))
+
+
+def _next_panel(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val) -> Val:
+    """Where the panel of B lies that is packed after this one; behind the last, the first one again."""
+    column = c.add(first, columns.width)
+    k1 = c.add(block.k0, plan.kc)
+    ends = c.cmp("icmp", "sge", column, i64(spec.n))
+    k1 = c.select(ends, c.select(c.cmp("icmp", "sge", k1, i64(spec.k)), i64(0), k1), block.k0)
+    size = BYTES[STORAGE[spec.b]]
+    row = c.gep("i8", _B, c.mul(c.mul(k1, _LDB), size))
+    return offset(c, row, c.select(ends, i64(0), column), size)
 
 
 def _row_panels_of_tiles(
@@ -300,12 +337,23 @@ def _a_access(c: Code, plan: Plan, block: _Block, size: int, row: Val, panel: Va
     """Pointer, row stride and step stride (bytes) of one row panel of A in its layout."""
     unit = plan.mode.unit_bytes
     if plan.a_layout == "raw":
-        return offset(c, _A, c.add(c.mul(row, _LDA), block.k0), size), c.mul(_LDA, size), i64(unit)
+        here, ld = offset(c, _A, c.add(c.mul(row, _LDA), block.k0), size), c.mul(_LDA, size)
+        if plan.a_spread:
+            crowded = _is_crowded(c, ld)
+            here = c.select(crowded, offset(c, _WORK, row, plan.a_row_bytes), here)
+            ld = c.select(crowded, i64(plan.a_row_bytes), ld)
+        return here, ld, i64(unit)
     if plan.a_layout == "raw_lanes":
         return offset(c, _A, c.add(c.mul(block.k0, _LDA), row), size), i64(unit), c.mul(_LDA, size)
     if plan.a_layout == "rows":
         return offset(c, _WORK, row, plan.a_row_bytes), i64(plan.a_row_bytes), i64(unit)
     return offset(c, _WORK, panel, plan.a_width * plan.a_row_bytes), i64(unit), i64(plan.a_width * unit)
+
+
+def _is_crowded(c: Code, ld: Val) -> Val:
+    """Whether rows `ld` bytes apart all begin in the same set of the first-level cache, where there is no room for a
+    row of each and the panel of B."""
+    return c.cmp("icmp", "eq", c.binary("and", ld, i64(_PAGE - 1)), i64(0))
 
 
 def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:

@@ -11,8 +11,10 @@ import dataclasses
 
 from .gemm_modes import BYTES, STORAGE, Mode
 from .gemm_pack import lanes_step, rows_step
-from .gemm_vector import ATTRIBUTES, load_part, offset, slice_lanes, store_part, sums, zeros
+from .gemm_vector import ATTRIBUTES, load_part, offset, prefetch, slice_lanes, store_part, sums, zeros
 from .llvm import Code, Module, Val, i64, vec
+
+STEPS_AHEAD = 32  # prefetches come one by one between so many steps: many at once keep loads from the caches waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class PanelShape:
 
     `direct`: B is read from memory as [k][n] with `k_tail` elements in its last, partial group (0: none).
     `add`: the kernel can add to C, where its run-time flag says so. `with_sums`: B's packer left column sums.
+    `ahead`: rows of B, and bytes of each, that the second-level cache is asked for in every `STEPS_AHEAD` steps.
     """
 
     rows: int
@@ -30,14 +33,21 @@ class PanelShape:
     k_tail: int = 0
     add: bool = False
     with_sums: bool = False
+    ahead: tuple[int, int] = (0, 0)
+
+    @property
+    def accumulators(self) -> int:
+        """Vectors of them."""
+        return self.rows * self.vectors
 
 
 def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
-    """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums, i1 last)`.
+    """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums, i1 last, ptr
+    ahead, i64 ahead_row)`.
 
     Strides of A and B in bytes: `a_row` between rows, `a_step` between units of one row, `b_step` between packed steps
     or between source rows when direct. `ldc` in elements. `steps` counts whole groups; `last`: the partial group of a
-    direct kernel follows.
+    direct kernel follows. `ahead`: the first of the rows `shape.ahead`, and `ahead_row` the bytes between them.
     """
     s = shape
     name = (
@@ -45,13 +55,16 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         + "_add" * s.add
         + "_s" * s.with_sums
         + f"_d{s.k_tail}" * s.direct
+        + (f"_ahead{s.ahead[0]}x{s.ahead[1]}" if s.ahead[0] else "")
     )
     if name in module.functions:
         return name
     params = [Val("ptr", "%a"), Val("i64", "%a_row"), Val("i64", "%a_step"), Val("ptr", "%b"), Val("i64", "%b_step"),
               Val("ptr", "%c"), Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%sums"),
-              Val("i1", "%last")]  # fmt: skip
+              Val("i1", "%last"), Val("ptr", "%ahead"), Val("i64", "%ahead_row")]  # fmt: skip
     k = _Panel(Code(module, name, params, attributes=ATTRIBUTES), mode, s, params)
+    if not s.direct:
+        k.fetch_sums()
     k.sum_over_k()
     _add_banks(k.c, mode, k.banks)
     k.correct_signs()
@@ -65,16 +78,15 @@ class _Panel:
 
     def __init__(self, c: Code, mode: Mode, s: PanelShape, params: list[Val]):
         self.c, self.mode, self.s = c, mode, s
-        a, self.a_row, self.a_step, b, self.b_step, self.out, self.ldc, self.steps, self.add, self.sums, self.last = (
-            params
-        )
+        a, self.a_row, self.a_step, b, self.b_step, self.out, self.ldc, self.steps, self.add = params[:9]
+        self.sums, self.last, ahead, self.ahead_row = params[9:]
         self.ty = vec(mode.lanes, mode.acc)
         self.banks = [
             [[self._accumulator() for _ in range(s.vectors)] for _ in range(s.rows)]
             for _ in range(_bank_count(mode, s))
         ]
         self.checks = [self._accumulator() for _ in range(s.vectors)] if mode.flip and s.direct else []
-        self.a_slot, self.b_slot = c.var("ptr", a), c.var("ptr", b)
+        self.a_slot, self.b_slot, self.ahead = c.var("ptr", a), c.var("ptr", b), c.var("ptr", ahead)
         self.b_advance = c.mul(self.b_step, mode.group if s.direct else 1)
 
     def _accumulator(self) -> Val:
@@ -117,8 +129,32 @@ class _Panel:
         c.store(c.gep("i8", a, self.a_step), self.a_slot)
         c.store(c.gep("i8", b, self.b_advance), self.b_slot)
 
+    def fetch_sums(self) -> None:
+        """Ask the first-level cache for the block of C, which is loaded or written when the sums are made."""
+        size = BYTES[self.mode.acc]
+        for r in range(self.s.rows):
+            line = offset(self.c, self.out, self.c.mul(self.ldc, r), size)
+            for v in range(self.s.vectors):
+                prefetch(self.c, offset(self.c, line, v * self.mode.lanes, size), 1)
+
+    def fetch_ahead(self) -> None:
+        """Ask the second-level cache for what is packed next."""
+        rows, width = self.s.ahead
+        ptr = self.c.load("ptr", self.ahead)
+        for _ in range(rows):
+            for at in sorted({*range(0, width, 64), width - 1}):  # rows may begin anywhere in a line
+                prefetch(self.c, self.c.gep("i8", ptr, i64(at)), 2)
+            ptr = self.c.gep("i8", ptr, self.ahead_row)
+        self.c.store(ptr, self.ahead)
+
     def sum_over_k(self) -> None:
         c, count = self.c, len(self.banks)
+        if self.s.ahead[0]:
+            with c.loop(0, self.steps, STEPS_AHEAD) as at:
+                self.fetch_ahead()
+                with c.loop(0, c.intrinsic("smin", "i64", c.sub(self.steps, at), i64(STEPS_AHEAD))):
+                    self.step(self.banks[0], self.mode.group)
+            return
         whole = c.binary("and", self.steps, i64(-count)) if count > 1 else self.steps
         with c.loop(0, whole, count):
             for block in self.banks:
@@ -145,7 +181,12 @@ class _Panel:
 def _bank_count(mode: Mode, s: PanelShape) -> int:
     """Independent sets of accumulators, so that a small block still has enough sums in flight."""
     enough = 12 if mode.isa.registers == 32 else 8
-    return next(n for n in (1, 2, 4) if n == 4 or n * s.rows * s.vectors >= enough)
+    return next(n for n in (1, 2, 4) if n == 4 or n * s.accumulators >= enough)
+
+
+def fetches_ahead(mode: Mode, shape: PanelShape) -> bool:
+    """Whether the kernel of such a block can ask for rows ahead: one set of accumulators takes every step."""
+    return not shape.direct and _bank_count(mode, shape) == 1
 
 
 def _add_banks(c: Code, mode: Mode, banks: list[list[list[Val]]]) -> None:

@@ -13,6 +13,7 @@ _THIN = 8  # up to this many rows a product reads B once, so packing B cannot pa
 _THIN_BESIDE_TILES = 5  # the same for floats where there are tile registers, on which six rows take as long as 16
 _B_BLOCK_UNIT_BYTES = 1024  # bytes of one packed column of B in a k block: a 32-wide panel of 32 KiB stays in L1
 _STREAMED_BYTES = 512 * 1024  # a B larger than this does not come from the second-level cache
+_WORTH_COPYING = 256  # columns of a product for which rows of A are copied side by side, which takes 2 % of its time
 _X_BLOCK_BYTES = 32768  # the thin side of a dot product stays in L1
 
 
@@ -45,6 +46,7 @@ class Plan:
       strategy: `"packed"` (B in panels), `"direct"` (B read in place) or `"dot"` (vectors along k).
       swap: the dot strategy runs on the transposed product (thin side is B).
       a_layout: `"raw"` (k contiguous), `"raw_lanes"` (m contiguous), `"rows"` or `"panels"` (packed).
+      a_spread: rows of a `"raw"` A are copied side by side where all of them begin in the same set of the cache.
       kc: k elements of one block, a whole number of vectors; one block holds all of k unless `blocks` > 1.
     """
 
@@ -60,6 +62,7 @@ class Plan:
     a_bytes: int
     b_bytes: int
     sum_bytes: int
+    a_spread: bool = False
 
     @property
     def workspace(self) -> int:
@@ -203,8 +206,9 @@ def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: boo
     padded = max(c.vectors for c in columns) * mode.lanes  # one panel is packed at a time
     b_bytes = _round(padded * (kc // mode.group) * mode.unit_bytes, 64)
     sum_bytes = _round(padded * 4, 64) if mode.flip else 0
-    a_bytes = _a_bytes(mode, layout, rows, m, kc, width)
-    return Plan("packed", mode, False, layout, rows, columns, width, kc, blocks, a_bytes, b_bytes, sum_bytes)
+    spread = layout == "raw" and not mode.tiles and m > _THIN and n >= _WORTH_COPYING
+    a_bytes = _a_bytes(mode, "rows" if spread else layout, rows, m, kc, width)
+    return Plan("packed", mode, False, layout, rows, columns, width, kc, blocks, a_bytes, b_bytes, sum_bytes, spread)
 
 
 def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: bool, whole: bool = False) -> Plan:

@@ -115,6 +115,12 @@ def _lanes(c: Code, x: Val, y: Val, lanes: list[int]) -> Val:
     return extract(c, x, lanes[0]) if len(lanes) == 1 else shuffle(c, x, y, lanes)
 
 
+def prefetch(c: Code, ptr: Val, level: int) -> None:
+    """Ask the cache of a level, 1 to 3, for the line of an address, which need not exist."""
+    hints = (Val("i32", str(n)) for n in (0, 4 - level, 1))  # it will be read; the closest cache is 3; data
+    c.intrinsic("prefetch", "void", ptr, *hints, suffix="p0")
+
+
 def offset(c: Code, ptr: Val, count: Val | int, size: Val | int) -> Val:
     """`ptr` plus `count * size` bytes."""
     return c.gep("i8", ptr, c.mul(count if isinstance(count, Val) else i64(count), size))

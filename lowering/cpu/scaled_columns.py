@@ -12,7 +12,7 @@ import dataclasses
 
 from . import gemm_pack
 from .gemm_modes import Mode
-from .gemm_vector import ATTRIBUTES, offset, zeros
+from .gemm_vector import ATTRIBUTES, offset, prefetch, zeros
 from .isa import Isa
 from .llvm import Code, Module, Val, const, i64, shuffle, vec
 
@@ -185,10 +185,9 @@ def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> Non
 
 
 def _ask(c: Code, at: Val, size: int) -> None:
-    """Asks the cache for so many bytes."""
-    hints = Val("i32", "0"), Val("i32", "3"), Val("i32", "1")  # to read, into the first level
+    """Asks the first-level cache for so many bytes."""
     for line in range(0, size, 64):
-        c.intrinsic("prefetch", "void", c.gep("i8", at, line), *hints, suffix="p0")
+        prefetch(c, c.gep("i8", at, line), 1)
 
 
 def _turned(c: Code, rows: list[Val]) -> list[Val]:
