@@ -9,7 +9,8 @@ from collections.abc import Sequence
 SMOOTH = 16  # launches over which lateness and times are averaged
 TRIAL = 12  # times of launches that a trial takes
 GAIN = 0.1  # the share of a step's time that longer launches have to save
-PATIENCE = 64  # launches in time, behind which shorter ones are tried
+BEGIN = 32  # launches before a trial: the first ones behind prompts take longer, whatever they have
+PATIENCE = 128  # launches in time, behind which shorter ones are tried
 REST, MOST_REST = 256, 4096  # launches until the next trial behind one that gained nothing: at first, and at most
 
 
@@ -49,7 +50,12 @@ class Pace:
             self._times.append(seconds / self.steps)
         if self._trial is not None:
             self._judge(self._trial)
-        elif self._late > 0.5 and self._count > self._rest and self._at + 1 < len(self._steps) and self._times:
+        elif (
+            self._late > 0.5
+            and self._count > max(self._rest, BEGIN)
+            and self._at + 1 < len(self._steps)
+            and self._times
+        ):
             self._go(1, trial=statistics.median(self._times))
         elif self._at and self._count >= PATIENCE and self._late < 0.5:
             self._go(-1)

@@ -17,7 +17,7 @@ from jtile._errors import ModelError
 from jtile.models import Engine, Grammar
 from jtile.models.serving import settings as serving_settings
 from jtile.models.serving.core import Core
-from jtile.models.serving.pace import SMOOTH, TRIAL, Pace
+from jtile.models.serving.pace import BEGIN, SMOOTH, TRIAL, Pace
 from jtile.models.serving.request import read_request
 from jtile.models.serving.settings import settings_of
 
@@ -243,13 +243,25 @@ def test_a_late_host_has_longer_launches():
     assert seen.count(2) > 1000 and step < 1.4
 
 
+def test_the_first_launches_are_no_measure():
+    """Those right behind prompts are late and take longer than those that follow, of whatever number of steps."""
+    pace = Pace((1, 2, 4))
+    for i in range(BEGIN + 1):
+        pace.note(True, 1.2 if i < SMOOTH else 1.0)
+    assert pace.steps == 2
+    for _ in range(TRIAL):
+        pace.note(False, 1.0 * pace.steps)
+    assert pace.steps == 1
+
+
 def test_longer_launches_that_save_nothing_are_given_up():
     """Where a launch costs the host as much for each of its steps, and where no two launches follow each other, so that
     nothing can be measured."""
     seen, _ = paced(Pace((1, 2, 4)), lambda steps: 1.5 * steps, 3000)
     assert set(seen) == {1, 2} and sum(steps == 2 for steps in seen) < 200
     pace = Pace((1, 2))
-    for _ in range(SMOOTH):
+    for _ in range(BEGIN + 1):
+        assert pace.steps == 1
         pace.note(True, 1.0)
     assert pace.steps == 2
     for _ in range(4 * TRIAL):
@@ -274,7 +286,7 @@ def test_what_the_core_notes(lm, one, monkeypatch):
         core.device.ahead = ahead
         plan = SimpleNamespace(rows=None if kind == "prompts" else (), steps=1)
         notes.clear()
-        for _ in range(SMOOTH):
+        for _ in range(BEGIN + 1):
             core._flying.clear()
             core._flying.extend(SimpleNamespace(result=SimpleNamespace(ended=done)) for done in (ended, False))
             core._keep_pace(plan)
