@@ -29,8 +29,10 @@ class Box:
 
     def meets(self, other: Box) -> bool:
         """Whether two boxes of one array share an element."""
-        sides = zip(self.starts, self.stops, other.starts, other.stops, strict=True)
-        return all(a < d and c < b for a, b, c, d in sides)
+        for a, b, c, d in zip(self.starts, self.stops, other.starts, other.stops, strict=True):
+            if a >= d or c >= b:
+                return False
+        return True
 
     def around(self, other: Box) -> Box:
         starts = tuple(map(min, self.starts, other.starts))
@@ -50,6 +52,8 @@ class Region:
 
     def meets(self, other: Region) -> bool:
         """Whether both may share an element."""
+        if not self.boxes or not other.boxes:
+            return False
         if self.shape == other.shape:
             return any(a.meets(b) for a in self.boxes for b in other.boxes)
         return any(a < d and c < b for a, b in self._spans() for c, d in other._spans())

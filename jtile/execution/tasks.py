@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -219,9 +220,8 @@ def footprint_of(kernel: ir.Kernel, begin: int, end: int) -> Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class _Touch:
-    """What a band does to a memory."""
+    """What bands of a task do to a memory."""
 
-    band: int
     task: int
     reads: Region
     writes: Region
@@ -246,26 +246,27 @@ def make_graph(
       split: (programs of a task, predicted nanoseconds of one, cores) to the bands (begin, end) of the task.
     """
     written = {m for task in tasks for m in task.memories[len(task.kernel.inputs) :]}
-    touched: dict[int, list[_Touch]] = {m: [] for m in written}
+    touched: dict[int, dict[_Touch, list[int]]] = {m: {} for m in written}  # bands that touch the same share an entry
     bands: list[Band] = []
     lasts = _Lasts()
     for t, task in enumerate(tasks):
-        new: list[tuple[int, _Touch]] = []
-        known: dict[tuple[int, Region, Region], frozenset[int]] = {}  # bands that touch the same wait for the same
+        new: list[tuple[int, _Touch, int]] = []
+        known: dict[tuple[int, _Touch], frozenset[int]] = {}  # bands that touch the same wait for the same
         for begin, end in split(task.programs, task.cost, cores):
             found = footprint_of(task.kernel, begin, end)
             needs: frozenset[int] = frozenset()
             for m, reads, writes in zip(task.memories, found.reads, found.writes, strict=True):
                 if m not in written:
                     continue
-                touch = _Touch(len(bands), t, reads, writes)
-                new.append((m, touch))
-                if (m, reads, writes) not in known:
-                    known[m, reads, writes] = frozenset(old.band for old in touched[m] if old.orders(touch))
-                needs |= known[m, reads, writes]
+                touch = _Touch(t, reads, writes)
+                new.append((m, touch, len(bands)))
+                if (m, touch) not in known:
+                    earlier = [own for old, own in touched[m].items() if old.orders(touch)]
+                    known[m, touch] = frozenset(itertools.chain.from_iterable(earlier))
+                needs |= known[m, touch]
             bands.append(Band(t, begin, end, (end - begin) * task.cost, lasts.add(needs)))
-        for m, touch in new:
-            touched[m].append(touch)
+        for m, touch, band in new:
+            touched[m].setdefault(touch, []).append(band)
     return TaskGraph(tuple(tasks), tuple(memories), tuple(bands), cores)
 
 
