@@ -88,12 +88,24 @@ def packing(weight: WeightSource) -> WeightSource:
     They are changed once, as they are read: inside a program this would be a pass over the weights in each run. Weights
     of experts stay as they are, which is the form that products of groups of rows take.
     """
-    if "warpgroup products" not in jt.target().features:
+    if "warpgroup products" in jt.target().features:
+        fits = lambda tensor: tensor.shape[1] % 32 == 0
+        packed = QuantizedTensor.packed
+    elif "int16 products" in jt.target().features:
+        fits, packed = _fits_panels, QuantizedTensor.in_panels
+    else:
         return weight
 
     def read(name: str, shape: tuple[int, ...]):
         tensor = weight(name, shape)
-        fits = isinstance(tensor, QuantizedTensor) and tensor.shape[1] % 32 == 0 and ".experts." not in name
-        return tensor.packed() if fits else tensor
+        multiplied = isinstance(tensor, QuantizedTensor) and ".experts." not in name
+        return packed(tensor) if multiplied and fits(tensor) else tensor
 
     return read
+
+
+def _fits_panels(tensor: QuantizedTensor) -> bool:
+    """Whether each product on CPUs takes this weight in panels: rows may be rounded, and where they are to have the
+    same bits in any company, too."""
+    in_integers = tensor.activations == rounded_rows.INTEGERS and tensor.shape[0] % 16 == 0
+    return in_integers and (tensor.kind == "q8_0" or tensor.group == rounded_rows.BLOCK)

@@ -148,7 +148,11 @@ def _beside(x, weight):
 
 def rows(weight: jax.Array | QuantizedTensor, order) -> jax.Array | QuantizedTensor:
     """The rows of a matrix in another order, int [out]."""
-    return weight.rows(order) if isinstance(weight, QuantizedTensor) else jnp.take(weight, order, axis=0)
+    if not isinstance(weight, QuantizedTensor):
+        return jnp.take(weight, order, axis=0)
+    found = weight.rows(order)
+    again = weight.is_packed and not found.is_packed and len(order) % 16 == 0
+    return found.in_panels() if again else found
 
 
 def rows_of_heads(weight: jax.Array | QuantizedTensor, order: np.ndarray) -> jax.Array | QuantizedTensor:

@@ -22,6 +22,7 @@ from jtile.ops.norms import rms_norm, rms_norm_reference
 from jtile.ops.operands import Epilogue, Norm, Weight
 from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops.weight_codes import in_rows
 
 
 def rms_norm_matmul(x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +164,7 @@ def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
     """The kind of the weights, and their arrays, which nothing differentiates by where they are quantised."""
     if not isinstance(weights[0], QuantizedTensor):
         return x.dtype.name, tuple(map(Weight, weights))
-    return weights[0].kind, tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
+    return weights[0].kind, tuple(in_rows(Weight(w.codes, w.scale, w.minimum), w.kind) for w in weights)
 
 
 def _rounded(x, residual, weight, weights, **options):

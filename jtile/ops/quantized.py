@@ -34,7 +34,7 @@ from jtile.ops.frozen import gradients, saving
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_rows import dequantized_tile
 from jtile.ops.quantized_tensor import QuantizedTensor
-from jtile.ops.weight_codes import BLOCK, unpack_codes
+from jtile.ops.weight_codes import BLOCK, in_rows, unpack_codes
 
 HALF = BLOCK // 2
 
@@ -126,12 +126,13 @@ def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **o
         return k_products.product(x, jax.lax.stop_gradient(tuple(w.super_blocks for w in weights)), epilogue, **options)
     arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
     ways = {w.activations for w in weights}
-    product = _rounded(*ways) if len(ways) == 1 and None not in ways else _product
+    product = _rounded(*ways) if len(ways) == 1 and None not in ways else _exact
     return product(x, jax.lax.stop_gradient(arrays), epilogue, **options)
 
 
 def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
-    """The weights with codes that are not packed."""
+    """The weights with codes that are not packed, in rows."""
+    weights = tuple(in_rows(w, kind) for w in weights)
     return tuple(w._replace(codes=unpack_codes(w.codes, kind)) for w in weights)
 
 
@@ -364,9 +365,15 @@ _product = Op(
 )
 
 
+def _exact(x, weights, epilogue, *, kind, **options):
+    """The product without rounding, which takes no panels."""
+    weights = tuple(in_rows(w, kind) for w in weights)
+    return _product(x, weights, epilogue, kind=kind, **options)
+
+
 def _as_it_is(x, weights, epilogue, *, activations, **options):
     del activations
-    return _product(x, weights, epilogue, **options)
+    return _exact(x, weights, epilogue, **options)
 
 
 def _in_8_bits(x, weights, epilogue, *, kind, activation, activations, out_dtype):

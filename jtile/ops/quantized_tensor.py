@@ -23,6 +23,10 @@ codes and scales are separate arrays so that both stay aligned for vector loads.
 numbers from registers: [out, in/8] for 4 bits, [out, in/4] for 8. With weight 16 s + 8 h + 2 t + e of a block of 32
 (t in 0..3, the others 0 or 1): its word of four is t, its bits 4 (2 s + h) + 16 e and on; of 8 bits, its word of eight
 is 4 s + t, its bits 8 h + 16 e and on, and what stands there is the code plus 128.
+
+`in_panels()` gives them in the order in which CPUs with vectors of 64 bytes multiply sixteen rows. Their codes are
+int32 words of four neighbouring bytes, and each array has of each 16 rows first all first elements, then all second
+ones, and so on, in the same shape.
 """
 
 from __future__ import annotations
@@ -38,8 +42,20 @@ import numpy as np
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ops import super_blocks
 from jtile.ops._shapes import check_float
+from jtile.ops.operands import Weight
 from jtile.ops.super_blocks import LAYOUTS, SUPER, SuperBlocks
-from jtile.ops.weight_codes import BLOCK, FOUR_BIT, dequantize_rows, pack_codes, unpack_codes
+from jtile.ops.weight_codes import (
+    BLOCK,
+    FOUR_BIT,
+    PANEL,
+    WORDS,
+    dequantize_rows,
+    in_panels,
+    in_rows,
+    pack_codes,
+    rows_of_panels,
+    unpack_codes,
+)
 from jtile.ops.weight_rounding import round_weights
 
 KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1", "mxfp4")
@@ -114,8 +130,19 @@ class QuantizedTensor:
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes are words; see `packed`."""
-        return self.codes.dtype == jnp.uint32
+        """Whether codes are words; see `packed` and `in_panels`."""
+        return self.codes.dtype.name in WORDS
+
+    @property
+    def _panels(self) -> bool:
+        return not self.is_super and self.codes.dtype == jnp.int32
+
+    @property
+    def _weight(self) -> Weight:
+        return Weight(self.codes, self.scale, self.minimum)
+
+    def _with(self, weight: Weight) -> QuantizedTensor:
+        return dataclasses.replace(self, codes=weight.codes, scale=weight.scale, minimum=weight.minimum)
 
     @property
     def nbytes(self) -> int:
@@ -226,8 +253,29 @@ class QuantizedTensor:
             )
         if self.shape[-1] % BLOCK:
             raise KernelValueError(f"packed codes are those of blocks of {BLOCK}, got a tensor of {self.shape}")
+        if self._panels:
+            return self.unpacked().packed()
         codes = self.codes if self.is_packed else pack_codes(self.codes, self.kind)
         return dataclasses.replace(self._regrouped(), codes=codes)
+
+    def in_panels(self) -> QuantizedTensor:
+        """The same weights as CPUs multiply them fastest with rows that are rounded to integers (`activations`).
+
+        Call it once, when weights are loaded. An op that needs the other form unpacks the weights in each call.
+
+        Returns:
+          A `QuantizedTensor` of the same shape.
+        Raises:
+          KernelValueError: a kind other than q4_0, q4_1 and q8_0, a stack, or an `out` that is no multiple of 16.
+        """
+        if self.kind not in ("q4_0", "q4_1", "q8_0") or self.ndim != 2 or self.shape[0] % PANEL:
+            raise KernelValueError(
+                f"panels are of {PANEL} rows of q4_0, q4_1 or q8_0, got {self.kind} of {list(self.shape)}; "
+                "leave such weights as they are"
+            )
+        if self._panels:
+            return self
+        return self._with(jax.jit(in_panels)(self.unpacked()._weight))
 
     def _regrouped(self) -> QuantizedTensor:
         """The same weights in groups that kernels for sm_90 can copy; this tensor where no size of groups suits."""
@@ -255,6 +303,8 @@ class QuantizedTensor:
         """
         if group != self.group and (self.is_super or self.kind == "int8"):
             raise KernelValueError(f"{self.kind} has no groups of another size; quantise the weights as q8_0 or q4_0")
+        if self._panels:
+            return self.unpacked().regrouped(group).in_panels()
         if self.group % group:
             raise KernelValueError(f"groups of {self.group} weights do not divide into groups of {group}")
         wide = lambda a: None if a is None else jnp.repeat(a, self.group // group, axis=-1)
@@ -271,7 +321,7 @@ class QuantizedTensor:
         return dataclasses.replace(self, minimum=-8 * self.scale.astype(jnp.float32), kind="q4_1")
 
     def unpacked(self) -> QuantizedTensor:
-        """The same weights with their codes as bytes, as `quantize` makes them: this undoes `packed`.
+        """The same weights with their codes as bytes, as `quantize` makes them: this undoes `packed` and `in_panels`.
 
         Returns:
           A `QuantizedTensor` of the same shape. Groups that `packed` has halved stay so.
@@ -280,6 +330,8 @@ class QuantizedTensor:
             return dataclasses.replace(
                 self, codes=super_blocks.as_bytes(self.codes), high=super_blocks.as_bytes(self.high)
             )
+        if self._panels:
+            return self._with(_in_rows(self._weight, self.kind))
         return dataclasses.replace(self, codes=unpack_codes(self.codes, self.kind))
 
     def rows(self, index) -> QuantizedTensor:
@@ -288,9 +340,12 @@ class QuantizedTensor:
         Args:
           index: int [n], rows from 0 to out - 1; negative ones count from the end.
         Returns:
-          A `QuantizedTensor` of shape [n, in]. The weights of a row that does not exist are NaN.
+          A `QuantizedTensor` of shape [n, in], with codes in bytes if these are in panels. The weights of a row that
+          does not exist are NaN.
         """
         index = jnp.asarray(index)
+        if self._panels:
+            return self._with(rows_of_panels(self._weight, index, self.kind))
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0), self)
 
     @staticmethod
@@ -305,7 +360,8 @@ class QuantizedTensor:
           KernelTypeError: the kinds differ, or only some are packed.
           KernelValueError: `in` or the size of the groups differs.
         """
-        kinds = sorted({"packed " * part.is_packed + part.kind for part in parts})
+        form = {"uint32": "packed ", "int32": "panels of "}
+        kinds = sorted({form.get(part.codes.dtype.name, "") + part.kind for part in parts})
         if len(kinds) != 1:
             raise KernelTypeError(
                 f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them"
@@ -343,6 +399,7 @@ class QuantizedTensor:
         if len({(part.shape, part.storage) for part in parts}) != 1:
             raise KernelTypeError("cannot stack quantised tensors of several shapes or kinds; requantise them")
         parts = [dataclasses.replace(part, activations=None) for part in parts]
+        parts = [part.unpacked() if part._panels else part for part in parts]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
     @property
@@ -357,7 +414,10 @@ def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
     """The weights as floats, by one program for each shape; outside of a program there would be a dozen steps."""
     if tensor.is_super:
         return super_blocks.dequantized(tensor.super_blocks, tensor.kind).astype(dtype)
-    return dequantize_rows(tensor.kind, tensor.codes, tensor.scale, tensor.minimum).astype(dtype)
+    return dequantize_rows(tensor.kind, *in_rows(tensor._weight, tensor.kind)).astype(dtype)
+
+
+_in_rows = jax.jit(in_rows, static_argnames="kind")
 
 
 def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:

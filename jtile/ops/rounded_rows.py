@@ -19,7 +19,7 @@ from jtile.ops._shapes import known
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import finished
 from jtile.ops.operands import Epilogue, Weight
-from jtile.ops.weight_codes import BLOCK
+from jtile.ops.weight_codes import BLOCK, PANEL
 
 KINDS = ("q4_0", "q4_1", "q8_0")
 HALF = BLOCK // 2
@@ -48,6 +48,8 @@ def rounded(X):
 def _codes(codes, r, rows: int, kind: str):
     """The codes of a tile of W, one a byte: [rows, in]."""
     tile = codes.tiles(rows, codes.shape[1])[r, 0]
+    if codes.dtype == jnp.int32:
+        return _codes_of_panels(tile, rows, kind)
     if kind == "q8_0":
         return tile
     wide = (rows, codes.shape[1] // HALF, 2, HALF)
@@ -56,12 +58,31 @@ def _codes(codes, r, rows: int, kind: str):
     return ((pairs >> shift) & np.uint8(15)).reshape(rows, wide[1] * BLOCK)
 
 
+def _codes_of_panels(tile, rows: int, kind: str):
+    """The codes of words in panels, whose bytes come behind each other, and the rows before them. A CPU knows these
+    steps (`lowering/cpu/nibbles.py`) and takes the words as they are."""
+    panels, words, four = rows // PANEL, tile.shape[1], kind != "q8_0"
+    wide = (panels, words // 4, 2, 4, PANEL, 4) if four else (panels, words, PANEL, 4)
+    places = lambda axis, bits: jax.lax.broadcasted_iota(jnp.int32, wide, axis) * bits
+    one = (panels, words // 4, 1, 4, PANEL, 1) if four else (panels, words, PANEL, 1)
+    fields = jnp.broadcast_to(tile.reshape(one), wide) >> (places(2, 4) + places(5, 8) if four else places(3, 8))
+    if four:
+        return (fields & 15).astype(jnp.uint8).transpose(0, 4, 1, 2, 3, 5).reshape(rows, 8 * words)
+    return fields.astype(jnp.int8).transpose(0, 2, 1, 3).reshape(rows, 4 * words)
+
+
 @jt.function
 def _product(of_x, weight: Weight, r, rows: int, kind: str):
     """Y float32 [m, rows]: the product of rows, as `rounded` gives them, with a tile of W."""
     q, s, sums = of_x
-    groups = weight.scale.shape[1]
-    of_group = lambda a: a.tiles(rows, groups)[r, 0]
+    groups, panels = weight.scale.shape[1], weight.codes.dtype == jnp.int32
+
+    def of_group(a):
+        tile = a.tiles(rows, groups)[r, 0]
+        if not panels:
+            return tile
+        return tile.reshape(rows // PANEL, groups, PANEL).transpose(0, 2, 1).reshape(rows, groups)
+
     scale, codes = of_group(weight.scale), _codes(weight.codes, r, rows, kind)
     if kind == "q8_0":
         return jt.dot_scaled(q, s, codes.T, scale.T)

@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jtile.ops.operands import Weight
+
 BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
 FOUR_BIT = ("q4_0", "q4_1", "mxfp4")
 FLOAT8 = jnp.float8_e4m3fn
+PANEL = 16  # rows of a panel: lanes of a vector of 64 bytes
+WORDS = ("uint32", "int32")  # dtypes of codes in words: in the order of tensor cores, and in panels
 
 
 def float4_numbers(codes):
@@ -78,6 +82,39 @@ def unpack_codes(codes, kind: str) -> jax.Array:
         return (parts & 15 | (parts >> 8 & 15) << 4).astype(jnp.uint8).reshape(*lead, -1)
     eights = (parts & 255).astype(jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
     return jax.lax.bitcast_convert_type(eights, FLOAT8 if kind == "fp8" else jnp.int8).reshape(*lead, -1)
+
+
+def in_panels(weight: Weight) -> Weight:
+    """A weight [out, in] with codes in bytes as one in panels: its codes are words int32, and of each 16 rows of its
+    arrays first all first elements are stored, then all second ones, and so on."""
+    out, stored = weight.codes.shape
+    words = jax.lax.bitcast_convert_type(weight.codes.reshape(out, stored // 4, 4), jnp.int32)
+    turned = lambda a: jnp.swapaxes(a.reshape(out // PANEL, PANEL, -1), 1, 2).reshape(a.shape)
+    return jax.tree.map(turned, weight._replace(codes=words))
+
+
+def in_rows(weight: Weight, kind: str) -> Weight:
+    """The inverse of `in_panels`; a weight in another form stays as it is."""
+    if weight.codes.dtype != jnp.int32:
+        return weight
+    out = weight.codes.shape[0]
+    turned = lambda a: jnp.swapaxes(a.reshape(out // PANEL, -1, PANEL), 1, 2).reshape(a.shape)
+    return _in_bytes(jax.tree.map(turned, weight), kind)
+
+
+def rows_of_panels(weight: Weight, index, kind: str) -> Weight:
+    """The rows index int [n] of a weight in panels, with codes in bytes; floats are NaN where no row is."""
+    out = weight.codes.shape[0]
+    row = jnp.where(index < 0, index + out, index)
+    panel, lane = jnp.where((row < 0) | (row >= out), out // PANEL, row // PANEL), row % PANEL
+    found = lambda a: a.reshape(out // PANEL, -1, PANEL).at[panel, :, lane].get(mode="fill")
+    return _in_bytes(jax.tree.map(found, weight), kind)
+
+
+def _in_bytes(weight: Weight, kind: str) -> Weight:
+    """The weight [n, in] with its words taken apart."""
+    codes = jax.lax.bitcast_convert_type(weight.codes, jnp.uint8 if kind in FOUR_BIT else jnp.int8)
+    return weight._replace(codes=codes.reshape(codes.shape[0], -1))
 
 
 def _places(step: int, rank: int):

@@ -26,6 +26,7 @@ DIRECT_BYTES = 1 << 20
 @emits(ir.Dot)
 def _dot(em: Emitter, op: ir.Dot) -> None:
     batch, m, n, k = op.sizes()
+    _unpack(em, op.b)
     a, ta = matrix(em, operand(em, op.a), op.trans_a)
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
     target = _store_target(em, op)
@@ -40,6 +41,14 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def _unpack(em: Emitter, v: ir.Value) -> None:
+    """Bring numbers of panels that nobody has unpacked to memory in rows."""
+    while isinstance(v.op, ir.Transpose | ir.Cast) and isinstance(em.rep(v), Lazy):
+        v = v.op.x
+    if isinstance(em.rep(v), Lazy) and nibbles.panel_numbers(v) is not None:
+        em.materialise_reshape(v.op)
 
 
 def _is_made(v: ir.Value) -> bool:
@@ -202,17 +211,22 @@ def _dot_scaled(em: Emitter, op: ir.DotScaled) -> None:
 
 def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
     """The product by `gemm_scaled`, together with one of floats behind it that adds to it only."""
-    (m, k), n, turned = op.a.shape, op.b.shape[1], _turned(em, op.b)
-    codes = nibbles.packed_codes(turned) if isinstance(em.rep(turned), Lazy) else None
+    (m, k), n = op.a.shape, op.b.shape[1]
     added = _added(em, op)
+    codes, in_panels = _codes(em, _turned(em, op.b))
     of_b = _turned(em, op.sb)
-    values = op.a, op.sa, added.a if added else op.sa, (turned if codes is None else codes), of_b
-    values += (_low(em, added) if added else of_b,)
+    low = None if not added else _low(em, added)
+    together = SCALES if low is of_b else low.dtype if low else None
+    of_b, low, turned = _in_one_form(em, of_b, low if low is not None else of_b)
+    values = op.a, op.sa, added.a if added else op.sa, codes, of_b, low
     operands = [_rows(em, v) for v in values]
+    for k_th, panels in ((3, in_panels), (4, turned), (5, turned)):
+        operands[k_th] = _side_by_side(em, values[k_th], operands[k_th]) if panels else operands[k_th]
     out, accumulate = _output(em, op)
-    low = None if not added else SCALES if values[-1] is of_b else operands[-1].dtype
-    shared = op.sa.shape[1] // of_b.shape[1]
-    spec = ScaledSpec(m, n, k, op.b.dtype, codes is not None, of_b.dtype, low, shared, accumulate)
+    shared = op.sa.shape[1] // op.sb.shape[0]
+    four = codes.shape[1] * (4 if in_panels else 1) < k
+    form = (in_panels, turned)
+    spec = ScaledSpec(m, n, k, op.b.dtype, four, of_b.dtype, together, shared, accumulate, *form)
     name, workspace = gemm_scaled.emit_scaled(em.module, em.isa, spec)
     work = em.arena.new(workspace)
     ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
@@ -225,6 +239,26 @@ def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
     if added:
         em.done.add(added)
         em.set_buffer(added.result, out)
+
+
+def _codes(em: Emitter, v: ir.Value) -> tuple[ir.Value, bool]:
+    """The codes of a matrix as they are stored, where nobody has unpacked them; and whether these are words in
+    panels."""
+    if not isinstance(em.rep(v), Lazy):
+        return v, False
+    words = nibbles.panel_words(v)
+    codes = nibbles.packed_codes(v) if words is None else words
+    return (v if codes is None else codes), words is not None
+
+
+def _in_one_form(em: Emitter, scales: ir.Value, lows: ir.Value) -> tuple[ir.Value, ir.Value, bool]:
+    """Scales and lows, both as they are stored in panels, or both in rows; and whether they are in panels."""
+    stored = [nibbles.panel_numbers(v) if isinstance(em.rep(v), Lazy) else None for v in (scales, lows)]
+    if all(v is not None for v in stored):
+        return *stored, True
+    for v in (scales, lows):
+        _unpack(em, v)
+    return scales, lows, False
 
 
 def _added(em: Emitter, op: ir.DotScaled) -> ir.Dot | None:
@@ -261,6 +295,11 @@ def _rows(em: Emitter, v: ir.Value) -> Buffer:
     """A matrix in memory whose last axis is contiguous."""
     buf = em.materialise(v)
     return buf if buf.strides[-1] == 1 else em.copy(v, em.new_buffer(v.shape, v.dtype))
+
+
+def _side_by_side(em: Emitter, v: ir.Value, buf: Buffer) -> Buffer:
+    """A matrix in memory whose rows stand one behind the other."""
+    return buf if buf.contiguous() else em.copy(v, em.new_buffer(v.shape, v.dtype))
 
 
 def _scaled(em: Emitter, x: ir.Value, s: ir.Value | None, axis: int) -> Buffer:

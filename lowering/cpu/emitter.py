@@ -200,7 +200,7 @@ class Emitter:
             self.env[v] = LAZY
             self.depth[v] = 1
         elif isinstance(op, ir.Reshape) and not lazy_reshape(op.x.shape, op.shape):
-            self._view(op)
+            self.materialise_reshape(op)
         else:
             self.postpone(v)
 
@@ -212,7 +212,7 @@ class Emitter:
         if v.type.rank and self.depth[v] > DEPTH:
             self.materialise(v)
 
-    def _view(self, op: ir.Reshape) -> None:
+    def materialise_reshape(self, op: ir.Reshape) -> None:
         """A reshape that needs its elements side by side: a view of the (materialised) operand."""
         src = self.materialise(op.x)
         if not src.contiguous():

@@ -85,6 +85,8 @@ def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None
     c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
     panel, digits, scales, *lows = (offset(c, _WORK, start, 1) for start in starts[:-1])
     whole, rest = divmod(spec.n, LANES)
+    if spec.panels:
+        columns.ask_first(c, x.b, spec.n * spec.k // (2 if spec.nibbles else 1))
     if columns.by_digits(isa, spec):
         call(c, columns.splitter(module, spec), x.a, x.a_row, digits)
     for start, count, width in ((0, whole, LANES), (whole * LANES, int(rest > 0), rest)):

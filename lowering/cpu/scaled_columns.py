@@ -24,6 +24,11 @@ WORDS = vec(LANES, "i32")
 _BYTES, _HALVES, _FLOATS = vec(4 * LANES, "i8"), vec(2 * LANES, "i16"), vec(LANES, "float")
 _FEW_DIGITS = 8  # rows for which two instructions of four products are better than widening B
 _BOTH_DIGITS = 6  # rows whose digits are summed at a time
+_FOUR_CHAINS = 2  # rows of whose digits both halves of a block are summed at a time
+# Bytes of panels that the second-level cache is asked for before they are read. It has several times as many lines on
+# their way as the first one: a core got 18 GB/s of weights so, 15 through the first level, and 9 without asking.
+_AHEAD = 8192
+_SCALES_AHEAD = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,8 @@ class ScaledSpec:
 
     Attributes:
       b: "int8" or "uint8"; nibbles: B is [n, k / 2], two codes a byte.
+      panels: the words of four bytes of 16 rows of B stand as [words of a row, 16].
+      panels_of_scales: the scales and lows of 16 rows of B stand as [groups, 16].
       scale, low: the dtypes of B's scales, and of lows; None: there are none, or `SCALES`: they are the scales.
       accumulate: add to C instead of overwriting it.
     """
@@ -46,12 +53,19 @@ class ScaledSpec:
     low: str | None
     shared: int
     accumulate: bool
+    panels: bool = False
+    panels_of_scales: bool = False
+
+    @property
+    def stored(self) -> str:
+        """How B is stored."""
+        return f"{'panels_' * self.panels}{'nibbles' if self.nibbles else self.b}"
 
     @property
     def kind(self) -> str:
-        b = "nibbles" if self.nibbles else self.b
         low = "" if self.low is None else f"_{self.low}"
-        return f"{b}_{self.scale}{low}_{self.shared}{'_add' * self.accumulate}"
+        scales = f"{'panels_' * self.panels_of_scales}{self.scale}{low}"
+        return f"{self.stored}_{scales}_{self.shared}{'_add' * self.accumulate}"
 
     @property
     def name(self) -> str:
@@ -105,8 +119,8 @@ def sums_by_digits(
     found = [c.cast("bitcast", x, WORDS) for x in _quads(c, spec, b, b_row, block, width)]
     zero = zeros(WORDS)
 
-    def summed(sums: list[Val], digit: int) -> list[Val]:
-        for s, y in enumerate(found):
+    def summed(sums: list[Val], digit: int, part: slice = slice(None)) -> list[Val]:
+        for s, y in list(enumerate(found))[part]:
             at = c.gep("i8", digits, c.add(c.mul(block, BLOCK), 4 * s + digit * spec.m * spec.k))
             x = [c.splat(c.load("i32", c.gep("i8", at, r * spec.k), align=4), LANES) for r in range(rows)]
             pairs = [(y, of_row) if digit and spec.nibbles else (of_row, y) for of_row in x]
@@ -114,11 +128,15 @@ def sums_by_digits(
         return sums
 
     shifted = lambda sums, bits: [c.binary("shl", x, const(WORDS, str(bits))) for x in sums]
-    high = shifted(summed([zero] * rows, 1), 8)
+    added = lambda xs, ys: [c.binary("add", x, y) for x, y in zip(xs, ys, strict=True)]
     if rows > _BOTH_DIGITS:
-        sums = summed(high, 0)
+        sums = summed(shifted(summed([zero] * rows, 1), 8), 0)
+    elif rows > _FOUR_CHAINS:
+        sums = added(shifted(summed([zero] * rows, 1), 8), summed([zero] * rows, 0))
     else:
-        sums = [c.binary("add", x, y) for x, y in zip(high, summed([zero] * rows, 0), strict=True)]
+        halves = slice(None, len(found) // 2), slice(len(found) // 2, None)
+        high, low = (added(*(summed([zero] * rows, digit, half) for half in halves)) for digit in (1, 0))
+        sums = added(shifted(high, 8), low)
     if spec.nibbles:
         return sums
     total = zero
@@ -135,7 +153,7 @@ def _multiplied(c: Code, acc: Val, unsigned: Val, signed: Val) -> Val:
 
 def packer(module: Module, spec: ScaledSpec, width: int) -> str:
     """`void(ptr b, i64 b_row, ptr panel)`: the pairs of all blocks, for `width` rows of B."""
-    name = f"pack_scaled_{'nibbles' if spec.nibbles else spec.b}_{width}x{spec.blocks}"
+    name = f"pack_scaled_{spec.stored}_{width}x{spec.blocks}"
     if name in module.functions:
         return name
     b, b_row, panel = params = [Val("ptr", "%b"), Val("i64", "%b_row"), Val("ptr", "%panel")]
@@ -168,13 +186,23 @@ def _quads(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int
 def codes_in_words(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
     """A block of B as it is stored: vectors of four neighbouring bytes a lane; lanes behind `width` repeat the last
     row."""
-    _ask_ahead(c, spec, b, b_row, block)
     each = LANES if spec.nibbles else BLOCK
+    if spec.panels:
+        at = offset(c, b, c.mul(block, each), LANES)
+        _ask(c, c.gep("i8", at, _AHEAD), each * LANES, 2)
+        return [c.load(WORDS, offset(c, at, s, LANES * 4), align=4) for s in range(each // 4)]
+    _ask_ahead(c, spec, b, b_row, block)
     found = []
     for half in range(each // LANES):
         at = c.gep("i8", b, c.add(c.mul(block, each), LANES * half))
         found += _turned(c, [c.gep("i8", at, c.mul(b_row, min(r, width - 1))) for r in range(LANES)])
     return found
+
+
+def ask_first(c: Code, b: Val, size: int) -> None:
+    """Asks the cache for the first bytes of panels, which no block asks for ahead."""
+    with c.loop(0, min(_AHEAD, size), 64) as at:
+        _ask(c, c.gep("i8", b, at), 64, 2)
 
 
 def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> None:
@@ -184,10 +212,10 @@ def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> Non
     _ask(c, c.gep("i8", c.gep("i8", b, c.mul(b_row, LANES)), c.mul(block, size)), size)
 
 
-def _ask(c: Code, at: Val, size: int) -> None:
-    """Asks the first-level cache for so many bytes."""
+def _ask(c: Code, at: Val, size: int, level: int = 1) -> None:
+    """Asks the cache of a level for so many bytes."""
     for line in range(0, size, 64):
-        prefetch(c, c.gep("i8", at, line), 1)
+        prefetch(c, c.gep("i8", at, line), level)
 
 
 def _turned(c: Code, rows: list[Val]) -> list[Val]:
@@ -225,13 +253,22 @@ def scale_bytes(spec: ScaledSpec) -> int:
 
 def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: int) -> str:
     """`void(ptr src, i64 row, ptr panel)`: scales or lows [width, groups] of a dtype as float32 [groups, 16]."""
-    name = f"pack_scales_{dtype}_{width}x{spec.groups}"
+    name = f"pack_scales_{'panels_' * spec.panels_of_scales}{dtype}_{width}x{spec.groups}"
     if name in module.functions:
         return name
     src, row, panel = params = [Val("ptr", "%src"), Val("i64", "%row"), Val("ptr", "%panel")]
     c = Code(module, name, params, attributes=ATTRIBUTES)
-    _ask(c, c.gep("i8", src, c.mul(row, LANES)), min(LANES * spec.groups * (4 if dtype == "float32" else 2), 2048))
-    if spec.groups < 8 or dtype == "float32":
+    size = LANES * spec.groups * (4 if dtype == "float32" else 2)
+    if spec.panels_of_scales:
+        _ask(c, c.gep("i8", src, _SCALES_AHEAD), size, 2)
+    else:
+        _ask(c, c.gep("i8", src, c.mul(row, LANES)), min(size, 2048))
+    if spec.panels_of_scales:
+        with c.loop(0, spec.groups) as group:
+            at = c.mul(group, LANES)
+            x = _floats(c, dtype, offset(c, src, at, 4 if dtype == "float32" else 2))
+            c.store(x, offset(c, panel, at, 4), align=64)
+    elif spec.groups < 8 or dtype == "float32":
         mode = Mode(isa, "fma", dtype, dtype, "float", 1, "float")
         inner = gemm_pack.panel_from_rows(module, mode, dtype, spec.groups, LANES)
         c.do(f"call void @{inner}({src}, {row}, {panel}, {i64(spec.groups)}, {i64(width)})")
@@ -243,6 +280,16 @@ def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: 
             _pack_eight(c, dtype, src, row, panel, i64(spec.groups - 8), width)
     c.finish()
     return name
+
+
+def _floats(c: Code, dtype: str, at: Val) -> Val:
+    """Sixteen neighbouring floats of a dtype as float32."""
+    if dtype == "float32":
+        return c.load(_FLOATS, at, align=4)
+    if dtype == "float16":
+        return c.cast("fpext", c.load(vec(LANES, "half"), at, align=2), _FLOATS)
+    bits = c.cast("zext", c.load(vec(LANES, "i16"), at, align=2), WORDS)
+    return c.cast("bitcast", c.binary("shl", bits, const(WORDS, "16")), _FLOATS)
 
 
 def _pack_eight(c: Code, dtype: str, src: Val, row: Val, panel: Val, group: Val, width: int) -> None:

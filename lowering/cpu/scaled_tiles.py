@@ -83,7 +83,7 @@ def _as_bfloat(c: Code, x: Val) -> Val:
 def packer(module: Module, spec: ScaledSpec, width: int) -> str:
     """`void(ptr b, i64 b_row, ptr panel)`: the columns of all blocks as tiles [blocks, 16, 16 pairs], for `width` rows
     of B."""
-    name = f"tiles_of_{'nibbles' if spec.nibbles else spec.b}_{width}x{spec.blocks}"
+    name = f"tiles_of_{spec.stored}_{width}x{spec.blocks}"
     if name in module.functions:
         return name
     b, b_row, panel = params = [Val("ptr", "%b"), Val("i64", "%b_row"), Val("ptr", "%panel")]

@@ -12,7 +12,7 @@ import jtile as jt
 import jtile.models
 from jtile._errors import ModelError
 from jtile.models import cache as kv
-from jtile.models import dtypes, programs, sampling
+from jtile.models import dtypes, layers, programs, sampling
 from jtile.ops import quantize
 
 # Mean |logits - those in float32| of transformers 5.23 in bfloat16 on these inputs. Ours differ by 0.52 to 0.80 of it:
@@ -37,6 +37,28 @@ def test_matrices_are_rounded_and_what_is_small_is_not(data):
     wide = {name for name, dtype in found.items() if dtype == "float32"}
     assert wide == {name for name in found if "norm" in name or "router" in name}
     assert set(found.values()) == {"float32", "bfloat16"}
+
+
+def test_cpus_hold_weights_in_panels():
+    """Those whose every product takes them so; rows in another order are in panels again."""
+    if "int16 products" not in jt.target().features:
+        pytest.skip("this machine does not multiply integers of 16 bits")
+    rng = np.random.default_rng(0)
+    dense = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    source = lambda name, shape: quantize(dense(shape), name.split(".")[-1])
+    read = dtypes.packing(dtypes.in_integers(source))
+    held = lambda name, *shape, read=read: read(name, shape).codes.dtype.name
+    assert held("mlp.q4_0", 32, 64) == held("mlp.q4_1", 16, 96) == held("mlp.q8_0", 48, 64) == "int32"
+    assert held("mlp.q4_0", 40, 64) == held("mlp.experts.0.q4_0", 32, 64) == "uint8"
+    assert held("mlp.q4_0", 32, 64, read=dtypes.packing(source)) == "uint8"  # dtype="float32"
+    wide = lambda name, shape: quantize(dense(shape), name, 64)
+    read = dtypes.packing(dtypes.in_integers(wide))
+    assert held("q4_1", 32, 128, read=read) == "uint8" and held("q8_0", 32, 128, read=read) == "int32"
+    weight, order = source("q4_1", (32, 64)), np.arange(32)[::-1]
+    found = layers.rows(weight.in_panels(), order)
+    assert found.is_packed
+    np.testing.assert_array_equal(found.dequantize(), np.asarray(weight.dequantize())[order])
+    assert not layers.rows(weight.in_panels(), order[:5]).is_packed
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "held"), [

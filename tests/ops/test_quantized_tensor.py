@@ -149,3 +149,34 @@ def test_rows_count_from_the_end_and_those_that_do_not_exist_are_no_numbers(kind
     found = np.asarray(tensor.rows([-1, 9]).dequantize())
     assert np.array_equal(found[0], tensor.dequantize()[3])
     assert np.isnan(found[1]).all()
+
+
+@pytest.mark.parametrize(("kind", "group"), [("q4_0", 32), ("q4_1", 64), ("q8_0", 32)])
+def test_panels(kind, group):
+    """The same weights in another order: each method gives what it gives of rows."""
+    w = QuantizedTensor.quantize(weights((48, 192)), kind, group)
+    p = w.in_panels()
+    same = lambda x, y: np.testing.assert_array_equal(x.dequantize(), y.dequantize())
+    assert p.is_packed and (p.shape, p.nbytes, p.group) == (w.shape, w.nbytes, group) and p.in_panels() is p
+    assert np.asarray(p.scale).reshape(-1)[:16].tolist() == np.asarray(w.scale)[:16, 0].tolist()
+    for a, b in zip(jax.tree.leaves(p.unpacked()), jax.tree.leaves(w), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+    for x, y in ((p, w), (p.rows([-1, 17, 0]), w.rows([-1, 17, 0])), (p.regrouped(32), w.regrouped(32))):
+        same(x, y)
+    assert np.isnan(np.asarray(p.rows([48, 1]).dequantize())[0]).all()
+    same(QuantizedTensor.concatenate([p, p]), QuantizedTensor.concatenate([w, w]))
+    same(QuantizedTensor.stack([p, p]), QuantizedTensor.stack([w, w]))
+    same(p.with_minima(), w.with_minima())
+    np.testing.assert_array_equal(p.packed().codes, w.packed().codes)
+    with pytest.raises(KernelTypeError, match=f"panels of {kind}, {kind}"):
+        QuantizedTensor.concatenate([p, w])
+
+
+@pytest.mark.parametrize("made", [
+    lambda: QuantizedTensor.quantize(weights((40, 64)), "q4_0"),
+    lambda: QuantizedTensor.quantize(weights((32, 64)), "fp8"),
+    lambda: QuantizedTensor.stack([QuantizedTensor.quantize(weights((16, 64)), "q4_0")] * 2),
+])  # fmt: skip
+def test_what_has_no_panels(made):
+    with pytest.raises(KernelValueError, match="panels are of 16 rows of q4_0, q4_1 or q8_0, got"):
+        made().in_panels()

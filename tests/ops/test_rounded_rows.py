@@ -54,9 +54,38 @@ def test_gated_product():
     assert relative_error(run(x, rounding(gate), up), run(x, gate, up)) < 1e-6  # both have to allow it
 
 
-def test_the_kernel_is_that_of_the_interpreter():
+@pytest.mark.parametrize(("kind", "group", "m", "out", "inner"), [
+    ("q4_1", 32, 1, 4112, 64), ("q4_0", 32, 3, 96, 576), ("q8_0", 64, 8, 48, 192), ("q4_1", 64, 40, 64, 320),
+    ("q8_0", 32, 20, 1024, 64),
+])  # fmt: skip
+def test_panels_have_the_bits_of_rows(kind, group, m, out, inner):
+    """4112 rows are not divided into equal programs: the last one hangs over."""
+    weight, x = rounding(ops.quantize(normal(0, out, inner), kind, group)), normal(1, m, inner)
+    product = lambda weight: lambda x: ops.quantized_matmul(x, weight, residual=x[:, :1] + jnp.zeros((m, out)))
+    both = lambda weight: jax.jit(lambda x: (product(weight)(x), jax.grad(lambda x: product(weight)(x).sum())(x)))(x)
+    for got, want in zip(both(weight.in_panels()), both(weight), strict=True):
+        np.testing.assert_array_equal(got, want)
+    gated = jax.jit(lambda gate, up: ops.gated_mlp(x, gate, up, transpose=True))
+    np.testing.assert_array_equal(gated(weight.in_panels(), weight.in_panels()), gated(weight, weight))
+    np.testing.assert_array_equal(gated(weight.in_panels(), weight), gated(weight, weight))
+
+
+def test_panels_without_rounding():
+    """Whatever does not take panels brings them to rows."""
+    weight, x = ops.quantize(normal(0, 48, 128), "q4_1", 128), normal(1, 4, 128)
+    run = jax.jit(lambda w: (ops.quantized_matmul(x, w), ops.embedding(w, jnp.asarray([3, 47, 90, -1]))))
+    for got, want in zip(run(weight.in_panels()), run(weight), strict=True):
+        np.testing.assert_array_equal(got, want)
+    with jt.config(steady=True):  # refuses weights in such groups
+        got, want = (jax.jit(ops.quantized_matmul)(x, rounding(w)) for w in (weight.in_panels(), weight))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("panels", [False, True])
+def test_the_kernel_is_that_of_the_interpreter(panels):
     """The same integers: what differs is the order of float32 sums alone."""
     weight, x = ops.quantize(normal(0, 32, 128), "q4_1"), normal(1, 5, 128)
+    weight = weight.in_panels() if panels else weight
     weights = (rounded_rows.Weight(weight.codes, weight.scale, weight.minimum),)
     options = dict(kind="q4_1", activation=None, rows=16, bm=5)
     operands = x, weights, rounded_rows.Epilogue()
@@ -64,15 +93,18 @@ def test_the_kernel_is_that_of_the_interpreter():
     assert relative_error(rounded_rows._kernel(*operands, **options), want) < 3e-7
 
 
+@pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("m", [1, 20])
-def test_the_lows_of_q4_0_are_its_scales(m):
+def test_the_lows_of_q4_0_are_its_scales(m, panels):
     """They are brought to vectors once, and no product of floats is beside that of integers."""
     weight = ops.quantize(normal(0, 32, 128), "q4_0")
+    weight = weight.in_panels() if panels else weight
     operands = normal(1, m, 128), (rounded_rows.Weight(weight.codes, weight.scale, None),), rounded_rows.Epilogue()
     options = dict(kind="q4_0", activation=None, rows=32, bm=m)
     text = rounded_rows._kernel.lower(*operands, target="cpu:amx", **options).texts["llvm"]
     gemms = [line for line in text.splitlines() if line.startswith("define") and "@gemm_" in line]
     packs = [line for line in text.splitlines() if "call void @pack_scales" in line]
+    assert ("_panels_nibbles_panels_" in gemms[0]) == panels
     assert len(gemms) == 1 and "_scales" in gemms[0] and len(packs) == (1 if m == 1 else 2)  # tiles: two vectors
     assert relative_error(rounded_rows._kernel(*operands, **options), operands[0] @ weight.dequantize().T) < ERROR
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fenced import Fenced
 
 import jtile as jt
+from jtile.ffi import run_image
 from jtile.lowering.cpu.isa import host_isa
 from jtile.testing import relative_error
 
@@ -17,6 +19,8 @@ pytestmark = pytest.mark.cpu
 def codes_of(b, r, rows: int, nibbles: bool):
     """The codes of a tile of B, one a byte: [rows, k]."""
     tile = b.tiles(rows, b.shape[1])[r, 0]
+    if b.dtype == "int32":
+        return codes_of_panels(tile, rows, nibbles)
     if not nibbles:
         return tile
     wide = (rows, b.shape[1] // 16, 2, 16)
@@ -25,15 +29,42 @@ def codes_of(b, r, rows: int, nibbles: bool):
     return ((pairs >> shift) & np.uint8(15)).reshape(rows, -1)
 
 
+def codes_of_panels(tile, rows: int, nibbles: bool):
+    """The codes of words int32 [rows, words of a row], which stand as [words of a row, 16] in panels of 16 rows."""
+    words = tile.shape[1]
+    wide = (rows // 16, words // 4, 2, 4, 16, 4) if nibbles else (rows // 16, words, 16, 4)
+    place = lambda axis: jax.lax.broadcasted_iota(jnp.int32, wide, axis)
+    at = place(2) * 4 + place(5) * 8 if nibbles else place(3) * 8
+    one = tile.reshape(wide[0], words // 4, 1, 4, 16, 1) if nibbles else tile.reshape(*wide[:3], 1)
+    field = jnp.broadcast_to(one, wide) >> at
+    if nibbles:
+        return (field & 15).astype(jnp.uint8).transpose(0, 4, 1, 2, 3, 5).reshape(rows, 8 * words)
+    return field.astype(jnp.int8).transpose(0, 2, 1, 3).reshape(rows, 4 * words)
+
+
+def numbers_of(x, r, rows: int, panels: bool):
+    """A tile [rows, groups] of scales or lows."""
+    tile = x.tiles(rows, x.shape[1])[r, 0]
+    return tile.reshape(rows // 16, -1, 16).transpose(0, 2, 1).reshape(tile.shape) if panels else tile
+
+
+def in_panels(x):
+    """Rows of bytes as words in panels, and rows of floats in panels."""
+    if x is None:
+        return None
+    rows = np.asarray(x).view(np.int32) if x.dtype in (np.int8, np.uint8) else np.asarray(x)
+    return np.ascontiguousarray(rows.reshape(len(x) // 16, 16, -1).swapaxes(1, 2)).reshape(rows.shape)
+
+
 @jt.kernel(
     out_type=lambda a, sa, b, sb, *_, **__: jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.float32),
     grid=lambda a, sa, b, sb, *_, rows, **__: jt.cdiv(b.shape[0], rows),
 )
-def scaled(a, sa, b, sb, sums, low, y, *, rows: int, nibbles: bool, acc: bool):
+def scaled(a, sa, b, sb, sums, low, y, *, rows: int, nibbles: bool, acc: bool, panels: bool = False):
     """A Bᵀ of scaled blocks, plus sums . lowᵀ if there are lows, plus 1 if `acc`."""
     r = jt.program_id(0)
-    C, S = codes_of(b, r, rows, nibbles), sb.tiles(rows, sb.shape[1])[r, 0]
-    L = None if low is None else low.tiles(rows, low.shape[1])[r, 0].astype(jnp.float32)
+    C, S = codes_of(b, r, rows, nibbles), numbers_of(sb, r, rows, panels)
+    L = None if low is None else numbers_of(low, r, rows, panels).astype(jnp.float32)
     X = None if low is None else sums[...]
     one = jnp.full((a.shape[0], rows), 1.0, jnp.float32) if acc else None
     Y = jt.dot_scaled(a[...], sa[...], C.T, S.T, one)
@@ -95,6 +126,82 @@ def test_against_numpy(case, isa):
     assert relative_error(got, want) < 1e-6
     if isa is None and m < 4:
         assert relative_error(scaled.interpret(*given, **meta), want) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "m", "n", "rows", "blocks", "shared", "dtype", "lows", "acc"), [
+    ("nibbles", 1, 96, 32, 18, 1, "float16", True, False), ("nibbles", 2, 48, 48, 3, 1, "bfloat16", False, True),
+    ("nibbles", 7, 80, 48, 4, 2, "float32", True, False), ("nibbles", 12, 32, 16, 9, 1, "float16", True, False),
+    ("int8", 1, 64, 16, 5, 1, "float16", False, False), ("int8", 8, 48, 32, 2, 2, "float16", True, True),
+    ("int8", 33, 32, 32, 3, 1, "bfloat16", False, False),
+])  # fmt: skip
+@pytest.mark.parametrize("isa", [None, "avx512bf16", "avx512", "avx2"])
+def test_panels_have_the_bits_of_rows(kind, m, n, rows, blocks, shared, dtype, lows, acc, isa):
+    """Arrays whose 16 rows stand side by side are read as they are; in the last program rows may be missing."""
+    a, sa, b, sb, sums, low = operands(m, kind, m, n, blocks, shared, dtype, lows)
+    meta = dict(rows=rows, nibbles=kind == "nibbles", acc=acc)
+    turned = a, sa, in_panels(b), in_panels(sb), sums, in_panels(low)
+    with jt.config(isa=isa):
+        got = jax.jit(lambda *x: scaled(*x, panels=True, **meta))(*turned)
+        want = jax.jit(lambda *x: scaled(*x, **meta))(a, sa, b, sb, sums, low)
+    np.testing.assert_array_equal(got, want)
+    assert relative_error(got, expected(a, sa, b, sb, sums, low, kind == "nibbles", acc)) < 1e-6
+    if isa is None and m < 4:
+        assert relative_error(scaled.interpret(*turned, panels=True, **meta), got) < 1e-6
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize(("kind", "m", "isa"), [
+    ("nibbles", 1, "amx"), ("nibbles", 20, "amx"), ("int8", 8, "avx512bf16"), ("int8", 20, "amx"),
+    ("nibbles", 2, "avx512"),
+])  # fmt: skip
+def test_panels_are_read_inside_of_their_arrays(kind, m, isa, at_end):
+    """A cache is asked for what lies behind them, which is no access."""
+    a, sa, b, sb, sums, low = operands(m, kind, m, 80, 3, 1, "float16", True)
+    given = [np.asarray(x) for x in (a, sa, in_panels(b), in_panels(sb), sums, in_panels(low))]
+    meta = dict(rows=32, nibbles=kind == "nibbles", acc=False, panels=True)
+    with jt.config(poison=False):  # that would be one more operand
+        art = scaled.lower(*given, target=f"cpu:{isa}", **meta).artifact
+    if not set(art.launch["isa"].split(":")[-1].split(",")[1:]) <= set(host_isa().features):
+        pytest.skip("this machine has no such instructions")
+    fenced = Fenced()
+    *inputs, y = (fenced.copy(x, at_end) for x in (*given, np.full((m, 80), 7, np.float32)))
+    run_image(art.image, [*inputs, y], **{k: art.launch[k] for k in ("programs", "workspace", "isa", "sites", "name")})
+    assert relative_error(y, expected(a, sa, b, sb, sums, low, kind == "nibbles", False)) < 1e-6
+
+
+@jt.kernel(
+    out_type=lambda a, sa, b, *_, **__: jax.ShapeDtypeStruct((2, a.shape[0], b.shape[0]), jnp.float32),
+    grid=lambda *_, **__: 1,
+)
+def scaled_and_added(a, sa, b, sb, sums, low, y, *, panels: bool, twice: bool):
+    """A Bᵀ of scaled blocks, and that plus sums . lowᵀ. Lows alone are in panels; `twice`: the first one is stored."""
+    rows = b.shape[0]
+    Y = jt.dot_scaled(a[...], sa[...], codes_of(b, 0, rows, True).T, numbers_of(sb, 0, rows, False).T)
+    y[1] = jt.dot(sums[...], numbers_of(low, 0, rows, panels).astype(jnp.float32).T, Y)
+    y[0] = Y if twice else jnp.zeros_like(Y)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_panels_that_no_product_of_integers_takes(twice):
+    """Lows beside scales in rows, or of a product of floats of its own, are brought to rows."""
+    a, sa, b, sb, sums, low = operands(0, "nibbles", 4, 32, 3, 1, "float16", True)
+    got, want = (
+        scaled_and_added(a, sa, b, sb, sums, x, panels=panels, twice=twice)
+        for x, panels in ((in_panels(low), True), (low, False))
+    )
+    np.testing.assert_array_equal(got, want)
+    assert relative_error(got[1], expected(a, sa, b, sb, sums, low, True, False)) < 1e-6
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_what_is_read_in_panels(codes):
+    """Nothing is brought to rows where codes, scales and lows are in panels; scales may be so alone."""
+    a, sa, b, sb, sums, low = operands(0, "nibbles", 1, 32, 2, 1, "float16", True)
+    given = a, sa, in_panels(b) if codes else b, in_panels(sb), sums, in_panels(low)
+    lowered = scaled.lower(*given, target="cpu:avx512bf16", rows=32, nibbles=True, acc=False, panels=True)
+    assert f"@scaled_digits_1x16x2_{'panels_' * codes}nibbles_panels_float16_float16_1" in lowered.texts["llvm"]
+    assert "scratch in all: 0 bytes" in lowered.texts["resources"]
+    assert "prefetcht1" in lowered.texts["asm"]
 
 
 @pytest.mark.parametrize("kind", ["nibbles", "int8"])
