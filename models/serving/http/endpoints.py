@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jtile._errors import PromptError
+from jtile._errors import ContextError, PromptError
 
 from ...tokenizer import Tokenizer
 from ..engine import Engine, Stream
@@ -135,7 +135,9 @@ class Server:
         if not 1 <= size <= lm.config.hidden_size:
             raise ApiError(400, f"dimensions are 1 to {lm.config.hidden_size}", param="dimensions")
         inputs = [self._tokenizer().encode(x) if isinstance(x, str) else x for x in body.inputs()]
-        rows = []
+        most, rows = self.engine.settings.length, []
+        if (longest := max(map(len, inputs), default=0)) > most:
+            raise ContextError(f"an input has {longest} tokens; a text has at most {most} here")
         for ids in inputs:
             if gone.is_set():
                 break

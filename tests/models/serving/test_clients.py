@@ -149,6 +149,9 @@ def test_errors_are_those_of_the_package(client, url):
     with pytest.raises(openai.BadRequestError, match="has 200 tokens") as error:
         ask(client, prompt="a" * 200)
     assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="an input has 200 tokens; a text has at most") as error:
+        client.embeddings.create(model="tiny", input=["a", "a" * 200])
+    assert error.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask(client, temperature=-1)
 
