@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "persistent": (True, False),
     "specialize": (True, False),
     "multicast": (1, 2, 4),
+    "spread": (1, 2, 4),
 }
 
 

@@ -3,7 +3,7 @@
 Threads hold tiles whose sides are powers of two, but instructions for products have any multiple of 8 columns. A tile
 here has as many columns as make the tiles of a product fill the multiprocessors once; its sums lie in the first columns
 of an accumulator that is wider. In a product that is *turned*, rows of W are the rows of the instructions, of which
-there are 64, and rows of x their columns: yᵀ = Wᵀ xᵀ.
+there are 64, and rows of x their columns: yᵀ = Wᵀ xᵀ. A block prepares itself while the kernel in front of it ends.
 """
 
 from __future__ import annotations
@@ -161,11 +161,13 @@ def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activatio
     )  # fmt: skip
     rounds = jt.cdiv(x.shape[1], TERMS)
     for h in range(form.consumers):
-        with jt.role(f"consumer{h}", warps=4, registers=form.registers):
+        with jt.role(f"consumer{h}", warps=4, registers=form.registers, early=True):
+            jt.wait_for_kernels()
             total = _sum(mem, mem.rows[h], rounds, form, sides)
             row, column = (i * form.consumers + h) * ROWS, j * form.columns
             _leave(total, bias, y, mem.leaving[h], row, column, form, activation)
-    with jt.role("producer", warps=1, registers=24):
+    with jt.role("producer", warps=1, registers=24, early=True):
+        jt.wait_for_kernels()
         rows, columns = (w, x) if form.turned else (x, w)
         _fill(rows, columns, mem, i, j, rounds, form, sides)
 

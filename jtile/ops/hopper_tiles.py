@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from jtile.tune import columns as any_columns
 from jtile.tune import pairs as of_pairs
+from jtile.tune import small as of_one_round
 from jtile.tune import warpgroups
 from jtile.tune.warpgroups import (
     ALWAYS,
@@ -25,7 +26,7 @@ from jtile.tune.warpgroups import (
 __all__ = [
     "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "READ", "TILES", "Form", "Product", "attention",
     "candidates", "columns", "extended", "forms", "head", "near", "neighbours", "pairs", "parts_of_product",
-    "predicted_us", "processors", "tiles",
+    "predicted_us", "processors", "small", "tiles",
 ]  # fmt: skip
 
 
@@ -57,6 +58,11 @@ def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:
 def columns(p: Product) -> any_columns.Form | None:
     """`jtile.tune.columns.choice` for the GPU at hand."""
     return any_columns.choice(p, warpgroups.at_hand())
+
+
+def small(p: Product) -> of_one_round.Form | None:
+    """`jtile.tune.small.choice` for the GPU at hand."""
+    return of_one_round.choice(p, warpgroups.at_hand())
 
 
 def pairs(m: int, n: int, k: int, itemsize: int) -> of_pairs.Form:

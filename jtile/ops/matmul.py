@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, gpu_tiles, hopper_clusters, hopper_columns, hopper_gemv, hopper_rows, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_columns, hopper_gemv, hopper_rows, hopper_small, spaces
 from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.columns import Columns, cut_columns
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
@@ -223,22 +223,18 @@ def _not_in_columns(a, b, bias, *, ta: bool, tb: bool, activation, save: bool, o
     return hopper_columns.misfit(a, b, ta=ta, tb=tb, activation=activation, save=save, out_dtype=out_dtype)
 
 
-def _in_clusters(a, b, bias, **_):
-    """The product, whose blocks share copies two by two."""
-    del bias
-    return hopper_clusters.product(a, b)
+def _in_one_round(a, b, bias, *, ta: bool, tb: bool, **_):
+    """The product, whose tiles are one round."""
+    return hopper_small.product(a, b, bias, ta=ta, tb=tb)
 
 
-def _not_in_clusters(
-    a, b, bias, *, ta: bool, tb: bool, activation: str | None, save: bool, out_dtype: str, **_
-) -> str | None:
-    of = dict(ta=ta, tb=tb, activation=activation, save=save, out_dtype=out_dtype)
-    return hopper_clusters.misfit(a, b, bias, **of)
+def _not_in_one_round(a, b, bias, *, ta: bool, tb: bool, activation, save: bool, out_dtype: str, **_) -> str | None:
+    return hopper_small.misfit(a, b, ta=ta, tb=tb, activation=activation, save=save, out_dtype=out_dtype)
 
 
 _product = Op(
     "product of matrices",
-    Implementation("one role, in clusters", _in_clusters, _not_in_clusters, BLOCK_LEVEL, portable=False),
+    Implementation("one round of tiles", _in_one_round, _not_in_one_round, BLOCK_LEVEL, portable=False),
     Implementation("tiles of any columns", _in_columns, _not_in_columns, BLOCK_LEVEL, portable=False),
     Implementation("sums in parts", _sums_in_parts, _not_in_parts, needs=("warps",)),
     Implementation("whole sums", _whole_sums),

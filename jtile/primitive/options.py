@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-COMPILER = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent", "specialize", "multicast")
+COMPILER = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent", "specialize", "multicast", "spread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Options:
       persistent: whether blocks take several programs there, one after the other.
       specialize: False: no plan of roles is made for this kernel; True: also for float32 products as tf32.
       multicast: blocks of a cluster that share what all of them copy alike, at the block level (sm_90).
+      spread: blocks of a cluster that the roles of a program are spread over, one each, at the block level (sm_90).
       overlap: True where `Config.overlap` was where the kernel was called, since it is compiled later; no user gives
         it, and only launches on GPUs go by it.
     """
@@ -34,6 +35,7 @@ class Options:
     persistent: bool | None = None
     specialize: bool | None = None
     multicast: int | None = None
+    spread: int | None = None
     overlap: bool | None = None
 
     @property

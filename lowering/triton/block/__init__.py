@@ -41,7 +41,8 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
                 "buffers their slots: call it without",
                 (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
             )
-        return compile_block_kernel(kernel, target, texts=texts, multicast=options.get("multicast") or 1)
+        blocks = {"multicast": options.get("multicast") or 1, "apart": options.get("spread") or 1}
+        return compile_block_kernel(kernel, target, texts=texts, **blocks)
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
     try:

@@ -28,11 +28,15 @@ class Shared:
       loads: copies that all of them make alike -> (axis of the buffer, elements along it) of the part of each block.
       rings: barriers at which the consumers of all of them arrive, of the slots that these copies fill -> how often
         slots are filled.
+      far: stores and arrivals that go to another block -> its place in the cluster; awaited: waits for those, see
+        `spread.py`.
     """
 
     blocks: int
     loads: dict[ir.AsyncLoad, tuple[int, int]]
     rings: dict[ir.Value, int]
+    far: dict[ir.Op, int] = dataclasses.field(default_factory=dict)
+    awaited: set[ir.Op] = dataclasses.field(default_factory=set)
 
 
 def shared(kernel: ir.Kernel, blocks: int) -> Shared | None:

@@ -31,6 +31,7 @@ from .alike import Shared, shared
 from .emit_roles import registers_at_start, roles_of
 from .emitter import BlockEmitter
 from .layouts import aliased
+from .spread import spread
 
 
 def emit_block_kernel(
@@ -73,7 +74,7 @@ def emit_block_kernel(
 
 
 def compile_block_kernel(
-    kernel: ir.Kernel, target: Target, *, texts: stages.Texts = False, multicast: int = 1
+    kernel: ir.Kernel, target: Target, *, texts: stages.Texts = False, multicast: int = 1, apart: int = 1
 ) -> Artifact:
     """Compile a kernel at the block level for a target with warpgroup products.
 
@@ -93,6 +94,8 @@ def compile_block_kernel(
             (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
         )
     cluster = shared(kernel, multicast)
+    if apart > 1:
+        kernel, cluster = spread(kernel, apart)
     text, record, block = emit_block_kernel(kernel, f, cluster=cluster)
     roles = roles_of(kernel)
     narrow = tuple((n, columns) for n, columns in sorted(record.columns.items()) if n != columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
+from jtile.ir.block import nbytes
 
 from .. import clusters
 from ..emitter import memory_elem, padded
@@ -155,7 +156,12 @@ def _store_shared(em: BlockEmitter, op: ir.StoreShared) -> None:
     with code.within({len(m.shape): em.homes[op.value]}):
         v = em.val(op.value)
         v = code.to_int(v, "i8", signed=False) if op.value.dtype == "bool" else code.bitcast(v, m.elem)
+        far = em.cluster.far.get(op) if em.cluster is not None else None
+        if far is not None:
+            em.say_cluster(f"{clusters.FAR} {far} {nbytes(op.buffer.type)}")
         code.do(f"ttg.local_store {v.name}, {m.name} : {v.type} -> {m.type}")
+        if far is not None:
+            em.say_cluster(clusters.NEAR)
 
 
 @emits(ir.FenceShared)
@@ -181,12 +187,16 @@ def _arrive(em: BlockEmitter, op: ir.Arrive) -> None:
     b = slot(em, em.env[op.barrier], em.env[op.at])
     if em.cluster is not None and op.barrier in em.cluster.rings:
         em.say_cluster(clusters.ARRIVE)
+    if em.cluster is not None and op in em.cluster.far:
+        em.say_cluster(f"{clusters.ARRIVE_AT} {em.cluster.far[op]}")
     em.code.do(f"ttng.arrive_barrier {b.name}, {op.count}, {_when(em, op.when).name} : {b.type}")
 
 
 @emits(ir.Wait)
 def _wait(em: BlockEmitter, op: ir.Wait) -> None:
     b = slot(em, em.env[op.barrier], em.env[op.at])
+    if em.cluster is not None and op in em.cluster.awaited:
+        em.say_cluster(clusters.AWAIT)
     names = f"{b.name}, {em.env[op.parity].name}, {_when(em, op.when).name}"
     em.code.do(f"ttng.wait_barrier {names} : {b.type}")
 

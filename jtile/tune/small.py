@@ -1,0 +1,112 @@
+"""Forms of small products, in one round of tiles of one role each (`jtile.ops.hopper_small`), and the model of time
+that chooses among them, fitted as that of `jtile.tune.warpgroups` is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from jtile.tune.columns import RESERVE, ROOM
+from jtile.tune.warpgroups import LINE, READ, Gpu, Product, at_once, cdiv, forms
+
+# Terms of a round, the more of which are under way the smaller it is. Where rows in memory start inside of lines, three
+# lines are read for two then, not four.
+EVEN, UNEVEN = 64, 128
+MOST = 12  # slots of a ring
+# Sides of a tile -> microseconds of 64 terms at the highest clock.
+SIDES = {(64, 64): 0.17, (64, 128): 0.24, (128, 64): 0.25}
+# Blocks that share what they bring, and parts of sums. Where rows begin with lines, sharing was slower.
+CLUSTERS = (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)
+WHOLE = ((1, 1),)
+# Of the multiprocessors, those that clusters of four reach: what is left of a group of them is no cluster.
+REACHED = {1: 1.0, 2: 1.0, 4: 120 / 132}
+# Microseconds of a row of 128 bytes of an operand, which begins with a line of memory, and which does not.
+ROW, SPLIT = 0.82e-3, 2.5e-3
+START, MEETING, JOIN = 2.6, 0.1, 0.8  # microseconds besides the rounds; for a cluster; for parts of sums
+LEAST = 256  # terms of a sum
+BETTER = 1.0  # of the time of other tiles, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a block computes a tile.
+
+    Attributes:
+      rows, columns: of a tile.
+      share: blocks that bring the longer of both together.
+      parts: of the terms of a tile, each of which a block of its own sums.
+      terms: of a round.
+    """
+
+    rows: int
+    columns: int
+    share: int = 1
+    parts: int = 1
+    terms: int = EVEN
+
+    @property
+    def across(self) -> bool:
+        """Whether neighbours have the same rows of x, not the same columns of w."""
+        return self.rows > self.columns
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the compiler that put blocks into clusters."""
+        return {name: n for name, n in (("multicast", self.share), ("spread", self.parts)) if n > 1}
+
+    def slots(self, itemsize: int = 2) -> int:
+        """Slots that the ring has room for."""
+        room = ROOM - RESERVE - self.rows * self.columns * (itemsize + 4 * (self.parts - 1))
+        return min(MOST, room // ((self.rows + self.columns) * self.terms * itemsize))
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles along both sides of a result [m, n], of which those along the last one are whole clusters: along its
+        columns where `across`, along its rows otherwise. Some may be empty."""
+        down, along = cdiv(m, self.rows), cdiv(n, self.columns)
+        first, last = (down, along) if self.across else (along, down)
+        return first, cdiv(last, self.share) * self.share
+
+    def blocks(self, m: int, n: int) -> int:
+        """Blocks that compute a result [m, n]."""
+        first, last = self.grid(m, n)
+        return first * last * self.parts
+
+
+def candidates(p: Product, on: Gpu) -> Iterator[Form]:
+    """The forms whose tiles are one round of the multiprocessors."""
+    uneven = any(pitch % LINE for pitch in p.pitches)
+    for rows, columns in SIDES:
+        for share, parts in CLUSTERS if uneven else WHOLE:
+            form = Form(rows, columns, share, parts, UNEVEN if uneven else EVEN)
+            clusters = share == 1 or form.grid(p.m, p.n)[1] > 1
+            reached = on.processors * REACHED[share * parts]
+            if clusters and form.blocks(p.m, p.n) <= reached and p.k >= LEAST * parts:
+                yield form
+
+
+def predicted_us(p: Product, form: Form, on: Gpu) -> float:
+    """Predicted microseconds of a product in this form, from the start of one to that of the next."""
+    rows, columns = (form.rows / form.share, form.columns) if form.across else (form.rows, form.columns / form.share)
+    brought = sum(side * (SPLIT if pitch % LINE else ROW) for side, pitch in zip((rows, columns), p.pitches))
+    step = at_once(SIDES[form.rows, form.columns] / on.speed, brought)
+    read = p.itemsize * (p.m * p.k + p.k * p.n) / (READ * on.memory)
+    rounds = cdiv(p.k, form.terms * form.parts) * form.terms / 64
+    return START + MEETING * (form.share > 1) + JOIN * (form.parts > 1) + at_once(rounds * step, read)
+
+
+@functools.lru_cache(maxsize=1024)
+def choice(p: Product, on: Gpu) -> Form | None:
+    """The form that is best for a product of 16-bit floats; None where other tiles are as quick."""
+    found = {form: predicted_us(p, form, on) for form in candidates(p, on)} if fits(p) else {}
+    if not found:
+        return None
+    best = min(found, key=found.__getitem__)
+    return best if found[best] <= BETTER * min(forms(p, on).values(), default=0.0) else None
+
+
+def fits(p: Product) -> bool:
+    """Whether a product is one that such kernels compute."""
+    rows = p.m if p.left else p.k, p.k if p.transposed else p.n  # what lies along the rows of the operands
+    single = p.batch == 1 and p.gates == 1 and p.itemsize == 2
+    return single and p.m > 64 and p.n >= 64 and p.k >= LEAST and not any(size % 8 for size in (*rows, p.n))
