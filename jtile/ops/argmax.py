@@ -14,6 +14,8 @@ from jtile.ops._shapes import as_rows, check_float, fit, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
 _LAST = 2**31 - 1  # the largest int32: the key of NaN, and a place behind all others
+HOST = ("host",)  # the feature of processors that run programs as vectors
+_VECTORS = 256  # numbers that a program holds at a time there: registers hold these, their keys and their places
 TILE = 1024  # numbers that a program holds at a time on GPUs: each thread loads 16 bytes twice
 
 
@@ -74,6 +76,11 @@ def _by_programs(x):
     return argmax_rows(x, parts=parts_of(*x.shape), bn=fit(n, TILE))[0]
 
 
+def _in_vectors(x):
+    """The places by programs that each hold a few vectors: XLA writes and reads numbers as long as x, twice."""
+    return argmax_rows(x, parts=parts_of(*x.shape), bn=fit(x.shape[1], _VECTORS))[0]
+
+
 def _not_by_programs(x) -> str | None:
     return first_unmet(
         (all(isinstance(n, int) for n in x.shape), "sizes are not known"),
@@ -93,6 +100,7 @@ def _by_sums(x):
 _argmax = Op(
     "argmax",
     Implementation("programs that share rows", _by_programs, _not_by_programs, WARPS),
+    Implementation("programs that share rows, in vectors", _in_vectors, _not_by_programs, HOST),
     Implementation("two reductions of XLA", _by_sums),
 )
 
@@ -101,8 +109,8 @@ _argmax = Op(
 def argmax(x: jax.Array) -> jax.Array:
     """`jnp.argmax(x, -1)` as int32: the place of the first of the largest numbers of each row, or of its first NaN.
 
-    On GPUs it is one kernel, in which several programs share a row where rows are few. Not differentiable: the result
-    holds integers.
+    On GPUs and CPUs it is one kernel, in which several programs share a row where rows are few. Not differentiable: the
+    result holds integers.
 
     Args:
       x: float array [..., n].
