@@ -26,6 +26,8 @@ _MAX_ROWS = 256  # taller products go in parts of this, so that a k block of A s
 
 _A_PACK_STEPS = 128
 _PAGE = 4096  # bytes between addresses in the same set of a first-level cache
+_LONG_SUMS = 128  # steps of a k block beside which it costs nothing to ask for sums
+_FAR = 256 << 10  # bytes of a B that does not lie in the second-level cache beside A and C
 _LEAST_ASKING = 8  # row panels among which the rows of a panel of B are shared out, to be brought closer
 
 
@@ -272,12 +274,14 @@ def _row_panels(
     b_step = c.mul(_LDB, BYTES[STORAGE[spec.b]]) if direct else i64(columns.vectors * mode.lanes * mode.unit_bytes)
     k_tail = spec.k % mode.group if direct else 0
     steps, last = (block.whole, block.last) if direct else (block.steps, Val("i1", "false"))
-    ahead = _rows_ahead(plan) if not (direct or spec.trans_b) else 0
+    far = spec.n * spec.k * BYTES[STORAGE[spec.b]] >= _FAR
+    ahead = _rows_ahead(plan) if far and not (direct or spec.trans_b) else 0
     source = _next_panel(c, spec, plan, block, columns, first) if ahead else Val("ptr", "null")
     for rows in plan.rows:
         shape = PanelShape(
-            rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct
-        )
+            rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct,
+            fetch=not direct and plan.kc >= _LONG_SUMS * mode.group,
+        )  # fmt: skip
         if ahead and fetches_ahead(mode, shape):
             shape = dataclasses.replace(shape, ahead=(ahead, columns.width * BYTES[STORAGE[spec.b]]))
         name = panel_kernel(c.module, mode, shape)

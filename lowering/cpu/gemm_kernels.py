@@ -23,6 +23,7 @@ class PanelShape:
 
     `direct`: B is read from memory as [k][n] with `k_tail` elements in its last, partial group (0: none).
     `add`: the kernel can add to C, where its run-time flag says so. `with_sums`: B's packer left column sums.
+    `fetch`: the first-level cache is asked for the block of C before the sums are made.
     `ahead`: rows of B, and bytes of each, that the second-level cache is asked for in every `STEPS_AHEAD` steps.
     """
 
@@ -33,6 +34,7 @@ class PanelShape:
     k_tail: int = 0
     add: bool = False
     with_sums: bool = False
+    fetch: bool = False
     ahead: tuple[int, int] = (0, 0)
 
     @property
@@ -55,6 +57,7 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         + "_add" * s.add
         + "_s" * s.with_sums
         + f"_d{s.k_tail}" * s.direct
+        + "_fetch" * s.fetch
         + (f"_ahead{s.ahead[0]}x{s.ahead[1]}" if s.ahead[0] else "")
     )
     if name in module.functions:
@@ -63,7 +66,7 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
               Val("ptr", "%c"), Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%sums"),
               Val("i1", "%last"), Val("ptr", "%ahead"), Val("i64", "%ahead_row")]  # fmt: skip
     k = _Panel(Code(module, name, params, attributes=ATTRIBUTES), mode, s, params)
-    if not s.direct:
+    if s.fetch:
         k.fetch_sums()
     k.sum_over_k()
     _add_banks(k.c, mode, k.banks)
