@@ -132,11 +132,11 @@ def on_cpu(m: int, n: int, k: int, cores: int) -> dict[str, int]:
     """`bm` and `bn` of a product on a CPU: near `SIDE`, dividing the sides evenly where they can, and small enough to
     give every core work."""
     bm, bn = even(m, SIDE), even(n, SIDE)
-    for wider in ((bm, even(n, 2 * SIDE)), (even(m, 2 * SIDE), even(n, 2 * SIDE))):
-        # a larger tile packs its operands less often; but every core wants several, and as many as the others
-        found = cdiv(m, wider[0]) * cdiv(n, wider[1])
-        if found >= 4 * cores and cdiv(found, cores) * cores <= EVEN * found:
-            bm, bn = wider
+    wider = even(n, 2 * SIDE)
+    # a wider tile packs its rows less often; but every core wants several, and as many as the others
+    found = cdiv(m, bm) * cdiv(n, wider)
+    if found >= 4 * cores and cdiv(found, cores) * cores <= EVEN * found:
+        bn = wider
     if m <= 16:
         bn = even(n, max(64, (256 << 10) // max(k, 1)))
     return {"bm": bm, "bn": bn}

@@ -83,7 +83,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tupl
         "name": kernel.name,
         "programs": AT_RUN_TIME if symbols else math.prod(kernel.grid),
         "workspace": workspace,
-        "cost": program_cost_ns(kernel),
+        "cost": program_cost_ns(kernel, isa),
         "isa": f"{isa.arch}:{','.join(sorted(isa.features))}",
         "sites": json.dumps(em.sites, sort_keys=True),
     }

@@ -11,19 +11,25 @@ import numpy as np
 from jtile import ir
 from jtile._compat import is_symbolic
 
-from . import plan
+from . import plan, rates
+from .isa import Isa
 
 ELEMENTS_PER_NS = 8.0  # one elementwise instruction, vectorised
-FLOPS_PER_NS = 200.0
 BYTES_PER_NS = 16.0
 UNPACKED_PER_NS = 64.0  # codes of weights that become the lanes of vectors, for however many rows
 DEFAULT_TRIPS = 8
 COMPUTED = (ir.Full, ir.Map, ir.Cast, ir.Select)  # ops of which scalars are followed
 
 
-def program_cost_ns(kernel: ir.Kernel) -> int:
-    """Estimated nanoseconds of one program of a kernel."""
-    return max(1, int(_Program(kernel).block(kernel.body)))
+def program_cost_ns(kernel: ir.Kernel, isa: Isa | None = None) -> int:
+    """Estimated nanoseconds of one program of a kernel; `isa`: the instruction set, None for this machine's."""
+    return max(1, int(_Program(kernel, isa or _host()).block(kernel.body)))
+
+
+def _host() -> Isa:
+    from .targets import cpu_target, parse_isa
+
+    return parse_isa(cpu_target(None).arch)
 
 
 def predicted_us(kernel: ir.Kernel) -> float:
@@ -49,8 +55,8 @@ def cost_of_call(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]
 class _Program:
     """The program in the middle of the grid, whose loops stand for those of all programs."""
 
-    def __init__(self, kernel: ir.Kernel):
-        self.grid = kernel.grid
+    def __init__(self, kernel: ir.Kernel, isa: Isa):
+        self.grid, self.isa = kernel.grid, isa
         self.known: dict[ir.Value, np.ndarray | None] = {}
 
     def block(self, block: ir.Block) -> float:
@@ -64,7 +70,7 @@ class _Program:
                 return DEFAULT_TRIPS * (self.block(op.body) + self.block(op.cond))
             case ir.If():
                 return max(self.block(op.then), self.block(op.orelse))
-        return _alone(op)
+        return _alone(op, self.isa)
 
     def trips(self, op: ir.For) -> float:
         """How often a loop runs, in whose body its index is that of the round in the middle."""
@@ -103,15 +109,14 @@ class _Program:
         return None if any(x is None for x in values) else np.asarray(op.reference(*values))
 
 
-def _alone(op: ir.Op) -> float:
+def _alone(op: ir.Op, isa: Isa) -> float:
     """What an op without blocks costs."""
     match op:
         case ir.Dot():
-            batch, m, n, k = op.sizes()
-            return 2.0 * math.prod(batch) * m * n * k / FLOPS_PER_NS
+            return rates.dot_ns(isa, op)
         case ir.DotScaled():
             unpacked = op.b.type.size / UNPACKED_PER_NS if op.a.dtype == "int16" else 0.0
-            return 2.0 * math.prod(op.result.shape) * op.a.shape[1] / FLOPS_PER_NS + unpacked
+            return rates.scaled_ns(isa, op) + unpacked
         case ir.Load() | ir.Store() | ir.Atomic():
             size = math.prod(ir.index_shape(op.index))
             slow = 8 if isinstance(op, ir.Atomic) or any(isinstance(d, ir.Take) for d in op.index) else 1

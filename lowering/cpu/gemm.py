@@ -28,7 +28,7 @@ _A_PACK_STEPS = 128
 _PAGE = 4096  # bytes between addresses in the same set of a first-level cache
 _LONG_SUMS = 128  # steps of a k block beside which it costs nothing to ask for sums
 _FAR = 256 << 10  # bytes of a B that does not lie in the second-level cache beside A and C
-_LEAST_ASKING = 8  # row panels among which the rows of a panel of B are shared out, to be brought closer
+_MOST_ASKED = 4  # rows of units that a micro-kernel asks for at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,8 +274,7 @@ def _row_panels(
     b_step = c.mul(_LDB, BYTES[STORAGE[spec.b]]) if direct else i64(columns.vectors * mode.lanes * mode.unit_bytes)
     k_tail = spec.k % mode.group if direct else 0
     steps, last = (block.whole, block.last) if direct else (block.steps, Val("i1", "false"))
-    far = spec.n * spec.k * BYTES[STORAGE[spec.b]] >= _FAR
-    ahead = _rows_ahead(plan) if far and not (direct or spec.trans_b) else 0
+    ahead = _rows_ahead(spec, plan)
     source = _next_panel(c, spec, plan, block, columns, first) if ahead else Val("ptr", "null")
     for rows in plan.rows:
         shape = PanelShape(
@@ -297,15 +296,19 @@ def _row_panels(
 
 def _chunks(plan: Plan) -> int:
     """How often a micro-kernel asks for what comes next while it sums a k block."""
-    return -(-plan.kc // (STEPS_AHEAD * plan.mode.group))
+    return -(-plan.kc // ((STEPS if plan.mode.tiles else STEPS_AHEAD) * plan.mode.group))
 
 
-def _rows_ahead(plan: Plan) -> int:
+def _rows_ahead(spec: GemmSpec, plan: Plan) -> int:
     """How many rows of the next panel of B a micro-kernel asks for at a time, so that all row panels together ask for
-    all of them; 0: there is no next panel, or too few row panels have to ask for too much."""
+    all of them; 0: B is near or lies along k, or there is no next panel, or each would have to ask for too much."""
     panels = sum(rows.count for rows in plan.rows)
+    near = spec.n * spec.k * BYTES[STORAGE[spec.b]] <= _FAR
     alone = plan.blocks * sum(columns.count for columns in plan.columns) == 1
-    return 0 if alone or panels < _LEAST_ASKING else -(-plan.kc // (panels * _chunks(plan)))
+    if plan.strategy != "packed" or spec.trans_b or near or alone:
+        return 0
+    each = -(-plan.kc // (panels * _chunks(plan)))
+    return each if each <= _MOST_ASKED * plan.mode.group else 0
 
 
 def _next_panel(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val) -> Val:
@@ -326,15 +329,21 @@ def _row_panels_of_tiles(
     mode = plan.mode
     b_step = i64(columns.vectors * mode.lanes * mode.unit_bytes)
     steps = c.binary("and", c.add(block.steps, STEPS - 1), i64(-STEPS))
+    ahead = _rows_ahead(spec, plan)
+    source = _next_panel(c, spec, plan, block, columns, first) if ahead else Val("ptr", "null")
+    ld = c.mul(_LDB, BYTES[STORAGE[spec.b]])
     for rows in plan.rows:
-        shape = TileShape(rows.rows, columns.vectors, columns.tail, block.may_add)
+        fetched = (ahead, columns.width * BYTES[STORAGE[spec.b]])
+        shape = TileShape(rows.rows, columns.vectors, columns.tail, block.may_add, fetched if ahead else (0, 0))
         name = tile_kernel(c.module, mode, shape)
         configure(c, shape)
         with c.loop(0, rows.count) as p:
             row = c.add(rows.start, c.mul(p, rows.rows))
             a, a_row, _ = _a_access(c, plan, block, BYTES[STORAGE[spec.a]], row, c.add(rows.panel, p))
             out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
-            call(c, name, a, a_row, b, b_step, out, _LDC, steps, block.add)
+            asked = c.mul(c.add(rows.panel, p), ahead * _chunks(plan))  # by the row panels above
+            at = c.gep("i8", source, c.mul(asked, ld)) if ahead else source
+            call(c, name, a, a_row, b, b_step, out, _LDC, steps, block.add, at, ld)
 
 
 def _a_access(c: Code, plan: Plan, block: _Block, size: int, row: Val, panel: Val) -> tuple[Val, Val, Val]:

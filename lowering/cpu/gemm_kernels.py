@@ -11,7 +11,7 @@ import dataclasses
 
 from .gemm_modes import BYTES, STORAGE, Mode
 from .gemm_pack import lanes_step, rows_step
-from .gemm_vector import ATTRIBUTES, load_part, offset, prefetch, slice_lanes, store_part, sums, zeros
+from .gemm_vector import ATTRIBUTES, fetch_rows, load_part, offset, prefetch, slice_lanes, store_part, sums, zeros
 from .llvm import Code, Module, Val, i64, vec
 
 STEPS_AHEAD = 32  # prefetches come one by one between so many steps: many at once keep loads from the caches waiting
@@ -142,13 +142,8 @@ class _Panel:
 
     def fetch_ahead(self) -> None:
         """Ask the second-level cache for what is packed next."""
-        rows, width = self.s.ahead
-        ptr = self.c.load("ptr", self.ahead)
-        for _ in range(rows):
-            for at in sorted({*range(0, width, 64), width - 1}):  # rows may begin anywhere in a line
-                prefetch(self.c, self.c.gep("i8", ptr, i64(at)), 2)
-            ptr = self.c.gep("i8", ptr, self.ahead_row)
-        self.c.store(ptr, self.ahead)
+        behind = fetch_rows(self.c, self.c.load("ptr", self.ahead), self.ahead_row, self.s.ahead)
+        self.c.store(behind, self.ahead)
 
     def sum_over_k(self) -> None:
         c, count = self.c, len(self.banks)

@@ -11,7 +11,7 @@ import dataclasses
 
 from . import tiles
 from .gemm_modes import BYTES, Mode
-from .gemm_vector import ATTRIBUTES, offset
+from .gemm_vector import ATTRIBUTES, fetch_rows, offset
 from .llvm import Code, Module, Val, i64
 
 ROWS = LANES = STEPS = 16  # rows of a tile, columns of C, and units along k
@@ -21,13 +21,15 @@ ROWS = LANES = STEPS = 16  # rows of a tile, columns of C, and units along k
 class TileShape:
     """A block of C: `rows` in tiles of 16, by `vectors` tiles of columns of which the last holds `tail`.
 
-    `add`: the kernel can add to C, where its run-time flag says so.
+    `add`: the kernel can add to C, where its run-time flag says so. `ahead`: rows of B, and bytes of each, that the
+    second-level cache is asked for in every step of 16 units.
     """
 
     rows: int
     vectors: int
     tail: int
     add: bool = False
+    ahead: tuple[int, int] = (0, 0)
 
     @property
     def heights(self) -> list[int]:
@@ -75,17 +77,19 @@ def configure(c: Code, shape: TileShape) -> None:
 
 
 def tile_kernel(module: Module, mode: Mode, shape: TileShape) -> str:
-    """`void(ptr a, i64 a_row, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add)`.
+    """`void(ptr a, i64 a_row, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr ahead, i64 ahead_row)`.
 
     `a_row` and `b_step` are bytes between rows of A and packed steps of B, `ldc` counts elements, and `steps` units
-    along k, a multiple of 16. The registers are configured.
+    along k, a multiple of 16. `ahead`: the first of the rows `shape.ahead`, and `ahead_row` the bytes between them. The
+    registers are configured.
     """
     name = f"tiles_{mode.tag}_{shape.rows}x{shape.vectors}_{shape.tail}" + "_add" * shape.add
+    name += f"_ahead{shape.ahead[0]}x{shape.ahead[1]}" if shape.ahead[0] else ""
     if name in module.functions:
         return name
-    a, a_row, b, b_step, out, ldc, steps, add = params = [
+    a, a_row, b, b_step, out, ldc, steps, add, ahead, ahead_row = params = [
         Val("ptr", "%a"), Val("i64", "%a_row"), Val("ptr", "%b"), Val("i64", "%b_step"), Val("ptr", "%c"),
-        Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"),
+        Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%ahead"), Val("i64", "%ahead_row"),
     ]  # fmt: skip
     c = Code(module, name, params, attributes=ATTRIBUTES)
     of_c, of_a, _ = shape.registers()
@@ -104,6 +108,9 @@ def tile_kernel(module: Module, mode: Mode, shape: TileShape) -> str:
     with c.loop(0, steps, STEPS) as step:
         left, right = c.gep("i8", a, c.mul(step, 4)), c.gep("i8", b, c.mul(step, b_step))
         _products(c, mode, shape, (left, a_row), (right, b_step))
+        if shape.ahead[0]:
+            first = c.mul(c.binary("sdiv", step, i64(STEPS)), shape.ahead[0])
+            fetch_rows(c, c.gep("i8", ahead, c.mul(first, ahead_row)), ahead_row, shape.ahead)
     for tile, ptr in block:
         tiles.store(c, tile, ptr, line)
     c.finish()

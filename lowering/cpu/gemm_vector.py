@@ -121,6 +121,16 @@ def prefetch(c: Code, ptr: Val, level: int) -> None:
     c.intrinsic("prefetch", "void", ptr, *hints, suffix="p0")
 
 
+def fetch_rows(c: Code, ptr: Val, ld: Val, size: tuple[int, int]) -> Val:
+    """Ask the second-level cache for so many rows of so many bytes, `ld` bytes apart; the address of the row behind."""
+    rows, width = size
+    for _ in range(rows):
+        for at in sorted({*range(0, width, 64), width - 1}):  # rows may begin anywhere in a line
+            prefetch(c, c.gep("i8", ptr, i64(at)), 2)
+        ptr = c.gep("i8", ptr, ld)
+    return ptr
+
+
 def offset(c: Code, ptr: Val, count: Val | int, size: Val | int) -> Val:
     """`ptr` plus `count * size` bytes."""
     return c.gep("i8", ptr, c.mul(count if isinstance(count, Val) else i64(count), size))

@@ -51,14 +51,22 @@ def test_panels_are_asked_for_ahead(isa):
 
 
 @pytest.mark.parametrize(
-    ("m", "dtype", "acc"), [(256, "float32", "float32"), (100, "float32", "float32"), (250, "int8", "int32")]
+    ("m", "dtype", "isa"),
+    [
+        (256, "float32", "avx512"),
+        (100, "float32", "avx2"),
+        (250, "int8", "avx512bf16"),
+        (256, "bfloat16", "amx"),
+        (250, "int8", "amx"),
+    ],
 )
-def test_row_panels_share_the_rows_of_the_next_panel(m, dtype, acc):
+def test_row_panels_share_the_rows_of_the_next_panel(m, dtype, isa):
     """All row panels together ask for every row of the next panel, and the last one for few that are not in it."""
     acc = "int32" if dtype == "int8" else "float32"
-    plan = make_plan(choose_mode(ISAS["avx512bf16"], dtype, dtype, acc), m, 256, 2048, False, False)
+    spec = GemmSpec(m, 256, 2048, dtype, dtype, acc)
+    plan = make_plan(choose_mode(ISAS[isa], dtype, dtype, acc), m, 256, 2048, False, False)
     panels = sum(rows.count for rows in plan.rows)
-    asked = _rows_ahead(plan) * _chunks(plan)  # rows that one row panel asks for
+    asked = _rows_ahead(spec, plan) * _chunks(plan)  # rows that one row panel asks for
     assert panels * asked >= plan.kc > (panels * asked) // 2
 
 
