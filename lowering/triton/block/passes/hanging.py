@@ -38,7 +38,7 @@ from .row_axes import index_axes
 from .split_rows import Split, by_rows, made_in
 
 LEAST = 16  # rows of the smallest box; fewer than these may hang over
-LINE = 128  # bytes of a row of a buffer: more are several boxes already
+LONGEST = 256  # bytes of a row of a buffer: copies of longer ones are many boxes already
 MOST = 4  # rows of tiles: where there are more, the last is a small share, and zeros take less power to multiply
 
 
@@ -55,7 +55,7 @@ def _rows(op: Load, consumers: int) -> int | None:
     """Rows of the boxes of a load; None where the tile of a consumer is best copied as a whole."""
     shape, place = op.result.shape, row_dimension(op.index)
     d, n = op.index[place], op.ref.type.shape[place]
-    if len(shape) != 2 or shape[1] * DTYPES[op.result.dtype].bits // 8 > LINE or op.pad != 0:
+    if len(shape) != 2 or shape[1] * DTYPES[op.result.dtype].bits // 8 > LONGEST or op.pad != 0:
         return None
     if not isinstance(d, Tile) or d.size != d.step or not isinstance(n, int) or place == len(op.index) - 1:
         return None

@@ -49,8 +49,9 @@ def test_boxes_that_are_outside_bring_rows_from_inside():
     assert len([op for op in made.body.walk() if isinstance(op, SliceShared)]) == 4, text
 
 
-def test_rows_of_256_bytes_are_several_boxes_already():
-    assert boxes(planned(tk.matmul(72, 64, 256, tile=(64, 64, 128)))) == {(64, 128)}
+@pytest.mark.parametrize(("terms", "rows"), [(128, 16), (256, 64)])
+def test_rows_of_more_than_256_bytes_are_many_boxes_already(terms, rows):
+    assert boxes(planned(tk.matmul(40, 64, 512, tile=(64, 64, terms)))) == {(rows, terms)}
 
 
 def test_a_left_operand_whose_rows_lie_along_lines_of_memory_comes_as_it_is():
