@@ -39,6 +39,13 @@ def _atomic(m: Machine, op: Atomic):
     new = m.env[op.value].reshape(-1)
     compare = None if op.compare is None else m.env[op.compare].reshape(-1)
     out = np.zeros(lanes.active.shape, buffer.data.dtype)
+    if compare is None and np.unique(lanes.elements).size == lanes.elements.size:  # no lane sees what another did
+        out[lanes.active] = buffer.data[lanes.elements]
+        if op.fn == "xchg":
+            buffer.data[lanes.elements] = new[lanes.active]
+        else:
+            update(buffer, op.fn, lanes.elements, new[lanes.active])
+        return out.reshape(lanes.shape)
     for lane in np.flatnonzero(lanes.active).tolist():
         at = lanes.at[lane]
         old = out[lane] = buffer.data[at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -104,22 +105,31 @@ class Lanes:
     at: np.ndarray
     active: np.ndarray
 
-    @property
+    @functools.cached_property
     def elements(self) -> np.ndarray:
-        return self.at[self.active]
+        return self.at if self.active.all() else self.at[self.active]
 
 
 def resolve(index: Index, values: list[np.ndarray], shape: tuple[int, ...], mask: np.ndarray | None) -> Lanes:
     """The lanes that `index` names; `values` are the traced numbers of its dimensions, in order."""
     out = index_shape(index)
-    flat = np.zeros(out, np.int64)
-    active = np.ones(out, np.bool_) if mask is None else mask.copy()
-    for k, i in enumerate(coordinates(index, values, shape)):
-        inside = (i >= 0) & (i < shape[k])
-        active = active & inside
-        flat = flat * shape[k] + np.where(inside, i, 0)
-    active = np.broadcast_to(active, out).reshape(-1)
-    return Lanes(out, np.where(active, np.broadcast_to(flat, out).reshape(-1), 0), active)
+    flat, active = np.int64(0), mask  # as small as the axes so far allow; None: all lanes
+    for n, i in zip(shape, coordinates(index, values, shape), strict=True):
+        inside = (i >= 0) & (i < n)
+        if not inside.all():
+            active = inside if active is None else active & inside
+            i = np.where(inside, i, 0)
+        flat = flat * n + i
+    flat = _whole(flat, out)
+    if active is None:
+        return Lanes(out, flat, np.ones(flat.shape, np.bool_))
+    active = _whole(active, out)
+    return Lanes(out, np.where(active, flat, 0), active)
+
+
+def _whole(x: np.ndarray | np.int64, shape: tuple[int, ...]) -> np.ndarray:
+    """What broadcasts to a shape, flat and whole."""
+    return (x if x.shape == shape else np.broadcast_to(x, shape)).reshape(-1)
 
 
 def coordinates(index: Index, values: list[np.ndarray], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
