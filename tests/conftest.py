@@ -216,20 +216,24 @@ def _count(event: str, seconds: float, **_) -> None:
 
 
 def _costs(terminalreporter):
-    """Where the time of the suite goes, file by file, so that it is seen before it is too much."""
-    files = collections.defaultdict(lambda: [0.0, 0])
+    """Where the time of the suite goes, by file and by test, so that it is seen before it is too much."""
+    files, tests = collections.defaultdict(lambda: [0.0, 0]), collections.Counter()
     for report in (r for kind in ("", "passed") for r in terminalreporter.stats.get(kind, ())):
         for _, (seconds, programs) in (p for p in report.user_properties if p[0] == "cost"):
             files[report.nodeid.split("::")[0]][0] += seconds
             files[report.nodeid.split("::")[0]][1] += programs
+            tests[report.nodeid] += seconds
     total = sum(seconds for seconds, _ in files.values())
     if len(files) < 50:  # a part of the suite, which its author looks at by --durations
         return
     terminalreporter.write_line(f"{total:.0f} CPU seconds; the most, with the programs that XLA compiled, are in")
     for name, (seconds, programs) in sorted(files.items(), key=lambda f: -f[1][0])[:15]:
         terminalreporter.write_line(f"  {seconds:6.1f} s {programs:5} {name}")
+    terminalreporter.write_line("and, for each test, in")
+    for name, seconds in tests.most_common(20):
+        terminalreporter.write_line(f"  {seconds:6.1f} s {name}")
     if total > ENOUGH and not terminalreporter.config.getoption("--runslow"):
-        terminalreporter.write_line(f"more than {ENOUGH:.0f} s: docs/testing.md says how tests are kept cheap")
+        terminalreporter.write_line(f"more than {ENOUGH:.0f} s: docs/suite.md says how tests are kept cheap")
 
 
 def pytest_terminal_summary(terminalreporter):
