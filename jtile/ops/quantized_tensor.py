@@ -275,7 +275,7 @@ class QuantizedTensor:
             )
         if self._panels:
             return self
-        return self._with(jax.jit(in_panels)(self.unpacked()._weight))
+        return self._with(_in_panels(self.unpacked()._weight))
 
     def _regrouped(self) -> QuantizedTensor:
         """The same weights in groups that kernels for sm_90 can copy; this tensor where no size of groups suits."""
@@ -417,6 +417,7 @@ def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
     return dequantize_rows(tensor.kind, *in_rows(tensor._weight, tensor.kind)).astype(dtype)
 
 
+_in_panels = jax.jit(in_panels)
 _in_rows = jax.jit(in_rows, static_argnames="kind")
 
 
