@@ -20,6 +20,7 @@ SIZES = (  # m, n, k
     (128, 28672, 4096), (512, 2048, 8192),
 )  # fmt: skip
 ODD = ((4000, 3000, 2000), (1000, 1000, 1000))
+SMALL = ((1024, 1024, 1024), (776, 1000, 2008), (512, 512, 4096))  # a round of tiles
 FEW = ((200, 9216, 4096), (520, 8192, 4096), (1100, 4096, 4096))  # rows
 BATCH = (16, 1024)
 EPILOGUES = ("gelu", "silu")
@@ -31,7 +32,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     for ta, tb in itertools.product((False, True), repeat=2):
         for m, n, k in TINY if tiny else SIZES:
             yield product("gemm", m, n, k, tb, pallas=m >= 2048 and not (ta or tb), ta=ta)
-    for m, n, k in () if tiny else (*ODD, *FEW):
+    for m, n, k in () if tiny else (*ODD, *FEW, *SMALL):
         yield product("gemm", m, n, k, False)
     yield batched(*((2, 32) if tiny else BATCH))
     for activation in EPILOGUES:

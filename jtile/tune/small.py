@@ -10,22 +10,26 @@ from collections.abc import Iterator
 from jtile.tune.columns import RESERVE, ROOM
 from jtile.tune.warpgroups import LINE, READ, Gpu, Product, at_once, cdiv, forms
 
-# Terms of a round, the more of which are under way the smaller it is. Where rows in memory start inside of lines, three
-# lines are read for two then, not four.
-EVEN, UNEVEN = 64, 128
-MOST = 12  # slots of a ring
-# Sides of a tile -> microseconds of 64 terms at the highest clock.
-SIDES = {(64, 64): 0.17, (64, 128): 0.24, (128, 64): 0.25}
-# Blocks that share what they bring, and parts of sums. Where rows begin with lines, sharing was slower.
-CLUSTERS = (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)
-WHOLE = ((1, 1),)
+# Terms of a round: the fewer, the more rounds are under way. Where rows in memory start inside of lines, three lines
+# are read for 128 terms, and four for two times 64.
+FEW, MANY = 64, 128
+MOST = 8  # slots of a ring
+# Microseconds of 64 terms of a tile, by its sides and the terms of a round: what the role does besides counts.
+STEPS = {
+    (64, 64, MANY): 0.175,
+    (64, 128, MANY): 0.24,
+    (128, 64, MANY): 0.25,
+    (64, 128, FEW): 0.216,
+    (128, 64, FEW): 0.216,
+}
 # Of the multiprocessors, those that clusters of four reach: what is left of a group of them is no cluster.
 REACHED = {1: 1.0, 2: 1.0, 4: 120 / 132}
 # Microseconds of a row of 128 bytes of an operand, which begins with a line of memory, and which does not.
 ROW, SPLIT = 0.82e-3, 2.5e-3
 START, MEETING, JOIN = 2.6, 0.1, 0.8  # microseconds besides the rounds; for a cluster; for parts of sums
-LEAST = 256  # terms of a sum
-BETTER = 1.0  # of the time of other tiles, at most
+LEAST, LONGEST = 512, 6144  # terms of a sum; of one in parts
+# Of the time of other tiles, at most, as predicted: what these take between launches is more than that counts.
+BETTER = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Form:
     columns: int
     share: int = 1
     parts: int = 1
-    terms: int = EVEN
+    terms: int = MANY
 
     @property
     def across(self) -> bool:
@@ -73,23 +77,25 @@ class Form:
         return first * last * self.parts
 
 
+# Where rows begin with lines, sharing was slower, and so were small tiles in one part.
+WHOLE = Form(64, 128, terms=FEW), Form(128, 64, terms=FEW), Form(64, 64, parts=2)
+SHARED = Form(64, 128), Form(64, 128, 2), Form(128, 64), Form(128, 64, 4)
+
+
 def candidates(p: Product, on: Gpu) -> Iterator[Form]:
-    """The forms whose tiles are one round of the multiprocessors."""
-    uneven = any(pitch % LINE for pitch in p.pitches)
-    for rows, columns in SIDES:
-        for share, parts in CLUSTERS if uneven else WHOLE:
-            form = Form(rows, columns, share, parts, UNEVEN if uneven else EVEN)
-            clusters = share == 1 or form.grid(p.m, p.n)[1] > 1
-            reached = on.processors * REACHED[share * parts]
-            if clusters and form.blocks(p.m, p.n) <= reached and p.k >= LEAST * parts:
-                yield form
+    """The forms whose tiles are one round of the multiprocessors, of those that were quick anywhere."""
+    for form in SHARED if any(pitch % LINE for pitch in p.pitches) else WHOLE:
+        clusters = form.share == 1 or form.grid(p.m, p.n)[1] > 1
+        long = form.parts == 1 or LEAST * form.parts <= p.k <= LONGEST
+        if clusters and long and form.blocks(p.m, p.n) <= on.processors * REACHED[form.share * form.parts]:
+            yield form
 
 
 def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     """Predicted microseconds of a product in this form, from the start of one to that of the next."""
     rows, columns = (form.rows / form.share, form.columns) if form.across else (form.rows, form.columns / form.share)
     brought = sum(side * (SPLIT if pitch % LINE else ROW) for side, pitch in zip((rows, columns), p.pitches))
-    step = at_once(SIDES[form.rows, form.columns] / on.speed, brought)
+    step = at_once(STEPS[form.rows, form.columns, form.terms] / on.speed, brought)
     read = p.itemsize * (p.m * p.k + p.k * p.n) / (READ * on.memory)
     rounds = cdiv(p.k, form.terms * form.parts) * form.terms / 64
     return START + MEETING * (form.share > 1) + JOIN * (form.parts > 1) + at_once(rounds * step, read)

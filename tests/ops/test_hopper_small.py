@@ -18,7 +18,7 @@ from jtile.tune import small, warpgroups
 from jtile.tune.small import Form
 
 SIZES = (136, 168, 200), (72, 136, 136), (128, 264, 904)  # m, n, k: two rounds, and more than the ring has slots
-FORMS = Form(64, 64), Form(64, 128, 2), Form(128, 64, 4), Form(64, 128, 1, 2), Form(64, 64, 1, 4)
+FORMS = Form(64, 64), Form(64, 128, 2), Form(128, 64, 4), Form(64, 128, 1, 2, 64), Form(64, 64, 1, 4, 64)
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
 
 
@@ -51,6 +51,9 @@ def test_forms_in_the_interpreter(form, ta, tb):
     [
         (1000, 1000, 1000, {}, None),
         (776, 1000, 2008, {}, None),
+        (512, 512, 4096, {}, None),
+        (1024, 1024, 1024, {"tb": True}, None),
+        (640, 640, 2048, {}, "as quick"),
         (1000, 1000, 1000, {"activation": "silu"}, "differentiated"),
         (4000, 3000, 2000, {}, "more than a round"),
         (32, 1024, 4096, {"tb": True}, "more than a round"),  # so few rows have kernels of their own
