@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -149,10 +150,9 @@ class _Engines:
 
     def overhead(self, load: Load, **options) -> dict:
         """The time of a step of the engine while all decode, and that of a bare loop over the same programs and
-        lengths, one step a launch."""
+        lengths, behind as many tokens of prompts, one step a launch."""
         numbers, step = self.run(load, **options)
-        context = load.prompt.median + load.answer.median // 2
-        bare = self._bare(context, 10 if self._rows < 16 else 50)
+        bare = self._bare(load)
         if step is None:
             return numbers | {"error": "there was no time in which all of them decoded"}
         share = 1 - bare / step
@@ -160,33 +160,52 @@ class _Engines:
         more = {"step_ms": 1e3 * step, "bare_step_ms": 1e3 * bare, "overhead": share, "decode_tokens_per_s": rate}
         return numbers | {name: round(value, 4) for name, value in more.items()}
 
-    def _bare(self, context: int, turns: int) -> float:
-        """Seconds of a step of all rows at this length, its programs called one after the other without a scheduler."""
+    def _bare(self, load: Load) -> float:
+        """Seconds of a step of all rows while they decode, its programs called one after the other without a scheduler.
+        Behind prompts a card has a lower clock than behind a pause, so these come first, as in the load."""
         engine = self._of(**(self._options or {}))
-        device, settings, rows = engine._core.device, engine.settings, self._rows
-        n = settings.shape(rows)
-        k, pages = settings.samples(n), -(-context // settings.page)
+        device, settings, rows, weights = engine._core.device, engine.settings, self._rows, self._lm._weights
+        n, most = settings.shape(rows), settings.shapes[-1]
+        k, pages = settings.samples(n), settings.pages // rows
         table = np.full((settings.rows + 1, settings.width), -1, np.int32)
-        table[:rows, :pages] = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-        batch = np.zeros((5, n), np.int32)
-        batch[1], batch[2] = -1, settings.rows
-        batch[1, :rows], batch[2, :rows], batch[3, :rows] = context - 1, np.arange(rows), 1
+        wide = min(pages, settings.width)
+        table[:rows, :wide] = np.arange(rows * wide, dtype=np.int32).reshape(rows, wide)
+        step, whole, choose = device._step(n), device._step(most), device._choose(k, 0, False, False)
         of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
         of[:rows], which[0], which[0, :rows] = np.arange(rows), settings.rows, np.arange(rows)
-        step, choose = device._step(n), device._choose(k, 0, False, False)
 
-        def loop(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                logits, device._entries = step(
-                    self._lm._weights, device._entries, device._last, table.copy(), batch.copy(), of, None
-                )
-                tokens, _, device._last, _ = choose(logits, device._last, {}, device._options, which, None)
-                del logits  # before the next step needs memory, as the engine does
-            jax.block_until_ready(tokens)
-            return (time.perf_counter() - start) / count
+        def prompts() -> jax.Array:
+            size, batch = load.prompt.median, _padding(most, settings.rows)
+            for i, at in enumerate(range(settings.singles, most - size + 1, size)):
+                batch[1, at : at + size], batch[2, at : at + size] = np.arange(size), i % rows
+            none = np.zeros((settings.samples(most),), np.int32)
+            logits, device._entries = whole(weights, device._entries, device._last, table.copy(), batch, none, None)
+            return logits
 
-        loop(3)
-        seconds = min(loop(turns) for _ in range(2))
+        def decode(position: int) -> jax.Array:
+            batch = _padding(n, settings.rows)
+            batch[1, :rows], batch[2, :rows], batch[3, :rows] = position, np.arange(rows), 1
+            logits, device._entries = step(weights, device._entries, device._last, table.copy(), batch, of, None)
+            tokens, _, device._last, _ = choose(logits, device._last, {}, device._options, which, None)
+            return tokens
+
+        jax.block_until_ready(decode(load.prompt.median))  # once, so that everything has its place
+        behind = [prompts() for _ in range(-(-rows * load.prompt.median // (most - settings.singles)))]
+        jax.block_until_ready(behind)
+        del behind
+        start, flying = time.perf_counter(), collections.deque[jax.Array]()
+        for i in range(load.answer.median - 1):
+            flying.append(decode(load.prompt.median + i))
+            if len(flying) > 2:  # as many are under way as in an engine
+                jax.block_until_ready(flying.popleft())
+        jax.block_until_ready(list(flying))
+        seconds = time.perf_counter() - start
         engine._core.scheduler.reset()  # the pages hold other tokens now
-        return seconds
+        return seconds / (load.answer.median - 1)
+
+
+def _padding(n: int, slot: int) -> np.ndarray:
+    """A batch of n tokens of `programs.step` that are all padding, int32 [5, n]."""
+    batch = np.zeros((5, n), np.int32)
+    batch[1], batch[2] = -1, slot
+    return batch
