@@ -158,6 +158,7 @@ def _store_shared(em: BlockEmitter, op: ir.StoreShared) -> None:
         v = code.to_int(v, "i8", signed=False) if op.value.dtype == "bool" else code.bitcast(v, m.elem)
         far = em.cluster.far.get(op) if em.cluster is not None else None
         if far is not None:
+            assert isinstance(op.buffer.type, ir.SharedType)
             em.say_cluster(f"{clusters.FAR} {far} {nbytes(op.buffer.type)}")
         code.do(f"ttg.local_store {v.name}, {m.name} : {v.type} -> {m.type}")
         if far is not None:
