@@ -53,7 +53,9 @@ class ndarray:  # noqa: N801
     def shape(self, shape: Any) -> None:
         step = Reshape(self._shape, full_shape(shape, self._shape))
         if viewed(self._geometry(), step.shape) is None:
-            raise AttributeError("incompatible shape for in-place modification; use .reshape() to make a copy")
+            raise AttributeError(
+                "Incompatible shape for in-place modification. Use `.reshape()` to make a copy with the desired shape."
+            )
         self._steps, self._shape, self._seen = (*self._steps, step), step.shape, None
 
     @property

@@ -70,5 +70,5 @@ def full_shape(shape: Any, old: Shape) -> Shape:
     if unknown > 1:
         raise ValueError("can only specify one unknown dimension")
     if (unknown and (known == 0 or size % known)) or (not unknown and known != size):
-        raise ValueError(f"cannot reshape array of size {size} into shape {text(wanted)}")
+        raise ValueError(f"cannot reshape array of size {size} into shape {text(wanted).replace('-1', 'newaxis')}")
     return tuple(size // known if n == -1 else n for n in wanted)

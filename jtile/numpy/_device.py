@@ -38,14 +38,38 @@ def _rolled(a: jax.Array, by: int, axis: int) -> jax.Array:
     return jnp.where(lax.broadcasted_iota(kind, a.shape, axis) >= jnp.asarray(by, kind), later, first)
 
 
+def amax(a: jax.Array, axis: Any = None, *, keepdims: bool = False, **rest: Any) -> jax.Array:
+    """`numpy.max`. XLA's code for CPUs forgets NaN where it takes the largest of more than some hundred elements (in
+    jaxlib of JAX 0.12 `jnp.max` of 4096 with NaN is a number), so they are looked for beside it."""
+    return _with_nan(jnp.max(a, axis, keepdims=keepdims, **rest), a, axis, keepdims, rest)
+
+
+def amin(a: jax.Array, axis: Any = None, *, keepdims: bool = False, **rest: Any) -> jax.Array:
+    """`numpy.min`, likewise."""
+    return _with_nan(jnp.min(a, axis, keepdims=keepdims, **rest), a, axis, keepdims, rest)
+
+
+def ptp(a: jax.Array, axis: Any = None, *, keepdims: bool = False) -> jax.Array:
+    """`numpy.ptp`, likewise."""
+    return amax(a, axis, keepdims=keepdims) - amin(a, axis, keepdims=keepdims)
+
+
+def _with_nan(found: jax.Array, a: jax.Array, axis: Any, keepdims: bool, rest: dict[str, Any]) -> jax.Array:
+    """The extreme of floats, or NaN where there is one among them."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return found
+    seen = jnp.any(jnp.isnan(a), axis, keepdims=keepdims, where=rest.get("where"))
+    return jnp.where(seen, jnp.asarray(jnp.nan, found.dtype), found)
+
+
 def argmin(a: jax.Array, axis: int | None = None, *, keepdims: bool = False) -> jax.Array:
     """`numpy.argmin` by two reductions, which XLA vectorises: a million float64 take 0.3 ms, and 4.4 ms by its own."""
-    return _first(a, jnp.min, axis, keepdims)
+    return _first(a, amin, axis, keepdims)
 
 
 def argmax(a: jax.Array, axis: int | None = None, *, keepdims: bool = False) -> jax.Array:
     """`numpy.argmax` by two reductions."""
-    return _first(a, jnp.max, axis, keepdims)
+    return _first(a, amax, axis, keepdims)
 
 
 def _first(a: jax.Array, extreme: Callable, axis: int | None, keepdims: bool) -> jax.Array:

@@ -48,7 +48,8 @@ operands: einsum
 choicelist default|condlist: select
 p x: polyval
 """
-_DEVICE = {"roll": _device.roll, "argmin": _device.argmin, "argmax": _device.argmax}
+_DEVICE = {"roll": _device.roll, "argmin": _device.argmin, "argmax": _device.argmax, "ptp": _device.ptp}
+_DEVICE |= dict.fromkeys(("max", "amax"), _device.amax) | dict.fromkeys(("min", "amin"), _device.amin)
 _COSTS = {"sort": 30.0, "argsort": 60.0, "median": 20.0, "dot": 100.0, "tensordot": 100.0, "einsum": 100.0}
 # What NumPy makes itself: the same numbers, to the last bit.
 _MADE = """arange linspace logspace geomspace eye identity tri indices fromfunction frombuffer fromiter fromstring
