@@ -65,8 +65,12 @@ def _clamp_exp(x: X) -> X:
 
 
 def exp(x: X) -> X:
-    r, n, t = _reduce(_clamp_exp(x))
-    return scale(_exp_reduced(r), n, t)
+    low, high = EXP_RANGE[x.fmt.bits]
+    gone = (
+        x < low
+    )  # and not scaled: on Intel's cores what underflows takes some hundred cycles, and masks are full of it
+    r, n, t = _reduce(gone.where(0.0, x.at_most(high)))
+    return gone.where(0.0, scale(_exp_reduced(r), n, t))
 
 
 def exp_parts(x: X, lo: X | float) -> tuple[X, X, X]:
@@ -76,11 +80,12 @@ def exp_parts(x: X, lo: X | float) -> tuple[X, X, X]:
 
 
 def exp2(x: X) -> X:
-    lo, hi = EXP2_RANGE[x.fmt.bits]
-    x = x.at_most(hi).at_least(lo)
+    low, high = EXP2_RANGE[x.fmt.bits]
+    gone = x < low  # as in `exp`
+    x = gone.where(0.0, x.at_most(high))
     n, t = magic_round(x)
     r = x - n
-    return scale(r.fma(horner(r, tables.EXP2[x.fmt.bits]), 1.0), n, t)
+    return gone.where(0.0, scale(r.fma(horner(r, tables.EXP2[x.fmt.bits]), 1.0), n, t))
 
 
 def _expm1(x: X) -> X:

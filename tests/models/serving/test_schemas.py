@@ -83,7 +83,7 @@ def test_grammars_are_compiled_elsewhere_first(monkeypatch):
     """Where a process can be ended: one that takes for ever leaves its place. What has an end is remembered."""
     started, popen = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **more: started.append(popen(*a, **more)) or started[-1])
-    compilers = Compilers(at_once=1, seconds=1.0)
+    compilers = Compilers(at_once=1, seconds=0.2)  # of work the system allows a whole second
     with pytest.raises(ApiError) as slow:
         compilers.prove(forever())
     assert slow.value.status == 400 and started[-1].returncode == -signal.SIGKILL
