@@ -52,6 +52,20 @@ def misfit_of_stream(x, weights: tuple) -> str | None:
     )
 
 
+def misfit_of_plain_product(a, b, *, activation: str | None, save: bool, out_dtype: str) -> str | None:
+    """Why op(a) op(b) of a [e, m, k] and b [e, k, n] is not one product of 16-bit floats of which nothing but the
+    result is wanted; `save`: whether the sums are wanted besides."""
+    sizes = a.shape[0], b.shape[0], *a.shape[1:], *b.shape[1:]
+    sixteen = a.dtype == b.dtype == jnp.dtype(out_dtype) and a.dtype in (jnp.bfloat16, jnp.float16)
+    return first_unmet(
+        (all(isinstance(size, int) and size > 0 for size in sizes), "sizes are 0, or not known"),
+        (sizes[:2] == (1, 1), "there are several products"),
+        (sixteen, f"{a.dtype.name} times {b.dtype.name} in {out_dtype} are not 16-bit floats alike"),
+        (not save and activation is None, "the sums are wanted, too, or are where it is differentiated"),
+        (on_one_device(), "rows may be shared out among several devices"),
+    )
+
+
 def holds() -> bool:
     """Whether a kernel called here lets the one behind it start only after it has waited itself, and reads no lengths
     before it has; see `holding`."""

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_tiles
-from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.tune.columns import LEAVING, ROWS, TERMS, Form
 
@@ -175,16 +174,9 @@ def hopper_columns(x, w, bias, y, *, tb: bool, form: Form, slots: int, activatio
 def misfit(a, b, *, ta: bool, tb: bool, activation: str | None, save: bool, out_dtype: str) -> str | None:
     """Why the kernel does not compute op(a) op(b) of [1, m, k] and [1, k, n], None where it does and is the quickest;
     `save`: whether the sums are wanted besides."""
-    sizes = a.shape[0], b.shape[0], *a.shape[1:], *b.shape[1:]
-    sixteen = a.dtype == b.dtype == jnp.dtype(out_dtype) and a.dtype in (jnp.bfloat16, jnp.float16)
-    why = first_unmet(
-        (all(isinstance(size, int) and size > 0 for size in sizes), "sizes are 0, or not known"),
-        (sizes[:2] == (1, 1), "there are several products"),
-        (not ta, "the left operand lies in memory as [k, m]"),
-        (sixteen, f"{a.dtype.name} times {b.dtype.name} in {out_dtype} are not 16-bit floats alike"),
-        (not save and activation is None, "the sums are wanted, too, or are where it is differentiated"),
-        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
-    )
+    if ta:
+        return "the left operand lies in memory as [k, m]"
+    why = gpu_tiles.misfit_of_plain_product(a, b, activation=activation, save=save, out_dtype=out_dtype)
     return why or (None if _form(a, b, tb) else "tiles of other sides are as quick")
 
 

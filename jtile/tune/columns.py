@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from jtile.tune.warpgroups import LINE, Gpu, Product, at_once, cdiv, forms, in_rounds
+from jtile.tune.warpgroups import LINE, Gpu, Product, at_once, cdiv, in_rounds, quicker
 
 ROWS, TERMS = 64, 64  # rows of an instruction; terms of a round
 LEAVING = 32  # columns of results that leave at a time
@@ -83,10 +83,7 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
 def choice(p: Product, on: Gpu) -> Form | None:
     """The form that is best for a product of 16-bit floats; None where other tiles are as quick."""
     found = {form: predicted_us(p, form, on) for form in candidates(p, on)} if fits(p) else {}
-    if not found:
-        return None
-    best = min(found, key=found.__getitem__)
-    return best if found[best] <= BETTER * min(forms(p, on).values(), default=0.0) else None
+    return quicker(found, BETTER, p, on)
 
 
 def fits(p: Product) -> bool:

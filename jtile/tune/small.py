@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator
 
 from jtile.tune.columns import RESERVE, ROOM
-from jtile.tune.warpgroups import LINE, READ, Gpu, Product, at_once, cdiv, forms
+from jtile.tune.warpgroups import LINE, READ, Gpu, Product, at_once, cdiv, quicker
 
 # Terms of a round: the fewer, the more rounds are under way. Where rows in memory start inside of lines, three lines
 # are read for 128 terms, and four for two times 64.
@@ -105,10 +105,7 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
 def choice(p: Product, on: Gpu) -> Form | None:
     """The form that is best for a product of 16-bit floats; None where other tiles are as quick."""
     found = {form: predicted_us(p, form, on) for form in candidates(p, on)} if fits(p) else {}
-    if not found:
-        return None
-    best = min(found, key=found.__getitem__)
-    return best if found[best] <= BETTER * min(forms(p, on).values(), default=0.0) else None
+    return quicker(found, BETTER, p, on)
 
 
 def fits(p: Product) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PROCESSORS, RATE, MEMORY = 132, 989e12, 4800e9  # data of the H200 that the numbers are fitted to: see `Gpu`
@@ -231,6 +232,13 @@ def forms(p: Product, on: Gpu) -> dict[Form, float]:
         most = min(on.processors // p.tiles(bm, bn), p.k // LEAST)
         found += [Form(1 << x, bm, bn) for x in range(1, most.bit_length())]
     return {form: predicted_us(p, form, on) for form in found}
+
+
+def quicker[T](found: Mapping[T, float], most: float, p: Product, on: Gpu) -> T | None:
+    """Of forms of another kind, with their predicted times, the quickest; None where it takes more than `most` of the
+    time of the quickest of `forms`."""
+    best = min(found, key=found.__getitem__, default=None)
+    return best if best is not None and found[best] <= most * min(forms(p, on).values(), default=0.0) else None
 
 
 @functools.lru_cache(maxsize=1024)

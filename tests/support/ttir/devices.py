@@ -109,9 +109,14 @@ class Program(Machine):
 
 def _wait(m: Program, counter, wanted, fault, timeout) -> int:
     """As `WAIT` does it; `timeout` is in nanoseconds, and here any number but 0."""
+    return waited(m, [int(counter)], wanted, fault, timeout)
+
+
+def waited(m: Program, counters: list[int], wanted, fault, timeout) -> int:
+    """Waits until all of the counters have come to a number: 0; 1 if the time is over, 2 if another program failed."""
     m.memory.barrier()
-    behind = lambda: np.subtract(m.word(int(counter)), wanted, dtype=np.int32)[0] < 0
-    while behind():
+    behind = lambda counter: np.subtract(m.word(counter), wanted, dtype=np.int32)[0] < 0
+    while any(map(behind, counters)):
         if m.word(int(fault))[0]:
             return 2
         m.turns.idle += 1

@@ -13,7 +13,7 @@ import numpy as np
 from jtile.execution.schedule import Schedule
 from jtile.lowering.triton.task_devices import MEET, TELL
 
-from .devices import PATIENCE, PLACE, REPORT, TIMEOUT, UNIT, EndedError, Program, Turns
+from .devices import PLACE, REPORT, TIMEOUT, UNIT, EndedError, Program, Turns, waited
 from .memory import SKEW, Memory
 from .ops_math import ACTS
 from .tasks import GraphSite
@@ -29,17 +29,7 @@ def _tell(m: Program, table, counter, devices) -> int:
 
 
 def _meet(m: Program, counters, wanted, fault, timeout, devices) -> int:
-    m.memory.barrier()
-    behind = lambda k: np.subtract(m.word(int(counters) + 4 * k), wanted, dtype=np.int32)[0] < 0
-    while any(behind(k) for k in range(int(devices))):
-        if m.word(int(fault))[0]:
-            return 2
-        m.turns.idle += 1
-        if int(timeout) <= 0 or m.turns.idle > PATIENCE * len(m.turns.alive):
-            return 1
-        m.turns.give(m.me)
-    m.turns.idle = 0
-    return 0
+    return waited(m, [int(counters) + 4 * k for k in range(int(devices))], wanted, fault, timeout)
 
 
 ACTS |= {TELL: (("i64", "i64", "i32"), _tell), MEET: (("i64", "i32", "i64", "i64", "i32"), _meet)}
