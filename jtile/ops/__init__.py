@@ -54,8 +54,8 @@ from jtile.ops.optimizers import adamw as adamw
 from jtile.ops.optimizers import newton_schulz as newton_schulz
 from jtile.ops.quantized import quantized_matmul as quantized_matmul
 from jtile.ops.quantized_tensor import QuantizedTensor as QuantizedTensor
-from jtile.ops.quantized_tensor import from_gguf_blocks as from_gguf_blocks
-from jtile.ops.quantized_tensor import quantize as quantize
+from jtile.ops.quantizing import from_gguf_blocks as from_gguf_blocks
+from jtile.ops.quantizing import quantize as quantize
 from jtile.ops.rotary import rope as rope
 from jtile.ops.routed_matmul import routed_matmul as routed_matmul
 from jtile.ops.routed_matmul import routes_unsorted as routes_unsorted

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile.ops import quantized_tensor
-from jtile.ops.quantized_tensor import BLOCK_BYTES, KINDS, QuantizedTensor
+from jtile.ops import quantizing
+from jtile.ops.quantized_tensor import KINDS, QuantizedTensor
+from jtile.ops.quantizing import BLOCK_BYTES
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
 
@@ -49,7 +50,7 @@ def test_quantize_rounds_as_ggml_does(kind, where, monkeypatch):
     raw, _ = reference(kind, x)
     given = x if where == "NumPy" else jnp.asarray(x)
     if where == "elsewhere":  # as what lies on a GPU: by `jnp`
-        monkeypatch.setattr(quantized_tensor, "_on_host", lambda x: False)
+        monkeypatch.setattr(quantizing, "_on_host", lambda x: False)
     expected, got = QuantizedTensor.from_gguf_blocks(raw, kind, x.shape), QuantizedTensor.quantize(given, kind)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert isinstance(ours, jax.Array)
@@ -60,7 +61,7 @@ def test_quantize_rounds_as_ggml_does(kind, where, monkeypatch):
 @pytest.mark.parametrize("where", ["host", "elsewhere"])
 @pytest.mark.parametrize("kind", ["int8", *BLOCKS])
 def test_what_is_no_number_gives_no_warning_and_empty_matrices_no_error(kind, where, monkeypatch):
-    monkeypatch.setattr(quantized_tensor, "_on_host", lambda x: where == "host")
+    monkeypatch.setattr(quantizing, "_on_host", lambda x: where == "host")
     for value in (np.nan, np.inf, 1e-44):  # warnings are errors here
         assert QuantizedTensor.quantize(np.full((2, 64), value, np.float32), kind).shape == (2, 64)
     for shape in ((0, 64), (2, 0)):
