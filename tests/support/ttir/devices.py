@@ -9,7 +9,7 @@ import dataclasses
 import math
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,7 +182,12 @@ def run_in_turns(
         finally:
             turns.end(machine.me)
 
-    threads = [threading.Thread(target=body, args=of, daemon=True) for of in programs]
+    in_threads(body, programs, turns, memory)
+
+
+def in_threads(body: Callable[..., None], arguments: Sequence[tuple], turns: Turns, memory: Memory) -> None:
+    """Runs programs, each in a thread, and raises the error of the first that failed."""
+    threads = [threading.Thread(target=body, args=of, daemon=True) for of in arguments]
     for t in threads:
         t.start()
     for t in threads:

@@ -4,7 +4,6 @@ them reach. A seed decides who goes on, and in which order the counters of a mee
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from jtile.execution.schedule import Schedule
 from jtile.lowering.triton.task_devices import MEET, TELL
 
-from .devices import PLACE, REPORT, TIMEOUT, UNIT, EndedError, Program, Turns, waited
+from .devices import PLACE, REPORT, TIMEOUT, UNIT, EndedError, Program, Turns, in_threads, waited
 from .memory import SKEW, Memory
 from .ops_math import ACTS
 from .tasks import GraphSite
@@ -110,11 +109,4 @@ class GraphWorld(GraphSite):
             finally:
                 turns.end(me)
 
-        threads = [threading.Thread(target=body, args=(me,), daemon=True) for me in range(len(programs[0]))]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        memory.finish()
-        if turns.error is not None:
-            raise turns.error
+        in_threads(body, [(me,) for me in range(len(programs[0]))], turns, memory)
