@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_gemv, hopper_held
+from jtile.ops import gpu_tiles, hopper_gemv, hopper_held, streamed_forms
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.operands import NO_EPILOGUE, Norm, Weight
 from jtile.ops.streamed_operands import PIECE, Places, Rows
@@ -104,7 +104,7 @@ def _form(inner: int, gated: bool, kind: str) -> dict[str, int] | None:
     """The rows, roles and slots of a program: eight rows, as long as they are."""
     pieces = jt.cdiv(inner, PIECE)
     roles = min((1, 2, 3, 4), key=lambda n: (jt.cdiv(pieces, n) * n - pieces, -n))
-    return hopper_gemv.form(1, inner, kind, gated, 8, roles)
+    return streamed_forms.form(1, inner, kind, gated, 8, roles)
 
 
 def misfit(x, router, gate_up, down, k: int) -> str | None:

@@ -8,7 +8,7 @@ adds them up and writes y.
 Where `jt.config(overlap=True)` promises that the kernel in front does not make W, the ring is filled while that kernel
 still ends: its role is an early one. What is asked for queues in front of memory, and a row that is loaded behind it
 waits for the whole queue: a ring of 190 KB on each multiprocessor is 6 us of memory's time. So of an early ring only as
-much is on its way as memory needs (`_ON_THEIR_WAY`): a piece is asked for when an earlier one has come.
+much is on its way as memory needs (`streamed_forms`): a piece is asked for when an earlier one has come.
 
 An RMS norm may stand in front: of one or two rows every block computes it by itself, while the first rows of W are on
 their way, and a kernel less stands between two products. The roles that multiply take the weights of the norm only;
@@ -31,6 +31,7 @@ from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import BLOCK
+from jtile.ops.streamed_forms import NARROW, SHARED, choices, form, paced, scale_bytes
 from jtile.ops.streamed_numbers import (
     LANES,
     bits_of,
@@ -48,6 +49,7 @@ from jtile.ops.streamed_numbers import (
 from jtile.ops.streamed_operands import (
     IN_ORDER,
     PIECE,
+    Joined,
     Places,
     Rows,
     Walk,
@@ -57,10 +59,6 @@ from jtile.ops.streamed_operands import (
     of_piece,
 )
 
-_SHARED = 227 << 10  # bytes of shared memory; 2 KiB of them for each row of x are left to barriers and warps
-_NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
-_ON_THEIR_WAY = 48 << 10  # bytes of W that a program has asked for and that have not come, where its ring fills early
-_BY_ITSELF = 16 << 10  # bytes of a piece that is waited for by itself, at least
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
 _TALL, _MANY = 32, 256  # rows of a tile, and of W for a multiprocessor, where W is long and its rows are one round
 _BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
@@ -107,7 +105,7 @@ class _Memory:
 def _memory(rows_of_x: Rows, weights, kind: str, walk: Walk, slots: int, sides: int) -> _Memory:
     x, normed = rows_of_x.x, rows_of_x.norm is not None
     rows, roles, chunks = walk.rows, walk.roles, walk.chunks
-    m, each, groups, inner = range(x.shape[0]), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
+    m, each, groups, inner = range(rows_of_x.count), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, of_piece(a, inner, kind))
@@ -209,7 +207,7 @@ def _write(mem, x: Rows, weights, epilogue: Epilogue, y, kind: str, activation, 
            share):  # fmt: skip
     """Adds up the lanes' sums, and applies the scale of the norm and what follows the product."""
     rows, roles, tiles, first, programs = walk.rows, walk.roles, walk.tiles, walk.first, walk.programs
-    m, bias, residual = x.x.shape[0], epilogue.bias, epilogue.residual
+    m, bias, residual = x.count, epilogue.bias, epilogue.residual
     last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
     whole = jt.cdiv(y.shape[1], rows) - 1
 
@@ -310,6 +308,31 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
         _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
 
 
+def _joined_body(o, lse, weight: Weight, epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
+                 roles: int, slots: int, sides: int = 1, ahead: int = 0, early: bool = False,
+                 beside: bool = False):  # fmt: skip
+    """`_body` for a row whose parts, o [parts, in / n, n], are put together by lse float32 [parts, heads]."""
+    form = dict(rows=rows, roles=roles, slots=slots, sides=sides, ahead=ahead, early=early, beside=beside)
+    program(Joined(o, lse=lse), (weight,), epilogue, y, None, kind=kind, activation=activation, **form)
+
+
+@functools.cache
+def joined_kernel() -> jt.Kernel:
+    """The kernel for a row that attention has left in parts."""
+    outputs = lambda o, lse, w, *_, out_dtype, **__: jax.ShapeDtypeStruct((1, w.codes.shape[0]), jnp.dtype(out_dtype))
+    grid = lambda o, lse, w, *_, rows, **__: _grid(o, (w,), rows=rows)
+    return jt.kernel(out_type=outputs, grid=grid, name="hopper_joined_gemv")(_joined_body)
+
+
+def joined_product(o, lse, weight: Weight, residual=None, *, kind: str, out_dtype) -> jax.Array:
+    """The product [1, out] of a row that attention left in parts: o [parts, in], and lse float32 [parts, heads], the
+    logarithms, to the base 2, of their sums of weights; residual: [1, out], which is added, or None."""
+    (parts, inner), n = o.shape, 128 // bits_of(kind)
+    _, options = _arguments(o[:1], (weight,), kind, None)
+    options |= dict(kind=kind, activation=None, out_dtype=jnp.dtype(out_dtype).name)
+    return joined_kernel()(o.reshape(parts, inner // n, n), lse, weight, Epilogue(residual=residual), **options)
+
+
 def kernel(weights: tuple[Weight, ...], epilogue: Epilogue, held: bool = False) -> jt.Kernel:
     """The kernel for operands with these fields; held: that for small matrices."""
     arrays = len(jax.tree.leaves(weights))
@@ -342,46 +365,9 @@ def _tuned(body, out_type, sharding: str, name: str, key: tuple[str, ...]) -> jt
     return made.autotune(space=_points, key=key, override=True)
 
 
-def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
-    """For each array of scales or minima, the bytes of it that belong to 512 bytes of codes."""
-    return tuple(of_piece(a, inner, kind) * a.dtype.itemsize for a in of_blocks(weight, kind))
-
-
-@functools.lru_cache(maxsize=1024)
-def choices(
-    m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3,
-    beside: bool = False,
-) -> list[dict[str, int]]:  # fmt: skip
-    """Meta-parameters that fit, the best first: tall tiles (8 rows for 4 bits, where the last tile is sooner done), as
-    many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
-    `_scale_bytes`; copies go to multiples of 128 bytes. count: see `bytes_of`. beside: room is left for a block of
-    `hopper_step`."""
-    roles, out = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE))), []
-    for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
-        if any(rows * n % 128 for n in scale_bytes):
-            continue
-        found = form(m, inner, kind, gated, rows, roles, scale_bytes, count, _NARROW if beside else _SHARED)
-        out += [found] if found else []
-    deep = [one for one in out if one["slots"] >= 3]
-    return deep or out
-
-
-def form(
-    m: int, inner: int, kind: str, gated: bool, rows: int, roles: int, scale_bytes: tuple[int, ...] = (),
-    count: int = 3, shared: int = _SHARED,
-) -> dict[str, int] | None:  # fmt: skip
-    """The meta-parameters of tiles of so many rows: see `choices`; None where there is no room for two slots."""
-    chunks = jt.cdiv(inner, PIECE * roles)
-    numbers = 4 * m * chunks * roles * sum(a.size for a in jax.tree.leaves(room(kind, count)))
-    row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
-    sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
-    slots = (shared - 2048 * m - numbers - sums) // (row * rows)
-    return dict(rows=rows, roles=roles, slots=min(slots, 16)) if slots >= 2 else None
-
-
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     """The meta-parameters that the tuner tries."""
-    inner, lines = x.shape[1] * x.shape[2], _scale_bytes(weights[0], x.shape[1] * x.shape[2], kind)
+    inner, lines = x.shape[1] * x.shape[2], scale_bytes(weights[0], x.shape[1] * x.shape[2], kind)
     return choices(x.shape[0], inner, kind, len(weights) > 1, lines, bytes_of(x.dtype))
 
 
@@ -389,7 +375,7 @@ def _scales_fit(weight: Weight, inner: int, kind: str) -> bool:
     """Whether scales come by copies of 16 bytes or more; or the roles read them, which costs little where rows are
     short, and other kernels would not overlap."""
     if in_lines(weight, kind):
-        return all(n >= 16 for n in _scale_bytes(weight, inner, kind))
+        return all(n >= 16 for n in scale_bytes(weight, inner, kind))
     whole = weight.codes.shape[1] * 4 % 16 == 0 and all(of_piece(a, inner, kind) for a in by_block(weight, kind))
     return whole and inner <= _SHORT and gpu_tiles.overlaps()
 
@@ -411,7 +397,7 @@ def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
     return first_unmet(
         (fits, why),
         (
-            bool(choices(m, inner, kind, gated, _scale_bytes(weight, inner, kind), bytes_of(x.dtype))),
+            bool(choices(m, inner, kind, gated, scale_bytes(weight, inner, kind), bytes_of(x.dtype))),
             f"rows of {inner} leave no room in shared memory",
         ),
     )
@@ -452,31 +438,21 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     n = 128 // bits_of(kind)
     if rows is not None:
         return x.reshape(x.shape[0], x.shape[1] // n, n), {"rows": rows} | ({"hold": True} if gpu_tiles.holds() else {})
-    lines = _scale_bytes(weights[0], x.shape[1], kind)
+    lines = scale_bytes(weights[0], x.shape[1], kind)
     options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
     beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))
     meta = choices(*options, beside)
     best = meta[0]
     if bits_of(kind) < 16 and x.shape[1] <= PIECE and weights[0].codes.shape[0] >= _MANY * gpu_tiles.processors():
-        best = form(*options[:4], _TALL, 1, *options[4:], _NARROW if beside else _SHARED) or best
+        best = form(*options[:4], _TALL, 1, *options[4:], NARROW if beside else SHARED) or best
     if bits_of(kind) == 16:  # tall tiles are best, unless so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
         busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())
         best = next(one for one in meta if busy(one) > 0.85 * max(map(busy, meta)))
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-    early = {"early": True} | _paced(best, kind, len(weights), lines) if gpu_tiles.overlaps() else {}
+    early = {"early": True} | paced(best, kind, len(weights), lines) if gpu_tiles.overlaps() else {}
     early |= {"beside": True} if beside else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early
-
-
-def _paced(form: dict[str, int], kind: str, weights: int, lines: tuple[int, ...]) -> dict[str, int]:
-    """The meta-parameters that say how much of an early ring is on its way."""
-    rows, roles, slots = (form[name] for name in ("rows", "roles", "slots"))
-    of_round, sides = rows * roles * groups_of(kind) * (512 + sum(lines)), roles
-    while sides > 1 and of_round // sides < _BY_ITSELF:
-        sides //= 2
-    ahead = max(2, round(_ON_THEIR_WAY * sides / of_round))
-    return {"sides": sides, "ahead": min(ahead, weights * sides * slots)}
 
 
 def _stands_beside(x, weights: tuple[Weight, ...]) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import hopper_parts, hopper_step
+from jtile.ops import hopper_parts, hopper_spread, hopper_step
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
 from jtile.ops.cache_appends import heads_of, rope_append, rotated
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
@@ -68,9 +68,8 @@ def step_attention(
 def attention_product(
     qkv, cos, sin, lengths, keys, values, weight, *, heads: int, scale: float | None = None, residual=None
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:  # fmt: skip
-    """`step_attention`, and its output times the transposed `weight`, where kernels for few keys and small matrices do
-    both. `jt.config(overlap=True)` promises the same as there, and that no kernel in front makes cos, sin or the
-    weight.
+    """`step_attention`, and its output times the transposed `weight`, where kernels for few keys of one row do both.
+    `jt.config(overlap=True)` promises the same as there, and that no kernel in front makes cos, sin or the weight.
 
     Args:
       qkv, cos, sin, lengths, keys, values, heads, scale: see `step_attention`.
@@ -82,10 +81,12 @@ def attention_product(
     kind, stored = _stored(weight)
     scale = qkv.shape[2] ** -0.5 if scale is None else float(scale)
     alike = stored.codes.dtype == jnp.uint32 if kind in PACKED else kind == qkv.dtype.name
-    found = hopper_parts.choice(qkv, lengths, keys, stored, kind, heads, scale) if PRODUCTS and alike else None
+    operands = qkv, lengths, keys, stored, kind, heads, scale
+    forms = ((name, form.choice(*operands)) for name, form in _FORMS.items()) if PRODUCTS and alike else ()
+    name, found = next(((name, found) for name, found in forms if found is not None), (None, None))
     if found is None:
         return None
-    options = {"heads": heads, "scale": scale, "kind": kind} | found
+    options = {"form": name, "heads": heads, "scale": scale, "kind": kind} | found
     return _product(**options)(qkv, cos, sin, lengths.astype(jnp.int32), keys, values, stored, residual)
 
 
@@ -95,10 +96,13 @@ def _stored(weight) -> tuple[str, Weight]:
     return weight.dtype.name, Weight(weight)
 
 
+_FORMS = {"small": hopper_parts, "streamed": hopper_spread}  # how the products behind attention take their matrices
+
+
 @functools.lru_cache(maxsize=128)
-def _product(**options):
-    """`hopper_parts.step`, in whose place other kernels stand under vmap, as in `_mapped`."""
-    run = jax.custom_batching.custom_vmap(functools.partial(hopper_parts.step, **options))
+def _product(form: str, **options):
+    """The `step` of a form, in whose place other kernels stand under vmap, as in `_mapped`."""
+    run = jax.custom_batching.custom_vmap(functools.partial(_FORMS[form].step, **options))
 
     def apart(qkv, cos, sin, lengths, keys, values, weight, residual):
         given = {"heads": options["heads"], "eps": 0.0, "scale": options["scale"]}

@@ -53,6 +53,11 @@ class Rows:
     eps: float = 0.0
 
     @property
+    def count(self) -> int:
+        """How many rows are multiplied."""
+        return self.x.shape[0]
+
+    @property
     def pieces(self) -> int:
         return jt.cdiv(self.x.shape[1] * self.x.shape[2], PIECE)
 
@@ -96,6 +101,30 @@ class Rows:
     def parts(self, i: int, at, eights: bool) -> list:
         """Piece `at` of row i before the norm, whole or as its `eights`."""
         return [self.before(i, at, eight) for eight in (self.eights(at) if eights else [None])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Rows):
+    """A row that attention has left in parts, x [parts, in / n, n], and the logarithms, to the base 2, of their sums of
+    weights, lse float32 [parts, heads]: put together as it is read."""
+
+    lse: jt.Ref | None = None
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    def before(self, i: int, at, eight: tuple | None = None):
+        # sum_p 2^(lse_p - M) x_p / sum_p 2^(lse_p - M)     M = max_p lse_p
+        sizes, place = (self.piece, (at, 0)) if eight is None else ((LANES, EIGHT), eight)
+        (parts, rows, _), heads = self.x.shape, self.lse.shape[1]
+        head = jnp.minimum((place[0] * sizes[0] + jt.arange(sizes[0])) // (rows // heads), heads - 1)
+        tiles = [self.x.tiles(None, *sizes)[(p, *place)].astype(jnp.float32) for p in range(parts)]
+        sums = [self.lse[p, head] for p in range(parts)]
+        top = functools.reduce(jnp.maximum, sums)
+        shares = [jnp.exp2(x - top) for x in sums]
+        root = jax.lax.rsqrt(functools.reduce(jnp.add, shares))  # of a number from 1 on: sooner done than a quotient
+        return functools.reduce(jnp.add, [x * (share * root * root)[:, None] for x, share in zip(tiles, shares)])
 
 
 @dataclasses.dataclass(frozen=True)

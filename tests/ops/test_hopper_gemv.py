@@ -11,7 +11,7 @@ from library import normal, stored_weight
 import jtile as jt
 from jtile import ops
 from jtile.interpret.block_agents import CopyIn
-from jtile.ops import gpu_tiles, hopper_gemv, quantized
+from jtile.ops import gpu_tiles, hopper_gemv, quantized, streamed_forms
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
@@ -37,7 +37,7 @@ def test_products(case, monkeypatch):
     weight, matrix = stored_weight(kind, out, inner)
     operands, n = ((weight,), NO_EPILOGUE), 128 // hopper_gemv.bits_of(kind)
     meta = dict(kind=kind, activation=None, out_dtype="float32")
-    meta |= hopper_gemv.choices(m, inner, kind)[0] | options
+    meta |= streamed_forms.choices(m, inner, kind)[0] | options
     kernel = hopper_gemv.kernel(*operands)
     y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = np.asarray(x, np.float32) @ np.asarray(matrix).T
@@ -73,13 +73,13 @@ def test_how_much_is_on_its_way():
     """Of matrices of Llama-3.1-8B three pieces of some 16 KiB."""
     for kind, lines, bytes_ in (("fp8", (), 1024), ("q4_0", (16,), 528), ("bfloat16", (), 2048)):
         for inner, weights in ((4096, 1), (4096, 2), (14336, 1)):
-            form = hopper_gemv.choices(1, inner, kind, weights > 1, lines, 2)[0]
-            paced = hopper_gemv._paced(form, kind, weights, lines)
+            form = streamed_forms.choices(1, inner, kind, weights > 1, lines, 2)[0]
+            paced = streamed_forms.paced(form, kind, weights, lines)
             piece = form["rows"] * form["roles"] * bytes_ / paced["sides"]
             assert (paced["ahead"], round(piece / 1024)) == (3, 16)
             assert paced["ahead"] <= paced["sides"] * form["slots"] * weights
     short = dict(rows=8, roles=1, slots=2)  # 4 KiB are all that a ring has room for
-    assert hopper_gemv._paced(short, "q4_0", 1, ()) == {"sides": 1, "ahead": 2}
+    assert streamed_forms.paced(short, "q4_0", 1, ()) == {"sides": 1, "ahead": 2}
 
 
 def test_bias_activation_residual_and_two_weights():

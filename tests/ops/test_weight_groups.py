@@ -11,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, normed_products, quantized_lanes
+from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, normed_products, quantized_lanes, streamed_forms
 from jtile.ops.embeddings import embedding_reference
 from jtile.ops.operands import NO_EPILOGUE, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -146,7 +146,7 @@ def test_one_row_against_a_stream(case):
     kind, inner, x = of[0], of[2], normal(2, 1, of[2], dtype="bfloat16")
     weight, n = Weight(p.codes, p.scale, p.minimum), 128 // hopper_gemv.bits_of(kind)
     assert hopper_gemv.misfit(x, weight, kind) is None
-    found = hopper_gemv.choices(1, inner, kind, False, hopper_gemv._scale_bytes(weight, inner, kind))[0]
+    found = streamed_forms.choices(1, inner, kind, False, streamed_forms.scale_bytes(weight, inner, kind))[0]
     meta = dict(kind=kind, activation=None, out_dtype="float32") | found | options
     y = hopper_gemv.kernel((weight,), NO_EPILOGUE).interpret(
         np.asarray(x).reshape(1, inner // n, n), (weight,), NO_EPILOGUE, seed=len(case), **meta
@@ -157,9 +157,9 @@ def test_one_row_against_a_stream(case):
 def test_copies_of_scales_go_to_multiples_of_128_bytes():
     for kind, lines in (("fp8", (16,)), ("q4_1", (16, 32)), ("q8_0", (32,))):
         for gated in (False, True):
-            for one in hopper_gemv.choices(1, 14336, kind, gated, lines):
+            for one in streamed_forms.choices(1, 14336, kind, gated, lines):
                 assert all(one["rows"] * n % 128 == 0 for n in lines)
-    assert hopper_gemv.choices(1, 4096, "fp8", True, (16,))[0] == {"rows": 8, "roles": 4, "slots": 2}
+    assert streamed_forms.choices(1, 4096, "fp8", True, (16,))[0] == {"rows": 8, "roles": 4, "slots": 2}
 
 
 SEVERAL = {  # kind, group, in, dtype of the scales, meta-parameters
