@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.gpu.programs import without_names
 from jtile.testing import Timing, relative_error, time_alternating
 
 
@@ -75,7 +76,8 @@ class WrongResultError(AssertionError):
 
 
 def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
-    """Checks `case` against its reference, then time ours and the peers in turns."""
+    """Checks `case` against its reference, then time ours and the peers in turns. A peer that lowers to our program is
+    not timed: it has our time, since two lines of samples of one program differ by noise alone."""
     functions = {"ours": case.ours, **case.peers}
     args = {name: case.peer_args.get(name, case.args) for name in functions}
     jitted = {name: jax.jit(function) for name, function in functions.items()}
@@ -85,10 +87,14 @@ def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
     if not error <= case.tolerance:
         raise WrongResultError(f"{case.workload} {case.config} {case.dtype}: relative error {error:.2g}")
     del expected
-    calls = {name: lambda f=f, a=args[name]: f(*a) for name, f in jitted.items()}
+    texts = {name: without_names(f.lower(*args[name]).as_text()) for name, f in jitted.items()}
+    same = [name for name in case.peers if texts[name] == texts["ours"] and args[name] is args["ours"]]
+    calls = {name: lambda f=f, a=args[name]: f(*a) for name, f in jitted.items() if name not in same}
     times = time_alternating(calls, repeats=repeats)
-    bound = roofline.bound_us(case.bytes, case.flops, case.unit)
-    return result(case.workload, case.config, case.dtype, roofline.device, times, bound_us=bound, error=error)
+    times |= {name: times["ours"] for name in same}
+    how = {"bound_us": roofline.bound_us(case.bytes, case.flops, case.unit), "error": error}
+    timed = f"ours is the program of {same[0]}" if same else None
+    return result(case.workload, case.config, case.dtype, roofline.device, times, timed=timed, **how)
 
 
 def result(

@@ -171,6 +171,7 @@ def test_a_peer_with_our_program_is_the_same_compiled_one():
     assert programs.without_names("f @a(%0) @a, @b") == programs.without_names("f @x(%0) @x, @y") != "f @0(%0) @0, @0"
     got, said = run(case(lambda x: x + 1))
     assert got.record.timed == "10 calls in a command buffer; ours is the program of xla"
+    assert got.record.ratio == got.min_ratio == 1
     assert said[-1].split(" [")[0].endswith("; ours is the program of xla")
 
 

@@ -6,6 +6,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
+import jtile as jt
 from benchmarks import harness, report
 from jtile.testing import Timing
 from jtile.tune import host
@@ -70,6 +71,14 @@ def test_the_ratio_is_the_best_peers():
     assert got.record.peers == {"a": 30, "b": 20}
     alone = harness.result("w", "c", "d", "test", {"ours": Timing(12.3456, 12)})
     assert (alone.record.ratio, alone.record.ours_us, alone.min_ratio) == (None, 12.35, None)
+
+
+def test_a_peer_with_our_program_has_our_time():
+    fused = jt.fuse(lambda x: x + 1)  # one step, which stays XLA's
+    same = harness.measure(case(fused), Machine(), repeats=3)
+    assert (same.record.ratio, same.min_ratio, same.record.timed) == (1, 1, "ours is the program of xla")
+    other = harness.measure(case(lambda x: x + 0.5 + 0.5), Machine(), repeats=3).record
+    assert other.timed is None and other.peers["xla"] != other.ours_us
 
 
 def test_files(tmp_path):
