@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "error.h"
+#include "helpers.h"
 #include "isa.h"
 #include "run.h"
 

@@ -201,33 +201,4 @@ void Run::check_counters() const {
   }
 }
 
-// -- helpers ----------------------------------------------------------------------------------------------------------
-
-namespace {
-
-// Outlives the call: a helper that starts late finds `open` false and touches nothing else.
-struct Gate {
-  std::atomic<int64_t> inside{0};
-  std::atomic<bool> open{true};
-};
-
-}  // namespace
-
-void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void(int64_t)>& work) {
-  auto gate = std::make_shared<Gate>();
-  auto help = [gate, &work](int64_t worker) {
-    gate->inside.fetch_add(1);
-    if (gate->open.load()) work(worker);
-    if (gate->inside.fetch_sub(1) == 1) gate->inside.notify_all();
-  };
-  try {
-    for (int64_t k = 1; k < workers; ++k) schedule([help, k] { help(k); });
-  } catch (const std::exception&) {  // those that began, and this thread, do it all
-  }
-  work(0);
-  // Either a helper saw the gate open, and is counted inside, or it sees it closed: both are sequentially consistent.
-  gate->open.store(false);
-  while (int64_t inside = gate->inside.load()) gate->inside.wait(inside);
-}
-
 }  // namespace jtile

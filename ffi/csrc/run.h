@@ -1,10 +1,9 @@
-// One call of a program: what its workers share, and how they are woken.
+// One call of a program: what its workers share.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -106,14 +105,5 @@ class Run {
   std::vector<int64_t> failed_pid_;
   std::string broken_;
 };
-
-// Starts a task on some thread.
-using Schedule = std::function<void(std::function<void()>)>;
-
-// Calls `work` with the number of the worker on `workers` workers: number 0 is this thread, and `schedule` starts the
-// others. It is called with a task that any thread may run, at once, late or after this returned; this never waits for
-// a task that has not begun, so `work` must get everything done on one thread, too. Where there is no memory or no
-// thread for more helpers, those that began do it all.
-void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void(int64_t)>& work);
 
 }  // namespace jtile

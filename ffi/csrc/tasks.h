@@ -12,6 +12,7 @@
 #include "devices.h"
 #include "error.h"
 #include "program.h"
+#include "helpers.h"
 #include "run.h"
 
 namespace jtile {

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +172,7 @@ def setup(image="vadd", programs=1, workspace=0, cost=0):
     return SETUP.format(image=image, programs=programs, workspace=workspace, cost=cost)
 
 
-def test_the_grid_uses_the_thread_pool_when_it_pays(run_python):
+def test_the_grid_has_several_workers_when_it_pays(run_python):
     """Each program writes the address of its worker's scratch: one worker for little work, several for much."""
     script = setup("scratch", programs=128, workspace=1 << 20) + (
         """
@@ -190,6 +191,34 @@ print(workers(1, 50), workers(1000000, 2000))
     )
     one, many = map(int, run_python(script, XLA_FLAGS="--xla_force_host_platform_device_count=8").split())
     assert one == 1 and 1 < many <= max(8, os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_helpers_stay_one_for_each_further_worker_and_sleep_between_calls(run_python):
+    script = setup("scratch", programs=128, workspace=1 << 20, cost=1_000_000) + (
+        """
+import glob, time
+def helpers(): return sum(open(path).read() == "jtile_helper\\n" for path in glob.glob("/proc/self/task/*/comm"))
+ffi.register()
+call = jax.ffi.ffi_call("jtile_cpu", jax.ShapeDtypeStruct((256,), jnp.int32))
+run = jax.jit(lambda: jax.lax.fori_loop(0, 64, lambda _, x: call(**attrs), jnp.zeros(256, jnp.int32)))
+for _ in range(200):  # a busy machine may let too much time pass between calls
+    run().block_until_ready()
+    if helpers():
+        break
+found = {helpers()}
+for _ in range(20):
+    run().block_until_ready()
+    found.add(helpers())
+time.sleep(0.05)
+spent = time.process_time()
+time.sleep(0.4)
+print(len(found), found.pop(), time.process_time() - spent)
+"""
+    )
+    kinds, helpers, spent = run_python(script, XLA_FLAGS="--xla_force_host_platform_device_count=8").split()
+    assert kinds == "1" and 1 <= int(helpers) < max(8, os.cpu_count() or 1)
+    assert float(spent) < 0.2  # of 0.4 seconds; a thread that does not sleep takes them all
 
 
 def test_registration_before_any_backend_use(run_python):
