@@ -91,7 +91,7 @@ def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
     same = [name for name in case.peers if texts[name] == texts["ours"] and args[name] is args["ours"]]
     calls = {name: lambda f=f, a=args[name]: f(*a) for name, f in jitted.items() if name not in same}
     times = time_alternating(calls, repeats=repeats)
-    times |= {name: times["ours"] for name in same}
+    times |= dict.fromkeys(same, times["ours"])
     how = {"bound_us": roofline.bound_us(case.bytes, case.flops, case.unit), "error": error}
     timed = f"ours is the program of {same[0]}" if same else None
     return result(case.workload, case.config, case.dtype, roofline.device, times, timed=timed, **how)

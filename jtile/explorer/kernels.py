@@ -77,6 +77,8 @@ def no_kernel(name: str, function: Any, types: list[Any]) -> KernelValueError:
     """The error of a function that calls no kernel: why there is nothing to look at."""
     said = re.search(r"(?:^|(?<=\. ))[^.]*\bXLA\b[^.]*\.", " ".join((function.__doc__ or "").split()))
     why = "XLA compiles all that it does" + (f'; its documentation says "{said[0]}"' if said else "")
+    if not said and not any((of.__module__ or "").startswith("jtile") for of in (function, type(function))):
+        why += "; `jt.fuse` makes kernels of the parts of a function where they are faster, `jtile tile` writes them"
     empty = any(0 in t.shape for t in types)
     return KernelValueError(
         f"{name} calls no kernel for these arguments: {'one of them has no elements' if empty else why}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = Non
         return Cutter(program, everything).plan()
     cut = cut_of(program) if cut is None else cut
     nodes = with_sums(with_flat_indices(program.nodes, program.outputs), takes_large_products())
-    program = dataclasses.replace(program, nodes=nodes)
+    program = dataclasses.replace(program, nodes=_with_transposed_products(nodes, program.outputs))
     nodes = with_windows(program.nodes, program.outputs)
     plain = lambda: Cutter(program, cut=cut).plan()
     if cut.windows is False or not any(has_windows(node.steps) for node in nodes):
@@ -50,6 +51,20 @@ def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = Non
     if cut.windows:
         return other
     return other if _moved(other) <= _moved(plan := plain()) else plan
+
+
+def _with_transposed_products(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
+    """The nodes, of which those are no steps that transpose a product of two matrices which nothing else reads: XLA
+    makes the product in the other order, where a kernel would read it across its rows. JAX's gradient of every `x @ w`
+    for `w` is such a transpose: with Adam behind it, a step of 8 rows and 1024 by 1024 weights took 12 ms, not 4.7."""
+    made = {node.outs[0]: node for node in nodes if node.name == "dot_general"}
+    users = collections.Counter([*outputs, *(x for node in nodes for x in dict.fromkeys(node.ins))])
+
+    def turns(node: Node) -> bool:
+        product = made.get(node.ins[0]) if node.name == "transpose" else None
+        return product is not None and len(node.outs[0].shape) == 2 and users[node.ins[0]] == 1
+
+    return [dataclasses.replace(node, steps=()) if turns(node) else node for node in nodes]
 
 
 def _moved(plan: Plan) -> tuple[int, int]:

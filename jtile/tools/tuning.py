@@ -51,7 +51,7 @@ def show_explanation(what: str, *, args: str, meta: list[str], compare: str | No
         function = _function(what, types, meta)
         found, decided = explain(function, *types), _decided(levels.find(what), types, levels.parse_meta(meta))
         if not found.kernels and not decided:
-            raise levels.no_kernel(what, function, types)
+            raise levels.no_kernel(what, levels.find(what), types)
         lines, drawn = [*decided, str(found), *dict.fromkeys(map(str, choices(function, *types)))], found
         if compare is not None:
             drawn = found.compare(*_variant(what, types, meta, compare))
@@ -121,7 +121,7 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
         with levels.as_wide_as(types):
             report = tune(function, *types, time_limit=time_limit)
         if not (report.kernels or report.fixed or report.skipped):
-            raise levels.no_kernel(what, function, types)
+            raise levels.no_kernel(what, levels.find(what), types)
     except KeyboardInterrupt:
         now = store.entries(device.kind())
         found = sum(before.get(k) is not v for k, v in now.items())

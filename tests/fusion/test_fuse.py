@@ -202,6 +202,45 @@ def test_chains_of_many_values_that_are_read_again_take_small_tiles():
         assert 256 <= sides[mandelbrot] <= 512
 
 
+def test_tiles_of_transposed_arrays_have_two_sides():
+    """A tile of one long row would read one element of each cache line of the transposed array."""
+
+    def sides(f, *shapes):
+        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        (group,) = jt.fuse(f).explain(*args).plan.units
+        return GroupKernel(group).tiling.sides
+
+    if jax.default_backend() == "cpu":
+        assert sides(lambda x, y: 2 * x + y, (1024, 1024), (1024, 1024)) == (4096,)
+        assert sides(lambda x, y: 2 * x.T + y, (1024, 1024), (1024, 1024)) == (32, 128)
+        assert sides(lambda x, y: 2 * x.transpose(2, 1, 0) + y, (512, 8, 512), (512, 8, 512)) == (32, 1, 128)
+        assert sides(lambda x, y: 2 * x.transpose(1, 0, 2) + y, (8, 64, 512), (64, 8, 512)) == (1, 8, 512)
+    x, y = array(100, 70), array(70, 100)
+    f = lambda x, y: (2 * jnp.exp(x).T + y, x - y.T)
+    close(jt.fuse(f)(x, y), f(x, y))
+
+
+def test_products_are_made_in_the_order_that_a_kernel_reads():
+    """The gradient of `x @ w` for `w` is the transpose of a product in JAX's programs; XLA makes it without one."""
+
+    def step(w, m, x, y):
+        m = 0.9 * m + jax.grad(lambda w: ((x @ w - y) ** 2).sum())(w)
+        return w - 0.1 * m, m
+
+    w, m, x, y = array(64, 70), array(64, 70), array(20, 64), array(20, 70)
+    plan = jt.fuse(step).explain(w, m, x, y).plan
+    last = plan.units[-1]
+    assert last.outputs[0].shape == (64, 70) and not any(s.name == "transpose" for s in last.steps)
+    close(jt.fuse(step)(w, m, x, y), step(w, m, x, y), 1e-4)
+    text = jax.jit(jt.fuse(step)).lower(w, m, x, y).compile().as_text()
+    assert " transpose(" not in text
+    both = lambda p, z: (jnp.exp(p.T) + 1, p + z)
+    turned = lambda x, y, z: both(x @ y, z)  # another reads the product: the kernel turns it
+    units = jt.fuse(turned).explain(x, w, y).plan.units
+    assert any(s.name == "transpose" for unit in units for s in unit.steps)
+    close(jt.fuse(turned)(x, w, y), turned(x, w, y), 1e-3)
+
+
 def test_long_chains_are_laid_out_a_few_times(monkeypatch):
     """Not anew for each of the 156 equations."""
     layouts, layout_of = [], laying.layout_of

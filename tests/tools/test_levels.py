@@ -101,8 +101,12 @@ def test_the_kernels_of_a_function_are_found_once_each(module):
     types = levels.parse_types("f32[100]")
     found = levels.lower(levels.find(f"{module}:twice"), types, "cpu", {})
     assert [low.program.kernel.grid for low in found] == [(4,), (2,)]
-    with pytest.raises(KernelValueError, match=r"'plain' calls no kernel .*: XLA compiles all that it does$"):
+    with pytest.raises(
+        KernelValueError, match=r"'plain' calls no kernel .*: XLA compiles all that it does; `jt\.fuse` makes"
+    ):
         levels.lower(levels.find(f"{module}:plain"), types, "cpu", {})
+    with pytest.raises(KernelValueError, match=r"XLA compiles all that it does$"):
+        levels.lower(jt.fuse(levels.find(f"{module}:plain")), types, "cpu", {})
     with pytest.raises(KernelValueError, match="one of them has no elements"):
         levels.lower(levels.find("jtile.ops:softmax"), levels.parse_types("f32[0,3]"), "cpu", {})
 
