@@ -191,9 +191,15 @@ def _rows(tiny: bool) -> Iterator[Case]:
                          jax.random.randint(jax.random.key(seed), (rows,), 0, n))  # fmt: skip
     yield Case(
         "cross_entropy_user_gradient", config, "bfloat16", make=make, ours=pulled(cross_entropy, 1),
-        peers={"xla": pulled(plain_cross_entropy, 1)}, bytes=4 * rows * n,
+        peers={"xla": pulled(plain_cross_entropy, 1), "torch.compile": Torch(_torch_cross_entropy, compiled=True)},
+        bytes=4 * rows * n,
         reference=lambda ct, x, labels: pulled(plain_cross_entropy, 1)(ct, x.astype(f32), labels),
     )  # fmt: skip
+
+
+def _torch_cross_entropy(torch, ct, x, labels):
+    losses = lambda x: torch.nn.functional.cross_entropy(x.float(), labels.long(), reduction="none")
+    return torch.func.vjp(losses, x)[1](ct)
 
 
 _TORCH: dict[str, Callable] = {
