@@ -181,11 +181,13 @@ def reads_parts(
 
 
 def product_worth(
-    m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step], *, gates: int, transposed: bool
+    m: int, n: int, k: int, dtype: np.dtype, steps: Sequence[Step], *, gates: int, transposed: bool, beside: int = 0
 ) -> bool:
     """Whether `gates` products of m rows and n columns of k terms are worth a kernel with the elementwise `steps`
     behind them. Elsewhere XLA's products are as quick, and what is behind them takes little time. transposed: the right
-    operand lies in memory as [n, k]."""
+    operand lies in memory as [n, k]. beside: how many arrays of the result's size the steps read, which a GPU's kernel
+    waits for between one tile and the next (an H200 takes 172 us for 8192 rows and a residual, 126 without, XLA 154).
+    """
     work = sum(step.name in ELEMENTWISE - CHOICES for step in steps)
     if PRODUCTS_ANYWHERE:
         return work > 0
@@ -197,6 +199,8 @@ def product_worth(
     if "warps" not in target.features:
         return _product_worth_on_cpus(m, n, k, dtype, work, gates, transposed)
     if not PRODUCTS_ON_GPUS or "warpgroup products" not in target.features:
+        return False
+    if beside and gates == 1:
         return False
     copied = all(side * dtype.itemsize % ROW_BYTES == 0 for side in (n, k))
     return copied and dtype.itemsize == 2 and work > 1 and min(m, n, k) >= LEAST_SIDE and m * n >= LEAST_RESULT

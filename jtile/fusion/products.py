@@ -22,7 +22,7 @@ from .costs import norm_worth, product_worth, prologue_worth
 from .frames import ROUNDED, WideFrame, wide
 from .layout import Axes, Layout, relate
 from .operands import LEFT, RIGHT, Source, Tiles, source_of, source_of_rows
-from .steps import ELEMENTWISE, MOVES, Node, Step, Value
+from .steps import ELEMENTWISE, MOVES, Node, Step, Value, size_of
 from .tilings import Tiling
 from .units import COLUMNS, ROWS, Group, Product
 
@@ -71,7 +71,8 @@ def product_of(
         read = max((source.read for source in rights if source.layout is not None), default=None)
         worth = prologue_worth if norm is None else norm_worth
         return found if worth(m, n, k, first.ins[0].dtype, read) else None
-    how = {"gates": len(products), "transposed": any(source.transposed for source in rights)}
+    transposed, beside = any(source.transposed for source in rights), sum(size_of(v) == m * n for v in extras)
+    how = {"gates": len(products), "transposed": transposed, "beside": beside}
     return found if product_worth(m, n, k, first.ins[0].dtype, found.steps, **how) else None
 
 

@@ -238,6 +238,9 @@ def test_where_they_are_worth_it(monkeypatch):
         sizes = [(4096, 4096, 4096), (4096, 4096, 128), (1024, 1024, 1024), (4096, 4100, 4096)]
         assert [found(*size, "bfloat16") for size in sizes] == [1, 0, 0, 0]
         assert not found(4096, 4096, 4096, "float32")
+        rest = of("bfloat16", 4096, 4096)
+        residual = lambda x, w, b, r: r + linear(x, w, b)
+        assert not products(jt.fuse(residual).planned((*call(4096, 4096, 4096, "bfloat16"), rest), {})[0])
     with jt.config(arch="sm_80"):
         assert not found(4096, 4096, 4096, "bfloat16")
     on_cpu = "warps" not in jt.target().features
