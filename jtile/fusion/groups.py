@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from .multiplied import take_products
 from .row_scatters import take_rows
 from .scatters import scatter_of
 from .steps import ELEMENTWISE, MOVES, Node, Program, Step, Value, program_of, size_of
+from .turned import with_turned_products
 from .units import Group, Plan, Unit
 from .vector_products import with_sums
 from .windows import has_windows, traffic, with_windows
@@ -42,7 +42,7 @@ def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = Non
         return Cutter(program, everything).plan()
     cut = cut_of(program) if cut is None else cut
     nodes = with_sums(with_flat_indices(program.nodes, program.outputs), takes_large_products())
-    program = dataclasses.replace(program, nodes=_with_transposed_products(nodes, program.outputs))
+    program = dataclasses.replace(program, nodes=with_turned_products(nodes, program.outputs))
     nodes = with_windows(program.nodes, program.outputs)
     plain = lambda: Cutter(program, cut=cut).plan()
     if cut.windows is False or not any(has_windows(node.steps) for node in nodes):
@@ -51,20 +51,6 @@ def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = Non
     if cut.windows:
         return other
     return other if _moved(other) <= _moved(plan := plain()) else plan
-
-
-def _with_transposed_products(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
-    """The nodes, of which those are no steps that transpose a product of two matrices which nothing else reads: XLA
-    makes the product in the other order, where a kernel would read it across its rows. JAX's gradient of every `x @ w`
-    for `w` is such a transpose: with Adam behind it, a step of 8 rows and 1024 by 1024 weights took 12 ms, not 4.7."""
-    made = {node.outs[0]: node for node in nodes if node.name == "dot_general"}
-    users = collections.Counter([*outputs, *(x for node in nodes for x in dict.fromkeys(node.ins))])
-
-    def turns(node: Node) -> bool:
-        product = made.get(node.ins[0]) if node.name == "transpose" else None
-        return product is not None and len(node.outs[0].shape) == 2 and users[node.ins[0]] == 1
-
-    return [dataclasses.replace(node, steps=()) if turns(node) else node for node in nodes]
 
 
 def _moved(plan: Plan) -> tuple[int, int]:
@@ -131,6 +117,8 @@ class Cutter:
                 self._take_gathers(first)
             for first in [*self.members]:
                 self._take_makers(first)
+            for first in [*self.members]:
+                self._take_sums(first)
             self._take_scatters()
         groups, taken, alone, left = [], [], [], []
         made_by = {v: node.name for node in self.nodes for v in node.outs}
@@ -297,6 +285,22 @@ class Cutter:
                 first = min(first, maker)
             else:
                 first, _ = self._move_down(first, maker)
+
+    def _take_sums(self, first: int) -> None:
+        """Puts into a group whose programs take columns whole the sums along these that nothing else reads: they came
+        before what repays it to read the columns once, such as the maximum before the exponentials of a softmax."""
+        tried: set[int] = set()
+        while (members := self.members.get(first)) is not None:
+            group = self.group_at(members)
+            assert group is not None
+            columns = bool(group.layout.whole) and len(group.layout.sizes) - 1 not in group.layout.whole
+            makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v, -1)) in self.group_of} - tried
+            if group.windowed or not columns or not makers:
+                return
+            maker = max(makers)
+            tried.add(maker)
+            if self._together(first, maker):
+                first = min(first, maker)
 
     def _together(self, first: int, maker: int) -> bool:
         """Makes one group of a group and of one that it reads, if nothing else reads that."""

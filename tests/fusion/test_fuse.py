@@ -202,6 +202,21 @@ def test_chains_of_many_values_that_are_read_again_take_small_tiles():
         assert 256 <= sides[mandelbrot] <= 512
 
 
+def test_softmaxes_of_columns_are_one_kernel():
+    """The maximum of columns alone is XLA's, and with the exponentials behind it part of their kernel."""
+    for shape, axis in (((128, 64), 0), ((4, 64, 128), 1), ((64, 128), -1)):
+        x = array(*shape)
+        f = lambda x, axis=axis: jax.nn.softmax(3 * x, axis)
+        (group,) = jt.fuse(f).explain(x).plan.units
+        assert {"reduce_max", "reduce_sum"} <= {s.name for s in group.steps} and group.inputs[0].shape == shape
+        close(jt.fuse(f)(x), f(x))
+        (got,) = by_interpreter(group, [x])
+        close(got, f(x))
+    tops = lambda x: (jax.nn.softmax(x, 0), x.max(0))  # also a result: it stays outside
+    x = array(128, 64)
+    close(jt.fuse(tops)(x), tops(x))
+
+
 def test_tiles_of_transposed_arrays_have_two_sides():
     """A tile of one long row would read one element of each cache line of the transposed array."""
 
