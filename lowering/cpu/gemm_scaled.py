@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import scaled_columns as columns
-from . import scaled_tiles, tiles
+from . import scaled_digits, scaled_tiles, tiles
 from .gemm_plan import split_rows
 from .gemm_vector import ATTRIBUTES, call, load_part, offset, store_part, zeros
 from .isa import Isa
@@ -63,13 +63,14 @@ def emit_scaled(module: Module, isa: Isa, spec: ScaledSpec) -> tuple[str, int]:
     Returns:
       Its name, and the bytes of 64-byte aligned scratch that it wants.
     """
-    by_tiles = spec.m > FEW and scaled_tiles.fits(isa)
+    by_bytes = scaled_digits.fits(isa, spec)
+    by_tiles = spec.m > FEW and scaled_tiles.fits(isa) and not by_bytes
     vectors = scaled_tiles.VECTORS if by_tiles else 1
-    sizes = [0 if spec.m <= FEW else spec.k // 2 * LANES * 4 * vectors, _digit_bytes(isa, spec, by_tiles)]
+    sizes = [0 if spec.m <= FEW or by_bytes else spec.k // 2 * LANES * 4 * vectors, _digit_bytes(isa, spec, by_tiles)]
     sizes += [columns.scale_bytes(spec) * vectors] * (1 + spec.packs_lows)
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     if spec.name not in module.functions:
-        (_emit_by_tiles if by_tiles else _emit)(module, isa, spec, starts)
+        (_emit_by_tiles if by_tiles else _emit_by_bytes if by_bytes else _emit)(module, isa, spec, starts)
     return spec.name, starts[-1]
 
 
@@ -77,7 +78,7 @@ def _digit_bytes(isa: Isa, spec: ScaledSpec, by_tiles: bool) -> int:
     """Bytes of both digits of A, for products that take them apart."""
     if by_tiles:
         return scaled_tiles.row_bytes(spec)
-    return 2 * spec.m * spec.k if columns.by_digits(isa, spec) else 0
+    return 2 * spec.m * spec.k if columns.by_digits(isa, spec) or scaled_digits.fits(isa, spec) else 0
 
 
 def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None:
@@ -108,6 +109,28 @@ def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None
     c.finish()
 
 
+def _emit_by_bytes(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None:
+    x = _Operands.params()
+    c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
+    _, digits, scales, *lows = (offset(c, _WORK, start, 1) for start in starts[:-1])
+    whole, rest = divmod(spec.n, LANES)
+    columns.ask_first(c, x.b, spec.n * spec.k // (2 if spec.nibbles else 1))
+    call(c, scaled_digits.splitter(module, spec), x.a, x.a_row, digits)
+    with tiles.kept(c):
+        tiles.resize(c, scaled_digits.sizes(spec))
+        for start, count, width in ((0, whole, LANES), (whole * LANES, int(rest > 0), rest)):
+            if not count:
+                continue
+            with c.loop(0, count) as p:
+                first = c.add(start, c.mul(p, LANES))
+                panels = x._replace(sb=scales, low=lows[0] if lows else scales)
+                _pack_scales(c, isa, spec, x, panels, first, 0, width)
+                name = scaled_digits.kernel(module, isa, spec, width)
+                call(c, name, digits, x.sa, x.sa_row, x.sums, x.sums_row, c.gep("i8", x.b, c.mul(first, x.b_row)),
+                     panels.sb, panels.low, offset(c, x.c, first, 4), x.c_row)  # fmt: skip
+    c.finish()
+
+
 def _emit_by_tiles(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None:
     x = _Operands.params()
     c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
@@ -134,6 +157,16 @@ def _pack_columns(
     c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, panels: _Operands, first: Val, v: int, width: int
 ) -> None:
     """Bring `width` rows of B from `first` on, their scales and lows, to vector v of the panels."""
+    _pack_scales(c, isa, spec, x, panels, first, v, width)
+    panel = c.gep("i8", panels.b, v * spec.blocks * tiles.TILE_BYTES)
+    b = c.gep("i8", x.b, c.mul(first, x.b_row))
+    call(c, scaled_tiles.packer(c.module, spec, width), b, x.b_row, panel)
+
+
+def _pack_scales(
+    c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, panels: _Operands, first: Val, v: int, width: int
+) -> None:
+    """Bring the scales and lows of `width` rows of B to vector v of the panels."""
     at = lambda ptr, row: c.gep("i8", ptr, c.mul(first, row))
     of = lambda panel: c.gep("i8", panel, v * columns.scale_bytes(spec))
     name = columns.scale_packer(c.module, isa, spec, spec.scale, width)
@@ -141,8 +174,6 @@ def _pack_columns(
     if spec.packs_lows:
         name = columns.scale_packer(c.module, isa, spec, spec.low, width)
         call(c, name, at(x.low, x.low_row), x.low_row, of(panels.low))
-    panel = c.gep("i8", panels.b, v * spec.blocks * tiles.TILE_BYTES)
-    call(c, scaled_tiles.packer(c.module, spec, width), at(x.b, x.b_row), x.b_row, panel)
 
 
 def _rows_by_tiles(c: Code, isa: Isa, spec: ScaledSpec, x: _Operands, first: Val, widths: list[int]) -> None:

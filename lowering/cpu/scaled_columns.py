@@ -116,7 +116,7 @@ def sums_by_digits(
 ) -> list[Val]:
     """The sums of a block for each row of A, whose digits `splitter` has made. Of a few rows both digits are summed at
     a time, so that fewer instructions wait for each other; of more, one after the other in the same registers."""
-    found = [c.cast("bitcast", x, WORDS) for x in _quads(c, spec, b, b_row, block, width)]
+    found = [c.cast("bitcast", x, WORDS) for x in quads(c, spec, b, b_row, block, width)]
     zero = zeros(WORDS)
 
     def summed(sums: list[Val], digit: int, part: slice = slice(None)) -> list[Val]:
@@ -169,10 +169,10 @@ def packer(module: Module, spec: ScaledSpec, width: int) -> str:
 def pairs(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
     """The 32 columns of a block of B as pairs of int16; lanes behind `width` repeat the last row."""
     signed = spec.b == "int8" and not spec.nibbles
-    return [x for quad in _quads(c, spec, b, b_row, block, width) for x in _widened(c, quad, signed)]
+    return [x for quad in quads(c, spec, b, b_row, block, width) for x in _widened(c, quad, signed)]
 
 
-def _quads(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
+def quads(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, width: int) -> list[Val]:
     """The 32 columns of a block of B as vectors of four neighbouring bytes a lane."""
     found = [c.cast("bitcast", x, _BYTES) for x in codes_in_words(c, spec, b, b_row, block, width)]
     if not spec.nibbles:

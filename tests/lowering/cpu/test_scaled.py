@@ -152,7 +152,7 @@ def test_panels_have_the_bits_of_rows(kind, m, n, rows, blocks, shared, dtype, l
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize(("kind", "m", "isa"), [
     ("nibbles", 1, "amx"), ("nibbles", 20, "amx"), ("int8", 8, "avx512bf16"), ("int8", 20, "amx"),
-    ("nibbles", 2, "avx512"),
+    ("nibbles", 2, "avx512"), ("nibbles", 8, "amx"), ("int8", 16, "amx"),
 ])  # fmt: skip
 def test_panels_are_read_inside_of_their_arrays(kind, m, isa, at_end):
     """A cache is asked for what lies behind them, which is no access."""
@@ -232,13 +232,39 @@ def test_tiles_have_the_bits_of_vectors(kind, m, n, rows, blocks, shared, lows, 
     assert relative_error(want, expected(a, sa, b, *rest, nibbles=kind == "nibbles", acc=acc)) < 1e-6
 
 
-def test_what_tiles_are_used_for():
-    """Columns that meet more than eight rows; tiles have the sizes behind that they had before."""
-    for kind, m, has in (("nibbles", 9, True), ("nibbles", 8, False), ("int8", 9, True), ("uint8", 8, False)):
-        given = operands(0, kind, m, 40, 2, 1, "float16", True)
-        lowered = scaled.lower(*given, target="cpu:amx", rows=40, nibbles=kind == "nibbles", acc=False)
-        words = "tdpbf16ps", "ldtilecfg", "sttilecfg"
-        assert [word in lowered.texts["asm"] for word in words] == [has] * 3
+@pytest.mark.parametrize(("kind", "m", "blocks", "shared", "lows", "acc"), [
+    ("nibbles", 7, 1, 1, True, False), ("nibbles", 8, 18, 1, True, True), ("nibbles", 16, 6, 3, False, False),
+    ("int8", 5, 2, 1, False, True), ("int8", 8, 18, 1, False, False), ("int8", 16, 4, 2, True, False),
+])  # fmt: skip
+def test_tiles_of_bytes_have_the_bits_of_vectors(kind, m, blocks, shared, lows, acc):
+    """Largest numbers and codes, too; the last of two programs has 16 of 48 rows."""
+    if not host_isa().has("amx-int8"):
+        pytest.skip("this machine has no matrix tiles, or this process may not use them")
+    a, sa, b, sb, sums, low = operands(m, kind, m, 64, blocks, shared, "float16", lows)
+    a[1], a[2], b[0], b[-1] = -32768, 32767, np.iinfo(b.dtype).max, np.iinfo(b.dtype).min
+    turned = a, sa, in_panels(b), in_panels(sb), sums, in_panels(low)
+    meta = dict(rows=48, nibbles=kind == "nibbles", acc=acc, panels=True)
+    run = lambda: jax.jit(lambda *x: scaled(*x, **meta))(*turned)
+    with jt.config(isa="avx512bf16"):
+        want = run()
+    np.testing.assert_array_equal(run(), want)
+    assert relative_error(want, expected(a, sa, b, sb, sums, low, kind == "nibbles", acc)) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "m", "panels", "wanted"), [
+    ("nibbles", 9, False, "tdpbf16ps"), ("nibbles", 8, False, None), ("int8", 9, False, "tdpbf16ps"),
+    ("uint8", 8, False, None), ("nibbles", 6, True, None), ("nibbles", 7, True, "tdpbsud"),
+    ("nibbles", 16, True, "tdpbuud"), ("nibbles", 17, True, "tdpbf16ps"), ("int8", 4, True, None),
+    ("int8", 5, True, "tdpbssd"), ("int8", 8, True, "tdpbusd"),
+])  # fmt: skip
+def test_what_tiles_are_used_for(kind, m, panels, wanted):
+    """Columns that meet many rows, and panels that meet several; tiles have the sizes behind that they had before."""
+    a, sa, b, sb, sums, low = operands(0, kind, m, 48, 2, 1, "float16", True)
+    given = (a, sa, in_panels(b), in_panels(sb), sums, in_panels(low)) if panels else (a, sa, b, sb, sums, low)
+    nibbles = kind == "nibbles"
+    text = scaled.lower(*given, target="cpu:amx", rows=48, nibbles=nibbles, acc=False, panels=panels).texts["asm"]
+    assert [word in text for word in ("ldtilecfg", "sttilecfg")] == [wanted is not None] * 2
+    assert wanted is None or wanted in text
 
 
 def test_scales_that_meet_large_sums():
