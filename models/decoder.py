@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
         `tied`: the embedding serves as the output head; `dtype`: see above, and `dtypes.rounding`."""
         table = (config.vocab_size, config.hidden_size)
         self.config, self.dtype, plain = config, dtype, rounding(config.stored(weight), dtype)
-        weight = packing(plain)
+        weight = packing(plain, dtype)
         # a table that no product reads stays as it is stored: its rows are read sooner so
         self.embedding = nnx.Param((weight if tied else plain)("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])

@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jtile._errors import ModelError
 
-from . import few_tokens
+from . import few_tokens, grouped_choice
 from .config import DecoderConfig, WeightSource, read_decoder
 from .decoder import Block, GatedMLP, as_float32
 from .entries import count, items, number, table
@@ -167,15 +165,10 @@ class Router(nnx.Module):
 
     def __call__(self, x):
         """x float [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
-        c, tokens = self.config, x.shape[0]
-        scores = jax.nn.sigmoid(few_tokens.scores(x, self.weight.get_value()))
-        ranking = (scores + self.bias.get_value()[None, :]).reshape(tokens, c.groups, -1)
-        of_group = jax.lax.top_k(ranking, 2)[0].sum(-1)  # a group is as good as its two best experts
-        best = jax.lax.top_k(of_group, c.chosen_groups)[1]
-        allowed = (best[:, :, None] == jnp.arange(c.groups, dtype=best.dtype)[None, None, :]).any(1)
-        ranking = jnp.where(allowed[:, :, None], ranking, -jnp.inf).reshape(tokens, c.experts)
-        experts = jax.lax.top_k(ranking, c.chosen)[1]
-        weights = jnp.take_along_axis(scores, experts, axis=1)
-        if c.normalised:
-            weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
-        return experts, weights * c.scale
+        c, bias = self.config, self.bias.get_value()
+        options = {"groups": c.groups, "best": c.chosen_groups, "k": c.chosen}
+        options |= {"normalised": c.normalised, "scale": float(c.scale)}
+        parts = few_tokens.score_parts(x, self.weight.get_value())
+        if x.shape[0] and grouped_choice.fits(c.experts, c.groups, c.chosen_groups, c.chosen):
+            return grouped_choice.best_of_groups(parts, bias, **options)
+        return grouped_choice.choose(few_tokens.summed(parts), bias, **options)

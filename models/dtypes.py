@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
@@ -82,15 +83,15 @@ def in_integers(weight: WeightSource) -> WeightSource:
     return read
 
 
-def packing(weight: WeightSource) -> WeightSource:
-    """The quantised tensors of `weight` in the form in which the device at hand multiplies them fastest.
+def packing(weight: WeightSource, dtype: str = "float32") -> WeightSource:
+    """The quantised tensors of `weight` in the form in which the device at hand multiplies them fastest with
+    activations of this dtype.
 
-    They are changed once, as they are read: inside a program this would be a pass over the weights in each run. Weights
-    of experts stay as they are, which is the form that products of groups of rows take.
+    They are changed once, as they are read: inside a program this would be a pass over the weights in each run. Where
+    `ops.grouped_matmul` has no kernel for words, weights of experts stay as they are.
     """
     if "warpgroup products" in jt.target().features:
-        fits = lambda tensor: tensor.shape[1] % 32 == 0
-        packed = QuantizedTensor.packed
+        fits, packed = functools.partial(_fits_words, dtype=dtype), QuantizedTensor.packed
     elif "int16 products" in jt.target().features:
         fits, packed = _fits_panels, QuantizedTensor.in_panels
     else:
@@ -98,14 +99,21 @@ def packing(weight: WeightSource) -> WeightSource:
 
     def read(name: str, shape: tuple[int, ...]):
         tensor = weight(name, shape)
-        multiplied = isinstance(tensor, QuantizedTensor) and ".experts." not in name
-        return packed(tensor) if multiplied and fits(tensor) else tensor
+        return packed(tensor) if isinstance(tensor, QuantizedTensor) and fits(tensor, ".experts." in name) else tensor
 
     return read
 
 
-def _fits_panels(tensor: QuantizedTensor) -> bool:
-    """Whether each product on CPUs takes this weight in panels: rows may be rounded, and where they are to have the
-    same bits in any company, too."""
+def _fits_words(tensor: QuantizedTensor, expert: bool, dtype: str) -> bool:
+    """Whether products on GPUs take this weight, perhaps one of an expert, packed."""
+    if not expert:
+        return tensor.shape[1] % 32 == 0
+    kinds = tensor.kind in ("int8", "fp8", "q8_0", "q4_0", "q4_1")
+    return kinds and dtype != "float32" and tensor.shape[0] % 128 == 0 and tensor.shape[1] % 256 == 0
+
+
+def _fits_panels(tensor: QuantizedTensor, expert: bool) -> bool:
+    """Whether each product on CPUs takes this weight in panels, which none with experts' weights does: rows may be
+    rounded, and where they are to have the same bits in any company, too."""
     in_integers = tensor.activations == rounded_rows.INTEGERS and tensor.shape[0] % 16 == 0
-    return in_integers and (tensor.kind == "q8_0" or tensor.group == rounded_rows.BLOCK)
+    return not expert and in_integers and (tensor.kind == "q8_0" or tensor.group == rounded_rows.BLOCK)

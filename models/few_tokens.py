@@ -92,7 +92,7 @@ score_rows.defvjp(
 )
 
 
-def _score_parts(x, w):
+def score_parts(x, w):
     """The scores [parts, tokens, experts], whose sum over the parts `scores` gives."""
     tokens = x.shape[0]
     few = isinstance(tokens, int) and 0 < tokens <= MOST
@@ -109,10 +109,11 @@ def _score_parts(x, w):
 
 def scores(x, w):
     """The products of x float [tokens, hidden] with the router's rows w: float32 [tokens, experts]."""
-    return _summed(_score_parts(x, w))
+    return summed(score_parts(x, w))
 
 
-def _summed(parts):
+def summed(parts):
+    """The sum of `score_parts`."""
     return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
@@ -168,10 +169,10 @@ def most_probable_of(parts, k: int, normalised: bool):
 def choose(x, w, k: int, normalised: bool):
     """The experts int32 [tokens, k] of the largest `scores` of x float [tokens, hidden] and w [experts, hidden], and
     their weights float32: probabilities, divided by their sum if `normalised`."""
-    parts = _score_parts(x, w)
+    parts = score_parts(x, w)
     if _threads() and x.shape[0] and k <= 16:
         return most_probable_of(parts, k, normalised)
-    weights, experts = ops.top_k(ops.softmax(_summed(parts)), k)
+    weights, experts = ops.top_k(ops.softmax(summed(parts)), k)
     return experts, weights / weights.sum(1, keepdims=True) if normalised else weights
 
 

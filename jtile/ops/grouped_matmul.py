@@ -12,12 +12,11 @@ import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import dispatch, gpu_tiles, grouped_quantized, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, float_dtype, known, machine, sums_in, tuned
-from jtile.ops.activations import swiglu
 from jtile.ops.epilogues import ACTIVATIONS, check_activation
 from jtile.ops.hopper_tiles import Form, Product
 from jtile.ops.operands import Shaped
 from jtile.ops.quantized_tensor import QuantizedTensor
-from jtile.ops.row_groups import most_tiles, padded, place, tiles_of_groups
+from jtile.ops.row_groups import joined, most_tiles, padded, place, tiles_of_groups
 
 
 def _columns(w, tw: bool, activation: str | None):
@@ -185,7 +184,7 @@ def _not_at_once(x, w, sizes, *, activation: str, tw: bool, **_) -> str | None:
 
 
 def _gates_apart(x, w, sizes, *, activation: str, out_dtype: str, tw: bool):
-    return _joined(_rows(x, w, sizes, out_dtype=out_dtype, tw=tw), activation, out_dtype)
+    return joined(_rows(x, w, sizes, out_dtype=out_dtype, tw=tw), activation, out_dtype)
 
 
 # Gated products of rows in the order of their groups.
@@ -194,14 +193,6 @@ _gates = dispatch.Op(
     dispatch.Implementation("one kernel", _gates_at_once, _not_at_once, dispatch.WARPS),
     dispatch.Implementation("products, then gates", _gates_apart),
 )
-
-
-def _joined(y, activation: str, out_dtype: str):
-    """The result from the products with both halves of a matrix."""
-    if activation == "silu":
-        return swiglu(y).astype(out_dtype)
-    gate, up = jnp.split(y.astype(sums_in(y)), 2, axis=1)
-    return (ACTIVATIONS[activation](gate) * up).astype(out_dtype)
 
 
 def _gradients(left, right, sizes, groups: int, out_dtype: str):
@@ -227,7 +218,7 @@ def _gradients(left, right, sizes, groups: int, out_dtype: str):
 def _backward(residuals, dy, *, tw: bool, out_dtype: str, activation: str | None = None, **_):
     x, w, sizes = residuals
     if activation is not None:
-        apart = lambda x, w: _joined(_rows(x, w, sizes, out_dtype=sums_in(x).name, tw=tw), activation, out_dtype)
+        apart = lambda x, w: joined(_rows(x, w, sizes, out_dtype=sums_in(x).name, tw=tw), activation, out_dtype)
         return *jax.vjp(apart, x, w)[1](dy), None
     dy = dy.astype(x.dtype)
     left, right = (dy, x) if tw else (x, dy)
@@ -294,8 +285,8 @@ def grouped_matmul(
     if 0 in (groups, k) or math.prod((x.shape[0], n)) == 0:
         return jnp.zeros((x.shape[0], n if activation is None else n // 2), out_dtype)
     if isinstance(w, QuantizedTensor):
-        y = grouped_quantized.product(x, w, padded(sizes), out_dtype=out_dtype.name)
-        return y if activation is None else _joined(y, activation, out_dtype.name)
+        options = {"activation": activation, "out_dtype": out_dtype.name}
+        return grouped_quantized.product(x, w, padded(sizes), **options)
     if activation is not None:
         return _gates(x, w, padded(sizes), activation=activation, out_dtype=out_dtype.name, tw=transpose_w)
     return _rows(x, w, padded(sizes), out_dtype=out_dtype.name, tw=transpose_w)
@@ -323,4 +314,4 @@ def grouped_matmul_reference(
     spelling = "rk,gnk,rg->rn" if transpose_w else "rk,gkn,rg->rn"
     y = jnp.einsum(spelling, x.astype(wide), w.astype(wide), mine.astype(wide), precision="highest")
     out_dtype = out_dtype or x.dtype
-    return y.astype(out_dtype) if activation is None else _joined(y, activation, out_dtype)
+    return y.astype(out_dtype) if activation is None else joined(y, activation, out_dtype)

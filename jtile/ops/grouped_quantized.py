@@ -14,28 +14,43 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, grouped_lanes, k_products, quantized, quantized_rows
+from jtile.ops import dispatch, grouped_lanes, hopper_groups, k_products, quantized, quantized_rows
 from jtile.ops._shapes import fit, known
-from jtile.ops.dispatch import WARPS, Implementation, Op
+from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
 from jtile.ops.epilogues import gate_derivative
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
-from jtile.ops.row_groups import gated, in_parts, most_tiles, named, of_group, padded, parts, tile_of_rows, within
+from jtile.ops.row_groups import (
+    gated,
+    in_parts,
+    joined,
+    most_tiles,
+    named,
+    of_group,
+    padded,
+    parts,
+    tile_of_rows,
+    within,
+)
 from jtile.ops.super_blocks import LAYOUTS, SuperBlocks
 from jtile.ops.weight_codes import unpack_codes
 
 Stack = Weight | SuperBlocks  # the arrays of a weight with a leading axis of groups: [groups, out, …]
 
 
-def product(x, weight: QuantizedTensor, sizes, *, out_dtype: str) -> jax.Array:
-    """The products of x [rows, in], [rows, out]; weights [groups, out, in], sizes int32 [groups or more]. See
-    `grouped_matmul`."""
+def product(x, weight: QuantizedTensor, sizes, *, activation: str | None, out_dtype: str) -> jax.Array:
+    """The products of x [rows, in], [rows, out]; weights [groups, out, in], sizes int32 [groups or more]; with an
+    activation those of a gated layer, [rows, out / 2]. See `grouped_matmul`."""
     rows, groups = x.shape[0], weight.shape[0]
-    if not few(rows, groups):
-        return _many_rows(x, _arrays(weight), sizes, kind=weight.kind, out_dtype=out_dtype)
-    ends = jnp.cumsum(sizes[:groups], dtype=jnp.int32)
-    index = (ends[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    return _few_rows(x, _arrays(weight), index, kind=weight.kind, activation=None, out_dtype=out_dtype)
+    if few(rows, groups):
+        ends = jnp.cumsum(sizes[:groups], dtype=jnp.int32)
+        index = (ends[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+        y = _few_rows(x, _arrays(weight), index, kind=weight.kind, activation=None, out_dtype=out_dtype)
+        return y if activation is None else joined(y, activation, out_dtype)
+    options = {"kind": weight.kind, "out_dtype": out_dtype}
+    if activation is None:
+        return _many_rows(x, _arrays(weight), sizes, **options)
+    return _many_gated_rows(x, _arrays(weight), sizes, activation=activation, **options)
 
 
 def few(rows, groups: int) -> bool:
@@ -152,6 +167,10 @@ def _tiles_of_codes(x, weight: Stack, sizes, *, kind: str, out_dtype: str):
     return grouped_codes(x.astype(jnp.float32), _plain(weight, kind), sizes, kind=kind, out_dtype=out_dtype, **sides)
 
 
+def _gates_behind(x, weight: Stack, sizes, *, activation: str, out_dtype: str, **options):
+    return joined(_many_rows(x, weight, sizes, out_dtype=out_dtype, **options), activation, out_dtype)
+
+
 _few_rows = Op(
     "few rows with a stack of quantised matrices",
     Implementation("codes in lanes", grouped_lanes.few_rows, None, WARPS),
@@ -159,8 +178,16 @@ _few_rows = Op(
 )
 _many_rows = Op(
     "groups of rows with a stack of quantised matrices",
+    Implementation("warpgroups", hopper_groups.products, hopper_groups.misfit, BLOCK_LEVEL, portable=False),
     Implementation("codes in lanes", grouped_lanes.many_rows, None, WARPS),
     Implementation("tiles of codes", _tiles_of_codes),
+)
+
+
+_many_gated_rows = Op(
+    "gated products of groups of rows with a stack of quantised matrices",
+    Implementation("warpgroups", hopper_groups.products, hopper_groups.misfit, BLOCK_LEVEL, portable=False),
+    Implementation("products, then gates", _gates_behind),
 )
 
 
@@ -247,6 +274,19 @@ def _of_sizes(run, flat):
     return forward, backward
 
 
+def _hopper_forward(x, weight: Weight, sizes, **meta):
+    return hopper_groups.hopper_grouped_product(x, weight, sizes, **meta), (x, weight, sizes)
+
+
+def _hopper_backward(residuals, ct, *, kind, activation, **_):
+    x, weight, sizes = residuals
+    weight, ct = weight if kind == "q4_1" else weight._replace(minimum=None), ct.astype(jnp.float32)
+    if activation is not None:
+        z = _many_rows(x, weight, sizes, kind=kind, out_dtype="float32")
+        ct = jnp.concatenate(gate_derivative(*jnp.split(z, 2, axis=1), ct, activation), axis=1)
+    return _dx(ct, weight, sizes, kind, x.shape[1]).astype(x.dtype), None, None
+
+
 def _as_it_is(x, weight, kind):
     """x, and the arrays with an axis of two, of gate and up, as those of one matrix with the rows of both."""
     lead, rows = weight.scale.shape[0], weight.scale.ndim - 1
@@ -256,6 +296,7 @@ def _as_it_is(x, weight, kind):
 
 routed_rows.defvjp(*_of_index(routed_rows, _as_it_is))
 grouped_codes.defvjp(*_of_sizes(grouped_codes, _as_it_is))
+hopper_groups.hopper_grouped_product.defvjp(_hopper_forward, _hopper_backward)
 for _kernel in (grouped_lanes.routed_lanes, grouped_lanes.k_routed_lanes):
     _kernel.defvjp(*_of_index(_kernel, grouped_lanes.flat))
 for _kernel in (grouped_lanes.grouped_code_lanes, grouped_lanes.k_grouped_lanes):

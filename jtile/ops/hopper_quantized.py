@@ -29,8 +29,8 @@ ROWS = 64  # rows of W of a consumer
 DEPTH = 256  # weights of a row that a round takes
 WORDS = 32  # words in a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
-_UP, _DOWN = 2.0**110, 2.0**23  # together they bring codes times 2^-133 back; a float16 times the first is a bfloat16
-_UP_FLOAT8 = 2.0 ** (120 - 23)  # this and _DOWN bring codes times 2^-120 back
+_UP, DOWN = 2.0**110, 2.0**23  # together they bring codes times 2^-133 back; a float16 times the first is a bfloat16
+_UP_FLOAT8 = 2.0 ** (120 - 23)  # this and DOWN bring codes times 2^-120 back
 
 
 def _codes(words, kind: str, dtype):
@@ -96,12 +96,12 @@ def _scales(tiles, kind: str, dtype) -> list:
     if kind in FOUR_BIT:
         upper = jax.lax.broadcasted_iota(jnp.int32, (*d.shape, 2), 2) == 1
         d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, jnp.float32(1 / 16), jnp.float32(1))
-    return [d.astype(dtype), *((m * (1 / _DOWN)).astype(dtype) for m in shift)]
+    return [d.astype(dtype), *((m * (1 / DOWN)).astype(dtype) for m in shift)]
 
 
 def _cover(array, inner: int) -> tuple[int, int]:
     """How many scales of a row belong to a round, and how many a buffer has: 16 bytes at least, as tensor maps ask."""
-    of_round = array.shape[1] * DEPTH // inner
+    of_round = array.shape[-1] * DEPTH // inner
     return of_round, max(of_round, 16 // array.dtype.itemsize)
 
 
@@ -133,7 +133,7 @@ def _grid(x, weight, *, high, columns, splits, **_):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Memory:
+class Memory:
     """Buffers and barriers of a program.
 
     Attributes:
@@ -159,9 +159,9 @@ class _Memory:
     done: jt.Barrier
 
 
-def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: int, x_slots: int, pieces: int):
+def memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: int, x_slots: int, pieces: int):
     covers = [_cover(a, x.shape[1]) for a in blocks]
-    return _Memory(
+    return Memory(
         words=[[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)],
         of_blocks=[
             [jt.alloc((ROWS, cover), a.dtype, slots=slots) for a, (_, cover) in zip(blocks, covers)]
@@ -178,7 +178,7 @@ def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: 
     )
 
 
-def _round(mem: _Memory, i: int, k, first, kind: str, dtype):
+def _round(mem: Memory, i: int, k, first, kind: str, dtype):
     """Words [64, 8, 4] and scales of round k, in registers; `first`: the program's first round among those of a row."""
     words = [ring.at(k).load().reshape(ROWS, 8, 4) for ring in mem.words[i]]
     tiles = [_of_round(ring.at(k).load(), first + k, n) for ring, n in zip(mem.of_blocks[i], mem.of_round)]
@@ -192,8 +192,23 @@ def _piece(words, scales, p: int, kind: str, dtype):
     return _operand(words[p * units // 8][:, p * units % 8 : p * units % 8 + units], *own[:2], kind, dtype)
 
 
+def bring(mem: Memory, slot, k, codes: jt.Ref, blocks: list[jt.Ref], places: list[tuple]) -> None:
+    """Start to copy round k of the words and scales to the buffers of round `slot` of the rings. places: for each 64
+    rows of W, their tile, behind the indices of axes in front of the rows."""
+    full, wide = mem.full.at(slot), len(mem.words[0])
+    full.expect(sum(t.nbytes for rings in (*mem.words, *mem.of_blocks) for t in rings))
+    view = lambda a, columns: a.tiles(*(None,) * (a.ndim - 2), ROWS, columns)
+    for i, at in enumerate(places):
+        for n, ring in enumerate(mem.words[i]):
+            jt.async_copy(view(codes, WORDS).at[(*at, k * wide + n)], ring.at(slot), full)
+        for a, ring, n in zip(blocks, mem.of_blocks[i], mem.of_round):
+            cover = ring.shape[1]
+            place = k if cover == n else k // (cover // n)
+            jt.async_copy(view(a, cover).at[(*at, place)], ring.at(slot), full)
+
+
 @jt.function
-def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, first):
+def consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, first):
     """The sums [64, columns] of a bᵀ, for 64 rows a of W and the rows b of x, over every `step`-th round; `first`: see
     `_round`. Numbers are made while other roles' products run; making those of the next piece while the role's own
     product runs gained nothing for 16, 64 and 256 rows of x."""
@@ -218,7 +233,7 @@ def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, f
     return acc
 
 
-def _together(mem: _Memory, acc, i: int):
+def _together(mem: Memory, acc, i: int):
     """The sums `acc` plus those of the consumers that had the other rounds."""
     for j, partial in enumerate(mem.partial):
         mem.done[j * len(partial) + i].wait(0)
@@ -226,7 +241,7 @@ def _together(mem: _Memory, acc, i: int):
     return acc
 
 
-def _write(acc, mem: _Memory, y, split, column, row, i: int, rounds: int):
+def _write(acc, mem: Memory, y, split, column, row, i: int, rounds: int):
     """Write sums [64, columns] to y: by a copy out of a buffer of x that everybody has read, if y is as wide as x."""
     columns, pieces = mem.x.shape[0], mem.x.shape[1] // PIECE
     if pieces == 1 and y.dtype == mem.x.dtype and y.shape[2] * y.dtype.itemsize % 16 == 0:
@@ -260,33 +275,25 @@ def hopper_quantized_product(
     dtype, wide, codes, scale = x.dtype.type, 1 if kind in FOUR_BIT else 2, weight.codes, weight.scale
     last = weight.scaled_last(kind)
     blocks = [] if last else [scale, weight.minimum] if kind == "q4_1" else [scale]
-    mem = _memory(x, blocks, wide=wide, high=high, deep=deep, columns=columns, slots=slots, x_slots=x_slots,
+    mem = memory(x, blocks, wide=wide, high=high, deep=deep, columns=columns, slots=slots, x_slots=x_slots,
                   pieces=pieces)  # fmt: skip
     rounds, each = jt.cdiv(codes.shape[1], WORDS * wide) // splits, DEPTH // PIECE // pieces
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
-                acc = _consume(mem, i, j, rounds, deep, kind, split * rounds)
+                acc = consume(mem, i, j, rounds, deep, kind, split * rounds)
                 if j:
                     mem.partial[j - 1][i].store(acc)
                     mem.done[(j - 1) * high + i].arrive()
                 else:
                     acc = _together(mem, acc, i)
-                    acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
+                    acc = acc * jnp.float32(DOWN) if dtype == jnp.bfloat16 else acc
                     acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if last else acc
                     _write(acc, mem, y, split, column, tile * high + i, i, rounds)
     with jt.role("producer", warps=1, registers=24):
         for k in jt.range(rounds):
-            at, full = split * rounds + k, mem.full.at(k)
             mem.empty.at(k).wait(before=True)
-            full.expect(sum(t.nbytes for rings in (*mem.words, *mem.of_blocks) for t in rings))
-            for i in range(high):
-                for n, ring in enumerate(mem.words[i]):
-                    jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full)
-                for a, ring, n in zip(blocks, mem.of_blocks[i], mem.of_round):
-                    cover = ring.shape[1]
-                    place = at if cover == n else at // (cover // n)
-                    jt.async_copy(a.tiles(ROWS, cover).at[tile * high + i, place], ring.at(k), full)
+            bring(mem, k, split * rounds + k, codes, blocks, [(tile * high + i,) for i in range(high)])
     with jt.role("feeder", warps=1, registers=24):  # copies x, whose ring has fewer rounds: words do not wait for it
         for k in jt.range(rounds * each):
             mem.x_empty.at(k).wait(before=True)
@@ -348,7 +355,7 @@ def _copied(array, inner: int) -> bool:
     """Whether tensor maps copy the scales of a round in lines of 16 bytes, two at most, or in one of several rounds."""
     of_round, cover = _cover(array, inner)
     whole = of_round > 0 and cover % of_round == 0 and cover * array.dtype.itemsize <= 32
-    return whole and array.shape[1] * array.dtype.itemsize % 16 == 0
+    return whole and array.shape[-1] * array.dtype.itemsize % 16 == 0
 
 
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.ops._shapes import sums_in
+from jtile.ops.activations import swiglu
 from jtile.ops.epilogues import ACTIVATIONS
 
 Index = jax.Array | int
@@ -52,6 +54,14 @@ def gated(products: Sequence[jax.Array], activation: str | None) -> jax.Array:
     """The result from the products with the `parts` of a matrix."""
     first, *more = products
     return ACTIVATIONS[activation](first) * more[0] if more else first
+
+
+def joined(y, activation: str, out_dtype: str):
+    """The result from the products with both halves of a matrix."""
+    if activation == "silu":
+        return swiglu(y).astype(out_dtype)
+    gate, up = jnp.split(y.astype(sums_in(y)), 2, axis=1)
+    return (ACTIVATIONS[activation](gate) * up).astype(out_dtype)
 
 
 def most_tiles(rows: int, groups: int, bm: int) -> int:
