@@ -48,14 +48,15 @@ def post_to_others(box, place, own, axis: str):
 
 
 @jt.function
-def receive_terms(box, place, own, axis: str):
-    """The tiles that all devices have posted at `place`, in the order of the devices; own: that of this one."""
+def receive_terms(box, place, own, axis: str, mask=None):
+    """The tiles that all devices have posted at `place`, in the order of the devices; own: that of this one; mask: the
+    elements that are received, see `jt.receive`."""
     n, me = jt.axis_size(axis), jt.axis_index(axis)
     if n == 2:
-        other = jt.receive(box, (1 - me, *place))
+        other = jt.receive(box, (1 - me, *place), mask)
         return [jnp.where(me == 0, own, other), jnp.where(me == 0, other, own)]
     # this device has posted nothing to itself: what is received in its place is not used
-    came = [jt.receive(box, (jnp.where(d == me, (me + 1) % n, d), *place)) for d in range(n)]
+    came = [jt.receive(box, (jnp.where(d == me, (me + 1) % n, d), *place), mask) for d in range(n)]
     return [jnp.where(d == me, own, came[d]) for d in range(n)]
 
 

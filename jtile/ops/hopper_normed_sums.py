@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_normed, hopper_wide
+from jtile.ops.collective_parts import others
 from jtile.ops.collective_posts import not_posted, post_to_others, receive_terms
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, has
 from jtile.ops.hopper_columns import piece, pieces
@@ -19,11 +20,14 @@ from jtile.ops.hopper_normed import PIECE
 from jtile.ops.hopper_wide import ROWS, Form, bring_rows, bring_weights, memory, sums_of
 
 _REGISTERS = 216
+_TOGETHER = 4  # rows of a tile that a warp stores at once
+SENT = 1 << 20  # bytes that a device sends beside those to the first of the others, up to which each sums up everything
 
 
-def _boxes(x, w, r, norm, *, axis: str, form: Form, **_):
+def _boxes(x, w, r, norm, *, axis: str, form: Form, turns: int, **_):
+    """For each device the tiles of its terms; in two turns, behind them, those of sums."""
     tiles = jt.cdiv(w.shape[0], form.columns)
-    return [jt.symmetric((jt.axis_size(axis), tiles, form.columns // PIECE, ROWS, PIECE), x.dtype)]
+    return [jt.symmetric((jt.axis_size(axis) + turns - 1, tiles, form.columns // PIECE, ROWS, PIECE), x.dtype)]
 
 
 def _own(sums, shared, turned, tile, form: Form, dtype) -> list:
@@ -38,22 +42,61 @@ def _own(sums, shared, turned, tile, form: Form, dtype) -> list:
     return [turned.at(k).load() for k in range(len(places))]
 
 
-def _finish(sums, r, norm, y, scaled, squares, shared, turned, box, tile, form: Form, axis: str) -> None:
+def _rows_of(device, width: int, axis: str):
+    """Which elements of a tile [64, width] a device sums up, of those that make a sum in two turns."""
+    owner = jt.arange(ROWS) // _TOGETHER % jt.axis_size(axis)
+    return jnp.broadcast_to((owner == device)[:, None], (ROWS, width))
+
+
+def _sums_in_two_turns(own: list, r, y, box, tile, form: Form, axis: str) -> list:
+    """The sums of a tile over devices and r, rounded, piece by piece: each device sums up some of the rows, and posts
+    what comes of them to the others."""
+    n, me = jt.axis_size(axis), jt.axis_index(axis)
+    places = [(tile, k, slice(None), slice(None)) for k in range(len(own))]
+    for place, part in zip(places, own):
+        for d in others(axis):
+            jt.post(box.on(axis, d), (me, *place), part, mask=_rows_of(d, part.shape[1], axis))
+    sums = []
+    for place, (at, width), part in zip(places, pieces(form.columns, PIECE), own):
+        columns = tile * form.columns + at + jt.arange(width)
+        mine = _rows_of(me, width, axis)
+        inside = mine & (jt.arange(ROWS)[:, None] < y.shape[0]) & (columns[None, :] < y.shape[1])
+        place_of_r = jt.ds(0, ROWS), jt.ds(tile * form.columns + at, width)
+        total = jt.load(r, place_of_r, mask=inside, other=0).astype(jnp.float32)
+        for term in receive_terms(box, place, part, axis, mask=mine):
+            total = total + term.astype(jnp.float32)
+        sums.append(total.astype(y.dtype))
+        for d in others(axis):
+            jt.post(box.on(axis, d), (n, *place), sums[-1], mask=mine)
+    whole = []
+    for place, one in zip(places, sums):
+        mine = _rows_of(me, one.shape[1], axis)
+        whole.append(jnp.where(mine, one, jt.receive(box, (n, *place), mask=~mine)))
+    return whole
+
+
+def _finish(sums, r, norm, y, scaled, squares, shared, turned, box, tile, form: Form, axis: str, turns: int) -> None:
     """Post a tile of this device's product, and write the sum of those of all devices and of r, and what the norm needs
     of it."""
     there = jt.arange(ROWS)[:, None] < y.shape[0]
     own = _own(sums, shared, turned, tile, form, box.dtype)
-    for k, part in enumerate(own):
-        post_to_others(box, (tile, k, slice(None), slice(None)), part, axis)
+    if turns == 2:
+        own = _sums_in_two_turns(own, r, y, box, tile, form, axis)
+    else:
+        for k, part in enumerate(own):
+            post_to_others(box, (tile, k, slice(None), slice(None)), part, axis)
     square = jt.zeros((ROWS,), jnp.float32)
     for (at, width), part in zip(pieces(form.columns, PIECE), own):
         first = tile * form.columns + at
         columns = first + jt.arange(width)
         place, inside = (jt.ds(0, ROWS), jt.ds(first, width)), there & (columns[None, :] < y.shape[1])
-        total = jt.load(r, place, mask=inside, other=0).astype(jnp.float32)
         weight = jt.load(norm, (jt.ds(first, width),), mask=columns < y.shape[1], other=0).astype(jnp.float32)
-        for term in receive_terms(box, (tile, at // PIECE, slice(None), slice(None)), part, axis):
-            total = total + term.astype(jnp.float32)
+        if turns == 2:
+            total = part.astype(jnp.float32)
+        else:
+            total = jt.load(r, place, mask=inside, other=0).astype(jnp.float32)
+            for term in receive_terms(box, (tile, at // PIECE, slice(None), slice(None)), part, axis):
+                total = total + term.astype(jnp.float32)
         kept = jnp.where(inside, total, 0.0)  # a tile over the edge has rows of W twice
         square = square + (kept * kept).sum(1)
         jt.store(y, place, total.astype(y.dtype), mask=inside)
@@ -66,15 +109,17 @@ def _finish(sums, r, norm, y, scaled, squares, shared, turned, box, tile, form: 
     grid=lambda x, w, *_, form, **__: _programs(w, form),
     scratch=_boxes,
 )
-def sum_into_norm(x, w, r, norm, y, scaled, squares, shared, box, *, axis: str, form: Form, early: bool = False):
-    """`hopper_normed.into_norm` where y is r + the sum over devices of x Wᵀ; a tile has a multiple of `PIECE`
-    columns."""
+def sum_into_norm(
+    x, w, r, norm, y, scaled, squares, shared, box, *, axis: str, form: Form, turns: int = 1, early: bool = False
+):
+    """`hopper_normed.into_norm` where y is r + the sum over devices of x Wᵀ; a tile has a multiple of `PIECE` columns.
+    turns: every device sums up everything, or (2) some of the rows, and then posts the rounded sums of these."""
     # Y = R + sum over d of sum_s X_s W_sᵀ of device d
     tile, part = jax.lax.div(jt.program_id(0), form.parts), jax.lax.rem(jt.program_id(0), form.parts)
     mem = memory(x, (w,), form)
     first, count = hopper_wide.rounds_of(part, x.shape[1], form)
     turned = jt.alloc((ROWS, PIECE), x.dtype, slots=form.columns // PIECE) if form.parts == 1 else None
-    given = r, norm, y, scaled, squares, shared, turned, box, tile, form, axis
+    given = r, norm, y, scaled, squares, shared, turned, box, tile, form, axis, turns
     with jt.role("consumer", warps=4, registers=_REGISTERS):
         (sums,) = sums_of(mem, count, form)
         done = jt.counters("tiles", squares.shape[0])
@@ -113,7 +158,8 @@ def _programs(w, form: Form) -> int:
 
 
 def _into(x, w, r, norm, *, axis: str, form: Form):
-    return sum_into_norm(x, w, r, norm, axis=axis, form=form, early=gpu_tiles.overlaps())[:3]
+    turns = 1 + ((jt.axis_size(axis) - 2) * ROWS * w.shape[0] * x.dtype.itemsize > SENT)
+    return sum_into_norm(x, w, r, norm, axis=axis, form=form, turns=turns, early=gpu_tiles.overlaps())[:3]
 
 
 def _not_into(x, w, r, norm, *, axis: str, form: Form) -> str | None:

@@ -307,9 +307,11 @@ def test_tiles_that_travel(talk, k):
     assert relative_error(first, np.einsum("edmk,ekc->dmc", parts, weights).reshape(-1, columns)) < 6e-3
 
 
-def test_products_around_a_norm(talk):
-    """The product in front of a norm sums over devices; many calls with the same bits."""
-    n, k, columns = talk.n, 2048, 4096
+@pytest.mark.parametrize("columns", [4096, 8192])
+def test_products_around_a_norm(talk, columns):
+    """The product in front of a norm sums over devices, 8192 columns over four of them in two turns; many calls with
+    the same bits."""
+    n, k = talk.n, 2048
     x, w, gate, up = (
         normal(i, n * rows, of) for i, rows, of in ((1, 64, k), (2, columns, k), (3, k, columns), (4, k, columns))
     )

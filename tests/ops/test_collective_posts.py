@@ -52,16 +52,18 @@ def _products(x, w) -> np.ndarray:
     return np.einsum("dmk,dnk->mn", x.astype(np.float32), w.astype(np.float32))
 
 
-@pytest.mark.parametrize(("n", "parts"), [(2, 2), (3, 1)])
-def test_products_before_a_norm(n, parts):
+@pytest.mark.parametrize(("n", "parts", "turns"), [(2, 2, 1), (3, 1, 1), (3, 2, 2), (4, 1, 2)])
+def test_products_before_a_norm(n, parts, turns):
+    """In two turns every device sums up some of the rows, and the others take the rounded sums."""
     x, w = whole(n, 5, 256, dtype=jnp.bfloat16), whole(n, 128, 256, dtype=jnp.bfloat16)
     r, norm = np.broadcast_to(whole(5, 128, dtype=jnp.bfloat16), (n, 5, 128)), np.full((n, 128), 2, np.float32)
     form = Form(64, parts, 2, 64)
     y, scaled, squares, _ = hopper_normed_sums.sum_into_norm.interpret(
-        x, w, r, norm, axis="x", mesh={"x": n}, form=form, seed=n
+        x, w, r, norm, axis="x", mesh={"x": n}, form=form, turns=turns, seed=n
     )
     want = r[0].astype(np.float32) + _products(x, w)
     np.testing.assert_array_equal(y, np.broadcast_to(want, y.shape).astype(jnp.bfloat16))
+    want = np.asarray(want.astype(jnp.bfloat16), np.float32) if turns == 2 else want
     np.testing.assert_array_equal(scaled, np.broadcast_to(2 * want, y.shape).astype(jnp.bfloat16))
     np.testing.assert_allclose(squares.sum(1)[:, :5], np.broadcast_to((want * want).sum(1), (n, 5)), rtol=1e-5)
 
