@@ -115,13 +115,14 @@ class Attention(nnx.Module):
         qkv, cos = self._tempered(qkv, cos)
         slots = slots if c.chunk is None else slots.of_chunks(c.chunk)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
-        if gates is None and self.output_bias is None and self.over.tensor is None:
-            residual = x if self.parts else None
+        if gates is None and self.output_bias is None:
+            residual = x if self.parts and self.over.tensor is None else None
             together = slots.attend_and_multiply(
                 qkv, cos, sin, c.heads, c.kv_heads, self.output.get_value(), self._norms(), residual=residual, **options
             )
             if together is not None:
-                return together if residual is None else (Added(together[0]), together[1])
+                y, slots = together
+                return self.over.term(y) if residual is None else Added(y), slots
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
         return self._leave(mixed.reshape(qkv.shape[0], -1), gates), slots
 

@@ -23,6 +23,7 @@ TOGETHER = 4  # tokens for which such a program has all of the terms: one takes 
 ROWS = 4  # rows of a matrix in a program
 WIDEST = 4096  # columns of a matrix that a program holds at once
 _EXPERTS, _TERMS = 16, 128  # experts and terms of a program of scores
+_ROUNDS = 2  # rounds of terms of such a program at most, each of which takes a microsecond
 _LANES = 256  # experts whose scores one warp holds
 
 
@@ -103,7 +104,7 @@ def score_parts(x, w):
     bt = min(max(jt.next_power_of_2(tokens), 16), 64)
     steps, blocks = jt.cdiv(x.shape[1], _TERMS), jt.cdiv(tokens, bt) * jt.cdiv(w.shape[0], _EXPERTS)
     most = max(128 // blocks, 1)
-    parts = min(jt.next_power_of_2(steps), 1 << most.bit_length() - 1)
+    parts = max(min(jt.next_power_of_2(steps), 1 << most.bit_length() - 1), jt.next_power_of_2(jt.cdiv(steps, _ROUNDS)))
     return router_scores(x, w, bt=bt, bn=_EXPERTS, bk=_TERMS, parts=parts)
 
 

@@ -191,14 +191,20 @@ def hopper_grouped_product(
         _feed(mem, x, found(), rounds * each, PIECE * pieces)
 
 
-def choice(m: int, groups: int, out: int, inner: int, kind: str) -> dict[str, Any]:
-    """Meta-parameters: tiles have about twice as many rows as a group has on average."""
-    columns = min(max(jt.next_power_of_2(2 * jt.cdiv(m, groups)), FEWEST), MOST)
+def choice(m: int, groups: int, out: int, inner: int, kind: str, gated: bool) -> dict[str, Any]:
+    """Meta-parameters: tiles have about twice as many rows as a group has on average; those of a gated layer, whose
+    roles hand their sums over in shared memory, have fewer."""
+    most = MOST // 2 if gated else MOST
+    columns = min(max(jt.next_power_of_2(2 * jt.cdiv(m, groups)), FEWEST), most)
     like = kind if kind != "fp8" else "int8"
     found = hopper_quantized.choice(columns, gpu_tiles.processors() * 2 * ROWS, inner, like)  # as of large matrices
     del found["splits"]
     if jt.cdiv(inner, DEPTH) % found["deep"]:
         found["deep"] = 1
+    if columns >= 32:  # room for sums that roles hand over
+        found["slots"] = min(found["slots"], 4)
+    if columns >= 64:
+        found["x_slots"] = 4 if columns == 64 else min(found["x_slots"], 6)
     programs = min(gpu_tiles.processors(), most_tiles(m, groups, columns) * (out // (2 * ROWS)))
     return found | {"registers": min(found["registers"], 256 - _HELPERS), "programs": programs}
 
@@ -218,7 +224,7 @@ def misfit(x, weight: Weight | SuperBlocks, sizes, *, kind: str, activation: str
 def products(x, weight: Weight, sizes, *, kind: str, out_dtype: str, activation: str | None = None):
     """The products [m, out] of x [m, in] in the order of groups; with an activation [m, out / 2]."""
     groups, out = weight.scale.shape[:2]
-    meta = choice(known(x.shape[0]), groups, out, x.shape[1], kind)
+    meta = choice(known(x.shape[0]), groups, out, x.shape[1], kind, activation is not None)
     if weight.minimum is None:  # all kinds have one signature
         weight = weight._replace(minimum=weight.scale)
     return hopper_grouped_product(x, weight, sizes, kind=kind, activation=activation, out_dtype=out_dtype, **meta)

@@ -42,7 +42,7 @@ def test_products(case):
     kind, sizes, m, out, inner, activation, options = CASES[case]
     w, x = stack(kind, len(sizes), out, inner), normal(2, m, inner, dtype="bfloat16")
     p, of = w.packed(), np.asarray(sizes, np.int32)
-    meta = hopper_groups.choice(m, len(sizes), out, inner, kind) | options
+    meta = hopper_groups.choice(m, len(sizes), out, inner, kind, activation is not None) | options
     operand = Weight(p.codes, p.scale, p.scale if p.minimum is None else p.minimum)
     options = {"kind": kind, "activation": activation, "out_dtype": "float32", "seed": len(case)}
     y = hopper_groups.hopper_grouped_product.interpret(x, operand, padded(of), **options, **meta)
