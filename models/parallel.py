@@ -176,7 +176,7 @@ class Axes:
         return found if shares and logits.size * logits.dtype.itemsize > WHOLE else found.whole()
 
     def all(self, yes):
-        """Whether a bool scalar is true of all rows, those of other devices too."""
+        """Whether bools are true of all rows, those of other devices too."""
         return yes if self.expert is None else jax.lax.pmin(yes.astype(jnp.int32), self.expert) > 0
 
     def gathers(self, x) -> bool:

@@ -139,25 +139,29 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
         return (i < count) & ~model.over.all(jnp.all(carry[1]))
 
     def step(i, carry):
-        tokens, done, out, memory, filled = carry
-        filled = filled + unfinished(i, carry).astype(jnp.int32)
+        tokens, done, out, memory, ended = carry
+        ended = jax.lax.dynamic_update_slice(ended, jnp.all(done).astype(jnp.int32)[None], (i,))
         with overlapping(len(tokens), _most_that_overlap(len(tokens), weights, _devices(model.over))):
             logits, cache = model.step(tokens, memory.cache, shares=not logprobs)
         tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
         new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
         out = [jax.lax.dynamic_update_slice(x, y[:, None], (jnp.int32(0), i)) for x, y in zip(out, new, strict=True)]
         memory = Memory(cache, sampling.noted(memory.penalties, tokens))
-        return tokens, done | is_end(tokens, ends), out, memory, filled
+        return tokens, done | is_end(tokens, ends), out, memory, ended
 
     dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
-    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk + 1), dtype) for dtype in dtypes], memory, jnp.int32(0)
+    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk + 1), dtype) for dtype in dtypes], memory
+    carry = *carry, jnp.ones((chunk + 1,), jnp.int32)  # whether all rows of this device had ended in front of a step
     if on_host():
         more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
         _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
     else:  # a GPU would wait until the host has read a condition: some tokens too many, which nobody reads, cost less
         carry = jax.lax.fori_loop(0, chunk, step, carry)
-    tokens, done, out, memory, filled = carry
+    tokens, done, out, memory, ended = carry
     out = [x[:, :chunk] for x in out]
+    # devices ask each other once, not in each step
+    filled = (jnp.arange(chunk) < count) & ~model.over.all(ended[:chunk] > 0)
+    filled = filled.sum(dtype=jnp.int32)
     return out[0], out[1] if logprobs else None, filled, done.astype(jnp.int8), tokens, done, memory
 
 
