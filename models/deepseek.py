@@ -170,5 +170,5 @@ class Router(nnx.Module):
         options |= {"normalised": c.normalised, "scale": float(c.scale)}
         parts = few_tokens.score_parts(x, self.weight.get_value())
         if x.shape[0] and grouped_choice.fits(c.experts, c.groups, c.chosen_groups, c.chosen):
-            return grouped_choice.best_of_groups(parts, bias, **options)
+            return grouped_choice.best(parts, bias, **options)
         return grouped_choice.choose(few_tokens.summed(parts), bias, **options)
