@@ -39,6 +39,23 @@ def test_options(options):
     agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=2e-6, **options)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_finer_blocks_at_the_end(splits):
+    """Keys in blocks of 64, and of 16 where a query does not see all of a block: lengths around the ends of both."""
+    lengths = np.array([1, 15, 16, 17, 63, 64, 65, 81, 127, 128, 129, 0, 256, 250], np.int32)
+    q, k, v = operands(len(lengths), 256, 4, 2, 8, 3)
+    scale = 8**-0.5
+    assert split_attention._finer(64) == 32 and split_attention._finer(117) is None
+    run = lambda *x: split_attention.decode_splits(
+        *x, None, (), splits=splits, bk=64, fine=16, scale=scale, softcap=None, window=None
+    )
+    whole = lambda *x: run(*x) if splits == 1 else split_attention.combined(*run(*x), dtype="float32")
+    want = decode_attention_reference(q, k, v, lengths)
+    np.testing.assert_allclose(whole(q, k, v, lengths), want, atol=2e-6)
+    with jt.config(interpret=True):
+        np.testing.assert_allclose(whole(q, k, v, lengths), want, atol=2e-6)
+
+
 def test_sinks():
     (q, k, v), sinks = operands(2, 60, 4, 2, 8, 3), np.asarray(normal(5, 4))
     lengths = np.array([60, 2], np.int32)  # the first of three tokens sees no key
