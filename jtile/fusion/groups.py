@@ -22,6 +22,7 @@ from .laying import laid_out, settled_of
 from .layout import Layout
 from .loops import loop_of
 from .multiplied import take_products
+from .one_hot import with_one_hot_rows
 from .row_scatters import take_rows
 from .scatters import scatter_of
 from .steps import ELEMENTWISE, MOVES, Node, Program, Step, Value, program_of, size_of
@@ -41,7 +42,8 @@ def plan_of(program: Program, *, everything: bool = False, cut: Cut | None = Non
     if everything:
         return Cutter(program, everything).plan()
     cut = cut_of(program) if cut is None else cut
-    nodes = with_sums(with_flat_indices(program.nodes, program.outputs), takes_large_products())
+    nodes = with_one_hot_rows(with_flat_indices(program.nodes, program.outputs))
+    nodes = with_sums(nodes, takes_large_products())
     program = dataclasses.replace(program, nodes=with_turned_products(nodes, program.outputs))
     nodes = with_windows(program.nodes, program.outputs)
     plain = lambda: Cutter(program, cut=cut).plan()
@@ -287,15 +289,15 @@ class Cutter:
                 first, _ = self._move_down(first, maker)
 
     def _take_sums(self, first: int) -> None:
-        """Puts into a group whose programs take columns whole the sums along these that nothing else reads: they came
-        before what repays it to read the columns once, such as the maximum before the exponentials of a softmax."""
+        """Puts into a group whose programs take an axis whole those groups that nothing else reads. They came before what
+        shows that it can be done, or repays it: the maximum of columns before the exponentials of a softmax, a softmax
+        and the ones of labels before their difference, the gradient of a cross entropy."""
         tried: set[int] = set()
         while (members := self.members.get(first)) is not None:
             group = self.group_at(members)
             assert group is not None
-            columns = bool(group.layout.whole) and len(group.layout.sizes) - 1 not in group.layout.whole
             makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v, -1)) in self.group_of} - tried
-            if group.windowed or not columns or not makers:
+            if group.windowed or not group.layout.whole or not makers:
                 return
             maker = max(makers)
             tried.add(maker)

@@ -267,7 +267,8 @@ def nodes_of(fun: Callable[..., Any], step: Step, args: Sequence[Operand]) -> li
     (result,) = (_operand(names, v) for v in closed.jaxpr.outvars)
     *others, last = opener.needed([result])
     assert last.outs == (result,)
-    return [*others, dataclasses.replace(last, eqn=dataclasses.replace(last.eqn, outs=step.outs))]
+    eqn = dataclasses.replace(last.eqn, outs=step.outs)
+    return [*others, dataclasses.replace(last, eqn=eqn, steps=tuple(eqn if s is last.eqn else s for s in last.steps))]
 
 
 def is_fusable(step: Step) -> bool:
