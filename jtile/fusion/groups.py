@@ -289,9 +289,9 @@ class Cutter:
                 first, _ = self._move_down(first, maker)
 
     def _take_sums(self, first: int) -> None:
-        """Puts into a group whose programs take an axis whole those groups that nothing else reads. They came before what
-        shows that it can be done, or repays it: the maximum of columns before the exponentials of a softmax, a softmax
-        and the ones of labels before their difference, the gradient of a cross entropy."""
+        """Puts into a group whose programs take an axis whole those groups that nothing else reads. They came before
+        what shows that it can be done, or repays it: the maximum of columns before the exponentials of a softmax, a
+        softmax and the ones of labels before their difference, the gradient of a cross entropy."""
         tried: set[int] = set()
         while (members := self.members.get(first)) is not None:
             group = self.group_at(members)

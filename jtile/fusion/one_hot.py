@@ -15,8 +15,8 @@ from .steps import Constant, Node, Value, is_tile, nodes_of
 
 
 def with_one_hot_rows(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes of a program in which such a scatter is a choice: the gradient of `jnp.take_along_axis(x, i[:, None], 1)`
-    for x, as in a cross entropy."""
+    """The nodes of a program in which such a scatter is a choice: for x the gradient of
+    `jnp.take_along_axis(x, i[:, None], 1)`, as in a cross entropy."""
     made = {node.outs[0]: node for node in nodes if node.name == "broadcast_in_dim"}
     return [new for node in nodes for new in (_chosen(node) if _is_one_hot(node, made) else [node])]
 
