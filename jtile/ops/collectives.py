@@ -26,6 +26,7 @@ from jtile.ops.collective_experts import combine as combine
 from jtile.ops.collective_experts import combine_reference as combine_reference
 from jtile.ops.collective_experts import dispatch as dispatch
 from jtile.ops.collective_experts import dispatch_reference as dispatch_reference
+from jtile.ops.collective_flows import POSTED_ONCE, not_in_flows
 from jtile.ops.collective_norms import all_reduce_rms_norm as all_reduce_rms_norm
 from jtile.ops.collective_norms import all_reduce_rms_norm_reference as all_reduce_rms_norm_reference
 from jtile.ops.collective_parts import ONE_SHOT, summed_cotangent, varying_together
@@ -39,6 +40,7 @@ from jtile.ops.collective_rows import all_gather_rms_norm as all_gather_rms_norm
 from jtile.ops.collective_rows import all_gather_rms_norm_reference as all_gather_rms_norm_reference
 from jtile.ops.collective_rows import chosen_sums as chosen_sums
 from jtile.ops.collective_rows import chosen_sums_reference as chosen_sums_reference
+from jtile.ops.dispatch import BLOCK_LEVEL, has
 from jtile.ops.exchanged_parts import add, add_everywhere, add_once, gather, swap
 from jtile.ops.ring_attention import ring_attention as ring_attention
 from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference
@@ -52,7 +54,8 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
       x: real array of any shape.
       axis: an axis of the mesh.
       two_shot: sum a share on each device and gather the shares, instead of everything everywhere; default: where `x`
-        times the number of devices less two has more than 1 MiB: never on two, which send as much either way.
+        times the number of devices less two has more than 1 MiB, or 384 KiB where tiles are posted (on NVIDIA's GPUs):
+        never on two, which send as much either way.
     Returns:
       An array like `x`; the same on all devices along the axis.
     Raises:
@@ -63,17 +66,18 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
     n = jt.axis_size(axis)
     if n == 1 or x.size == 0:
         return jax.lax.psum(x, axis)
-    return _all_reduce(axis, _in_two(x, n) if two_shot is None else bool(two_shot), x)
+    return _all_reduce(axis, _in_two(x, axis) if two_shot is None else bool(two_shot), x)
 
 
-def _in_two(x: jax.Array, n: int) -> bool:
-    """Whether a sum over n devices is made in two turns."""
-    return (n - 2) * x.size * x.dtype.itemsize > ONE_SHOT
+def _in_two(x: jax.Array, axis: str) -> bool:
+    """Whether a sum over the devices along an axis is made in two turns."""
+    posted = has(jt.target(), *BLOCK_LEVEL) and not_in_flows(x, axis=axis) is None
+    return (jt.axis_size(axis) - 2) * x.size * x.dtype.itemsize > (POSTED_ONCE if posted else ONE_SHOT)
 
 
 def sum_of(x: jax.Array, axis: str) -> jax.Array:
     """`all_reduce` of x, in as many turns as suit it, as a value that varies along the axis; not differentiable."""
-    return _sums(axis, _in_two(x, jt.axis_size(axis)), x)
+    return _sums(axis, _in_two(x, axis), x)
 
 
 def all_reduce_reference(x, axis, *, two_shot=None):

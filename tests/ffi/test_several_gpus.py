@@ -408,3 +408,33 @@ def test_what_is_posted(talk, dtype, overlap):
     wanted = talk(lambda args: run("_reference", args))(args)
     for k, (got, want) in enumerate(zip(first, wanted, strict=True)):
         assert relative_error(got, np.asarray(want, np.float32)) < (2e-6 if dtype == "float32" else 6e-3), k
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_posted_in_turn(talk, overlap):
+    """Large sums and exchanges of odd sizes: XLA's values, and a hundred calls in a row with the same bits."""
+    n = talk.n
+    sums = [("bfloat16", 200_003), ("float32", 1_500_001), ("float16", 3_000_001)]
+    arrays = [jax.random.normal(jax.random.key(k), (n, size)).astype(dtype) for k, (dtype, size) in enumerate(sums)]
+    cut = normal(3, n * n, 700_001)
+
+    def run(suffix, args):
+        of = lambda name: getattr(ops.collectives, name + suffix)
+        return [*(of("all_reduce")(x, "x") for x in args[0]), of("all_to_all")(args[1], "x")]
+
+    def many(args):
+        first = run("", args)
+
+        def turn(_, carry):
+            bad, args = carry
+            bits = lambda y: jax.lax.bitcast_convert_type(y, {2: jnp.int16, 4: jnp.int32}[y.dtype.itemsize])
+            bad += sum((bits(x) != bits(y)).sum() for x, y in zip(run("", args), first, strict=True))
+            return jax.lax.optimization_barrier((bad, args))  # a call behind the other
+
+        return first, jax.lax.fori_loop(0, 100, turn, (jnp.int32(0), args))[0][None]
+
+    with jt.config(overlap=overlap):
+        found, bad = talk(many)((arrays, cut))
+    assert not np.asarray(bad).any()
+    for got, want in zip(found, talk(lambda args: run("_reference", args))((arrays, cut)), strict=True):
+        assert relative_error(got, np.asarray(want, np.float32)) < 6e-3

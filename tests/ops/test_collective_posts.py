@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jtile as jt
+from jtile.ops import collective_flows as flows
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_posts as posts
 from jtile.ops import collective_row_posts as row_posts
@@ -35,6 +36,38 @@ def test_parts(name, n):
     x = made(n)
     got = getattr(posts, name).interpret(x, axis="x", bn=4, mesh={"x": n}, seed=n)
     np.testing.assert_array_equal(got, want(x))
+
+
+@pytest.mark.parametrize(("n", "size"), [(2, 29), (3, 13), (4, 5)])
+def test_sums_in_turn(n, size):
+    """A tile for each role, fewer, and many; the last one is not full."""
+    x, options = whole(n, n, size), dict(axis="x", bn=4, programs=2, mesh={"x": n}, seed=n)
+    want = np.broadcast_to(x.sum(0), x.shape)
+    np.testing.assert_array_equal(flows.sum_all_in_two_flow.interpret(x, **options), want)
+    np.testing.assert_array_equal(flows.sum_all_flow.interpret(x[:, 0], **options), want[:, 0])
+    np.testing.assert_array_equal(flows.exchange_flow.interpret(x, **options), x.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize(("n", "nbytes"), [(2, 2 << 20), (4, 512 << 10), (4, 64 << 20), (8, 64 << 20)])
+def test_tiles_in_turn(n, nbytes):
+    """Whole words for each thread, and at most as many programs as run at once."""
+    parts = 1 if n == 2 else n
+    x = jax.ShapeDtypeStruct((nbytes // 2,) if n == 2 else (n, nbytes // 2 // n), jnp.bfloat16)
+    with jt.config(arch="sm_90"):
+        chosen = flows.meta(x, n)
+    tiles = nbytes // parts // 2 // chosen["bn"]
+    assert chosen["programs"] == min(128, tiles) and n * chosen["bn"] <= 16384 and chosen["bn"] >= 1024
+
+
+@pytest.mark.parametrize(("name", "n"), [("sum_all_flow", 2), ("sum_all_in_two_flow", 4), ("exchange_flow", 4)])
+def test_tiles_in_turn_compile(name, n):
+    pytest.importorskip("triton")
+    x = jax.ShapeDtypeStruct((1 << 22,) if n == 2 else (n, 1 << 20), jnp.bfloat16)
+    kernel = getattr(flows, name)
+    with jt.config(arch="sm_90", overlap=True):
+        ptx = kernel.lower(x, axis="x", mesh={"x": n}, target="cuda:sm_90", **flows.meta(x, n)).texts["ptx"]
+    assert "ld.relaxed.sys.global.v4" in ptx and "st.global.wt.v4" in ptx and "griddepcontrol.wait" in ptx
+    assert "fence" not in ptx.replace("fence.acq_rel.sys; mov.b32 %jf", "")  # but in front of a report of a fault
 
 
 @pytest.mark.parametrize(("n", "width"), [(2, 8), (3, 12)])
