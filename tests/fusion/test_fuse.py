@@ -352,11 +352,13 @@ def test_random_programs(part, request):
 
 @pytest.mark.usefixtures("by_numpy")
 def test_random_programs_on_this_machine():
-    """Thirty more, compiled together."""
+    """Thirty more, compiled together, against NumPy and against XLA's program of them."""
     seeds = range(10_000, 10_030)
     some = [array_program(seed) for seed in seeds]
     args = [arrays for _, arrays in some]
     ours = evaluated(lambda args: [jt.fuse(f)(*xs) for (f, _), xs in zip(some, args)])(args)
-    for seed, (f, arrays), got in zip(seeds, some, ours, strict=True):
+    xla = jax.jit(lambda args: [f(*xs) for (f, _), xs in zip(some, args)])(args)
+    for seed, (f, arrays), got, theirs in zip(seeds, some, ours, xla, strict=True):
         closed = jax.make_jaxpr(f)(*arrays)
         agree(seed, closed, got, walked(closed, arrays))
+        agree(seed, closed, got, theirs)
