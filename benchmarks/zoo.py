@@ -149,6 +149,8 @@ CONVOLUTIONS = {  # name -> shapes of x and of the window, and options; a batch 
     "1x1 of 256 channels": ((28, 28, 256), (1, 1, 256, 512), {}),
     "depthwise 7x7 of 128 channels": ((56, 56, 128), (7, 7, 1, 128), {"groups": 128}),
     "3x3x3 of 32 channels": ((16, 28, 28, 32), (3, 3, 3, 32, 32), {}),
+    "5 of 256 channels": ((2048, 256), (5, 256, 256), {}),
+    "transposed 4x4 of 128 channels": ((28, 28, 128), (4, 4, 64, 128), {"stride": 2, "transposed": True}),
 }
 
 
@@ -162,18 +164,23 @@ def _convolutions() -> Iterator[Case]:
 def convolution_case(name: str, batch: int, dtype: str, seed=0):
     """(our convolution, XLA's, the arguments, the operations that are needed)."""
     shape, window, options = CONVOLUTIONS[name]
+    options = dict(options)
+    transposed, stride, rank = options.pop("transposed", False), options.get("stride", 1), len(shape) - 1
     x, w = normal(2 * seed, batch, *shape, dtype=dtype), normal(2 * seed + 1, *window, dtype=dtype)
-    ours = functools.partial(ops.convolution, **options)
-    stride, groups, rank = options.get("stride", 1), options.get("groups", 1), len(shape) - 1
+    ours = functools.partial(ops.convolution_transpose if transposed else ops.convolution, **options)
     axes = "DHW"[3 - rank :]
+    dimensions = f"N{axes}C", f"{axes}IO", f"N{axes}C"
 
     def xla(x, w):
+        if transposed:
+            given = {"dimension_numbers": dimensions, "transpose_kernel": True}
+            return jax.lax.conv_transpose(x, w, (stride,) * rank, "SAME", **given)
         return jax.lax.conv_general_dilated(
-            x, w, (stride,) * rank, "SAME", feature_group_count=groups,
-            dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
-        )  # fmt: skip
+            x, w, (stride,) * rank, "SAME", feature_group_count=options.get("groups", 1), dimension_numbers=dimensions
+        )
 
-    return ours, xla, (x, w), 2 * batch * math.prod(shape[:-1]) // stride**rank * math.prod(window)
+    points = math.prod(shape[:-1]) // (1 if transposed else stride**rank)
+    return ours, xla, (x, w), 2 * batch * points * math.prod(window)
 
 
 # -- transforms, sparse matrices, pairs, draws -------------------------------------------------------------------------
