@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -367,14 +366,14 @@ class Generation(Iterator):
         chunk = chunk_of(self._lm._nbytes, self._new_tokens - 1)
         prompt, decode, rest = self._start(chunk)
         began, start = time.perf_counter(), None
-        tokens, logprobs, done, memory = out = prompt()
+        out, seen = prompt()
+        tokens, _, done, memory = out
         if on_host():  # elsewhere the prompt hides the time that the host takes to launch the first chunk
             jax.block_until_ready(out)
             start = self._prompt_done(began)
-        made, first = 1, [None if x is None else x[:, None] for x in (tokens, logprobs)]
-        ended = jnp.copy(done)  # `decode` takes the array itself
+        made, (*first, ended) = 1, seen
         pending = [(*first, 1, ended)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
-        for x in (*first, ended):
+        for x in seen:
             if x is not None:
                 x.copy_to_host_async()  # behind the launch of a chunk the copy would come later
         while pending:

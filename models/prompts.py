@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from . import cache as kv
 from . import layers as ops
@@ -25,6 +26,7 @@ from .host import on_host
 APART = True  # whether prompts on GPUs are several programs
 LARGE = 4 << 30  # bytes of a model, at least; of smaller ones, whose layers take the device as long as the host, less
 FIRST, LAST = 4, 8  # layers of the first program; of the last one, at least
+_PINNED = "pinned_host"  # the kind of memory of the host that a GPU writes to
 
 
 def cuts(count: int) -> list[tuple[int, int]]:
@@ -43,11 +45,12 @@ def are_apart(lm: Any) -> bool:
     return there and lm._nbytes >= LARGE and len(cuts(lm.config.num_layers)) > 1
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("held", "layers", "layout", "steps", "logprobs"))
-def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, layers, layout, steps, logprobs):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("held", "layers", "layout", "steps", "logprobs", "host"))
+def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, layers, layout, steps, logprobs, host):
     """Some `layers` of `programs.prefill`, the first and the one behind the last: (what the next program takes, the
-    entries of these layers for the cache), or, of the last ones, what `programs.prefill` gives, with these entries
-    only. weights: those that are needed, which have the numbers `held` among all."""
+    entries of these layers for the cache), or, of the last ones, (what `programs.prefill` gives, with these entries
+    only; its tokens and log-probabilities [batch, 1] or None, and whether rows have ended, for the host). weights:
+    those that are needed, which have the numbers `held` among all. host: the sharding of what is for the host."""
     given = dict(zip(held, weights, strict=True))
     absent = jax.ShapeDtypeStruct((), jnp.float32)
     model = programs.merge(structure, [given.get(i, absent) for i in range(structure[1].num_leaves)])
@@ -60,15 +63,19 @@ def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, laye
     if end < len(model.blocks):
         return carried, cache.entries
     x, delta, _ = carried
-    return programs.first_tokens(model, x + ops.whole(delta), cache, ids, lengths, numbers, ends, steps, logprobs)
+    hidden = x + ops.whole(delta)
+    out = programs.first_tokens(model, hidden, cache, ids, lengths, numbers, ends, steps, logprobs)
+    tokens, rates, done, _ = out
+    return out, jax.device_put((tokens[:, None], None if rates is None else rates[:, None], done), host)
 
 
 def compiled(lm: Any, args: tuple, static: dict) -> tuple[Callable[[], tuple], Any, float]:
     """(a function that runs the prompt, the shapes and dtypes of what it gives, seconds to compile), for the arguments
-    of `programs.prefill` behind the weights."""
+    of `programs.prefill` behind the weights. It gives two things: what `programs.prefill` does, and its first tokens
+    and log-probabilities [batch, 1] or None, and whether rows have ended, for the host."""
     if not are_apart(lm):
         prefill, seconds = lm._compiled(programs.prefill, *args, **static)
-        return functools.partial(prefill, lm._weights, *args), _shapes(prefill.out_info), seconds
+        return functools.partial(_run_whole, prefill, lm._weights, args), _shapes(prefill.out_info), seconds
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
     key = ("prompt", shapes, tuple(static.items()))
     found, given, seconds = lm._executables.get(key) or _parts(lm, args, static)
@@ -80,6 +87,7 @@ def _parts(lm: Any, args: tuple, static: dict) -> tuple[list[tuple], tuple, floa
     """(the programs of a prompt, each with the numbers of its weights; the shapes and dtypes of what they give; seconds
     to compile)."""
     found, carried, entries, seconds = [], None, (), 0.0
+    static = static | {"host": _memory_of_host()}
     for layers in cuts(lm.config.num_layers):
         held = _needed(lm._structure, layers)
         weights = [lm._weights[i] for i in held]
@@ -90,7 +98,15 @@ def _parts(lm: Any, args: tuple, static: dict) -> tuple[list[tuple], tuple, floa
         if layers[1] < lm.config.num_layers:
             carried, of_these = given
             entries += of_these
-    return found, _whole(given, entries), seconds
+    return found, _whole(given[0], entries), seconds
+
+
+def _memory_of_host() -> SingleDeviceSharding:
+    """Where a program writes what the host reads: to memory of the host, if there is such memory. Of what lies on a GPU
+    the host gets a copy 0.35 ms later, since it asks for that when the last kernel has ended."""
+    (device,) = jnp.zeros(()).devices()
+    there = any(memory.kind == _PINNED for memory in device.addressable_memories())
+    return SingleDeviceSharding(device, memory_kind=_PINNED if there else None)
 
 
 def _shapes(infos):
@@ -102,7 +118,13 @@ def _run(found: Sequence[tuple], weights: Sequence[jax.Array], args: tuple):
     for one, held in found:
         entries += given[1]
         given = one([weights[i] for i in held], given[0], *args)
-    return _whole(given, entries)
+    return _whole(given[0], entries), given[1]
+
+
+def _run_whole(prefill: Callable, weights: Sequence[jax.Array], args: tuple):
+    tokens, rates, done, _ = out = prefill(weights, *args)
+    # `decode` takes the array itself.
+    return out, (tokens[:, None], None if rates is None else rates[:, None], jnp.copy(done))
 
 
 def _whole(given, entries):

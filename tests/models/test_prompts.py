@@ -41,6 +41,8 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
     assert np.array_equal(found, tokens)
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(others, rates, strict=True))
     assert jax.tree.structure(parts) == jax.tree.structure(whole)
+    of_host = {x.sharding.memory_kind for x in jax.tree.leaves(parts[1])}
+    assert of_host == {prompts._memory_of_host().memory_kind}
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert np.allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-4, rtol=1e-3)
