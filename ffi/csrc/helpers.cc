@@ -151,7 +151,8 @@ class Crew {
         gate_.enter([&] {
           if (worker < workers_.load()) (*work_)(worker);  // of this round, or of one that has come since
         });
-      auto called = [&] { return round_.load() != round; };
+      // Helpers that these calls do not need go to sleep, however many calls follow each other.
+      auto called = [&] { return round_.load() != round && worker < workers_.load(); };
       if (await(called)) continue;
       asleep.store(1);
       if (!called()) asleep.wait(1);  // a call raises the round before it looks who sleeps
