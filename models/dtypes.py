@@ -105,9 +105,12 @@ def packing(weight: WeightSource, dtype: str = "float32") -> WeightSource:
 
 
 def _fits_words(tensor: QuantizedTensor, expert: bool, dtype: str) -> bool:
-    """Whether products on GPUs take this weight, perhaps one of an expert, packed."""
+    """Whether products on GPUs take this weight, perhaps one of an expert, packed; stacks of all experts stay as they
+    are."""
     if not expert:
         return tensor.shape[1] % 32 == 0
+    if tensor.ndim != 2:
+        return False
     kinds = tensor.kind in ("int8", "fp8", "q8_0", "q4_0", "q4_1")
     return kinds and dtype != "float32" and tensor.shape[0] % 128 == 0 and tensor.shape[1] % 256 == 0
 

@@ -203,8 +203,12 @@ def choice(m: int, groups: int, out: int, inner: int, kind: str, gated: bool) ->
         found["deep"] = 1
     if columns >= 32:  # room for sums that roles hand over
         found["slots"] = min(found["slots"], 4)
-    if columns >= 64:
-        found["x_slots"] = 4 if columns == 64 else min(found["x_slots"], 6)
+    if columns > 64:
+        found["x_slots"] = min(found["x_slots"], 6)
+    elif columns == 64 and found["deep"] == 1:
+        found["x_slots"] = 4
+    elif columns == 64 and kind not in hopper_quantized.FOUR_BIT:  # each of two consumers has slots of x of its own
+        found["slots"] = 2
     programs = min(gpu_tiles.processors(), most_tiles(m, groups, columns) * (out // (2 * ROWS)))
     return found | {"registers": min(found["registers"], 256 - _HELPERS), "programs": programs}
 
@@ -217,8 +221,17 @@ def misfit(x, weight: Weight | SuperBlocks, sizes, *, kind: str, activation: str
     of_one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), weight)
     return hopper_quantized.misfit(x, of_one, kind) or first_unmet(
         (out % rows == 0, f"matrices have {out} rows, no multiple of {rows}"),
+        (activation is None or _room_beside(of_one, kind, x.shape[1]), "scales leave no room for gates"),
         (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
     )
+
+
+def _room_beside(weight: Weight, kind: str, inner: int) -> bool:
+    """Whether there is room for the scales of a round of one matrix beside sums that gates are handed over in: for
+    lines of 16 bytes, or of any length beside codes of 4 bits, which take half as much."""
+    if kind in hopper_quantized.FOUR_BIT or weight.scaled_last(kind):
+        return True
+    return weight.scale.shape[-1] * DEPTH * weight.scale.dtype.itemsize <= 16 * inner
 
 
 def products(x, weight: Weight, sizes, *, kind: str, out_dtype: str, activation: str | None = None):

@@ -2,6 +2,7 @@
 by seeds; that the op calls them; and on a GPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,8 @@ CASES = {  # kind, sizes of groups, rows, out, in, activation, what is chosen ot
     "scales of groups": ("q8_0", (5, 1), 6, 128, 512, "gelu", {}),
     "four bits": ("q4_1", (0, 4, 2, 0, 3), 12, 128, 512, None, {"programs": 4}),
     "no rows": ("q4_0", (0, 0), 9, 128, 512, "silu", {}),
+    "two consumers, each with slots of its own": ("fp8", (40, 3), 50, 128, 512, None, {"programs": 1}),
+    "the same with four bits and gates": ("q4_1", (33, 0), 50, 128, 512, "silu", {"programs": 1}),
     "tiles of many rows": ("fp8", (70, 3), 75, 128, 512, None, {}),
 }
 
@@ -52,6 +55,25 @@ def test_products(case):
     # weights with scales of groups are rounded to bfloat16
     assert relative_error(y, want) < (1e-6 if p.scale.shape[-1] == 1 else 6e-3)
     assert (np.asarray(y)[sum(sizes) :] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_slots_of_consumers(kind, gated):
+    """Consumers that share the rounds of a row each have the same slots in all rounds: a barrier tells one phase from
+    the next only. And buffers fit into shared memory."""
+    wide, columns = 1 if kind in ("q4_0", "q4_1") else 2, set()
+    for m, inner in itertools.product((1, 8, 9, 17, 33, 65, 200), (256, 512, 768, 7168)):
+        with jt.config(arch="sm_90"):
+            f = hopper_groups.choice(m, 1, 4096, inner, kind, gated)
+        columns.add(f["columns"])
+        if f["deep"] > 1:
+            assert f["slots"] % f["deep"] == f["x_slots"] % (4 // f["pieces"] * f["deep"]) == 0
+        words, x = f["high"] * wide * 64 * 128 * f["slots"], f["columns"] * 128 * f["pieces"] * f["x_slots"]
+        scales = f["high"] * 64 * 16 * f["slots"] * {"int8": 0, "q4_1": 2}.get(kind, 1)
+        sums = ((f["deep"] - 1) * f["high"] + gated) * 64 * f["columns"] * 4
+        assert words + x + scales + sums <= 224 << 10
+    assert columns == {8, 16, 32, 64, 128} | ({256} if not gated else set())
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -78,12 +100,16 @@ def test_what_does_not_fit():
     why = lambda x, w: hopper_groups.misfit(x, Weight(w.codes, w.scale, w.minimum), None, kind=w.kind)
     assert why(x, w.packed()) is None and "not packed words" in why(x, w)
     assert "not 16-bit floats" in why(np.asarray(x, np.float32), w.packed())
+    of = stack("q8_0", 3, 128, 256).packed()
+    of = Weight(of.codes, of.scale.astype(np.float32))  # two lines of 16 bytes for a round
+    misfit = functools.partial(hopper_groups.misfit, x, of, None, kind="q8_0")
+    assert misfit() is None and misfit(activation="silu") == "scales leave no room for gates"
     assert "no multiple of 128" in why(x, stack("fp8", 3, 64, 256).packed())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp8", "q4_1", "q8_0"])
-@pytest.mark.parametrize(("m", "groups"), [(256, 64), (300, 8), (2000, 8)])
+@pytest.mark.parametrize(("m", "groups"), [(256, 64), (200, 8), (300, 8), (2000, 8)])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_on_a_gpu(kind, m, groups, activation):
     w, x = stack(kind, groups, 512, 1024), normal(2, m, 1024, dtype="bfloat16")
