@@ -50,7 +50,8 @@ def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, laye
     """Some `layers` of `programs.prefill`, the first and the one behind the last: (what the next program takes, the
     entries of these layers for the cache), or, of the last ones, (what `programs.prefill` gives, with these entries
     only; its tokens and log-probabilities [batch, 1] or None, and whether rows have ended, for the host). weights:
-    those that are needed, which have the numbers `held` among all. host: the sharding of what is for the host."""
+    those that are needed, which have the numbers `held` among all. host: the sharding of what is for the host, or
+    None."""
     given = dict(zip(held, weights, strict=True))
     absent = jax.ShapeDtypeStruct((), jnp.float32)
     model = programs.merge(structure, [given.get(i, absent) for i in range(structure[1].num_leaves)])
@@ -66,7 +67,8 @@ def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, laye
     hidden = x + ops.whole(delta)
     out = programs.first_tokens(model, hidden, cache, ids, lengths, numbers, ends, steps, logprobs)
     tokens, rates, done, _ = out
-    return out, jax.device_put((tokens[:, None], None if rates is None else rates[:, None], done), host)
+    seen = tokens[:, None], None if rates is None else rates[:, None], jnp.copy(done)
+    return out, seen if host is None else jax.device_put(seen, host)
 
 
 def compiled(lm: Any, args: tuple, static: dict) -> tuple[Callable[[], tuple], Any, float]:
@@ -87,7 +89,7 @@ def _parts(lm: Any, args: tuple, static: dict) -> tuple[list[tuple], tuple, floa
     """(the programs of a prompt, each with the numbers of its weights; the shapes and dtypes of what they give; seconds
     to compile)."""
     found, carried, entries, seconds = [], None, (), 0.0
-    static = static | {"host": _memory_of_host()}
+    static = static | {"host": _memory_of_host(lm._weights)}
     for layers in cuts(lm.config.num_layers):
         held = _needed(lm._structure, layers)
         weights = [lm._weights[i] for i in held]
@@ -101,12 +103,14 @@ def _parts(lm: Any, args: tuple, static: dict) -> tuple[list[tuple], tuple, floa
     return found, _whole(given[0], entries), seconds
 
 
-def _memory_of_host() -> SingleDeviceSharding:
-    """Where a program writes what the host reads: to memory of the host, if there is such memory. Of what lies on a GPU
-    the host gets a copy 0.35 ms later, since it asks for that when the last kernel has ended."""
-    (device,) = jnp.zeros(()).devices()
-    there = any(memory.kind == _PINNED for memory in device.addressable_memories())
-    return SingleDeviceSharding(device, memory_kind=_PINNED if there else None)
+def _memory_of_host(weights: Sequence[jax.Array]) -> SingleDeviceSharding | None:
+    """Where a program with these weights writes what the host reads: to memory of the host, if the one device that it
+    runs on has such memory. Of what lies on a GPU the host gets a copy 0.35 ms later, since it asks for that when the
+    last kernel has ended."""
+    found = {d for w in weights if isinstance(w, jax.Array) and w.committed for d in w.devices()}
+    device, *more = found or jnp.zeros(()).devices()
+    there = not more and any(memory.kind == _PINNED for memory in device.addressable_memories())
+    return SingleDeviceSharding(device, memory_kind=_PINNED) if there else None
 
 
 def _shapes(infos):

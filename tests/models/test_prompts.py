@@ -42,7 +42,7 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(others, rates, strict=True))
     assert jax.tree.structure(parts) == jax.tree.structure(whole)
     of_host = {x.sharding.memory_kind for x in jax.tree.leaves(parts[1])}
-    assert of_host == {prompts._memory_of_host().memory_kind}
+    assert of_host == {prompts._memory_of_host(lm._weights).memory_kind}
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert np.allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-4, rtol=1e-3)
@@ -52,6 +52,16 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
     assert np.array_equal(run()[0], others)
     names = [key[0] for key in lm._executables]
     assert names.count("part") == 2 and names.count("prefill") == 1
+
+
+def test_memory_of_the_host_is_that_of_the_weights_device():
+    """Of a device that is not the default one, too; weights of several devices leave what the host reads on these."""
+    lone, *_ = devices = jax.local_devices()[::-1]
+    found = prompts._memory_of_host([np.ones(1), jax.device_put(jnp.ones(8), lone)])
+    assert found.device_set == {lone} and found.memory_kind == "pinned_host"
+    assert prompts._memory_of_host([jnp.ones(8)]).device_set == jnp.zeros(()).devices()
+    if len(devices) > 1:
+        assert prompts._memory_of_host([jax.device_put(jnp.ones(8), d) for d in devices]) is None
 
 
 def test_how_layers_are_shared_out(short, monkeypatch):
