@@ -103,7 +103,10 @@ def _on_cpu(options: argparse.Namespace) -> None:
     for item in harness.run(modules, machine, repeats=options.repeats):
         results.append(item)
         r = item.record
-        print(f"{r.workload} {r.config} {r.dtype}: {report.number(r.ours_us)} us, ratio {r.ratio}", file=sys.stderr)
+        how = f"; {r.timed}" if r.timed else ""
+        print(
+            f"{r.workload} {r.config} {r.dtype}: {report.number(r.ours_us)} us, ratio {r.ratio}{how}", file=sys.stderr
+        )
     folder = Path(__file__).parent / "records" / machine.device
     report.table(results)
     json_file = options.json or (None if options.only else folder / "records.json")

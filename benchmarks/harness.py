@@ -44,9 +44,9 @@ class Case:
 class Record:
     """One line of the results, as `--json` writes it. Times are medians in microseconds; `ratio` is the best peer's
     time over ours; `bound_us` is what the roofline allows, `bound_frac` how much of that we reach; `error` is the
-    relative error against the reference; `timed` says how XLA ran the calls of one program, where that matters.
-    For language models `peer_error` is the error of a peer of the same dtypes, and `kernels` the time of each kernel:
-    by runner and name how often it runs, and its microseconds in all."""
+    relative error against the reference; `timed` says how XLA ran the calls of one program, where that matters, and
+    which peer's program ours is. For language models `peer_error` is the error of a peer of the same dtypes, and
+    `kernels` the time of each kernel: by runner and name how often it runs, and its microseconds in all."""
 
     workload: str
     config: str
@@ -93,7 +93,7 @@ def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
     times = time_alternating(calls, repeats=repeats)
     times |= dict.fromkeys(same, times["ours"])
     how = {"bound_us": roofline.bound_us(case.bytes, case.flops, case.unit), "error": error}
-    timed = f"ours is the program of {same[0]}" if same else None
+    timed = f"ours is the program of {', '.join(same)}" if same else None
     return result(case.workload, case.config, case.dtype, roofline.device, times, timed=timed, **how)
 
 

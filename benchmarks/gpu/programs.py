@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
-_SYMBOL = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
+# What a custom call calls, and what stands in quotes (MLIR writes a quote in them as \22), are no names of functions:
+# machine code has an @ before other bytes, too.
+_SYMBOL = re.compile(r'custom_call @(?:"[^"]*"|[\w.$-]+)|@(?:"[^"]*"|[\w.$-]+)|"[^"]*"')
 _UNTUNED = {"xla_gpu_autotune_level": 0}  # compiler options of references, whose speed does not matter
 
 
@@ -48,10 +50,12 @@ def untuned(function: Callable, *args: Any) -> Any:
 
 def without_names(text: str) -> str:
     """The text of a program in which functions have numbers, by where they first stand, and the arguments and results
-    no other names than their places."""
+    no other names than their places. What custom calls call keeps its name, and text in quotes, such as a kernel's,
+    stays as it is."""
     numbers: dict[str, str] = {}
     text = re.sub(r' \{jax\.result_info = "[^"]*"\}', "", text)
-    return _SYMBOL.sub(lambda name: numbers.setdefault(name[0], f"@{len(numbers)}"), text)
+    number = lambda name: numbers.setdefault(name, f"@{len(numbers)}") if name.startswith("@") else name
+    return _SYMBOL.sub(lambda found: number(found[0]), text)
 
 
 def same_as(programs: Mapping[str, Any], names: Collection[str], name: str = "ours") -> str | None:

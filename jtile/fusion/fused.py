@@ -242,6 +242,8 @@ def _why(plan: Plan, number: int) -> str:
     for first, members, why in plan.left:
         if number in members:
             return f"no kernel of its own: {why}" if first == number else "no kernel of its own, as above"
+    if node.name.startswith("scatter"):
+        return f"no kernel computes what {node.name} adds or writes, or XLA's code for tables of this size is as quick"
     if not node.steps:
         return f"jt.fuse makes no kernels of {node.name}"
     return "its axes are not those of the kernels beside it, or a program has no room for what it sums"

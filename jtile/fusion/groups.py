@@ -291,13 +291,14 @@ class Cutter:
     def _take_sums(self, first: int) -> None:
         """Puts into a group whose programs take an axis whole those groups that nothing else reads. They came before
         what shows that it can be done, or repays it: the maximum of columns before the exponentials of a softmax, a
-        softmax and the ones of labels before their difference, the gradient of a cross entropy."""
+        softmax and the ones of labels before their difference, the gradient of a cross entropy. The softmax of an
+        attention takes none: its kernel reads a mask or a bias that is a sum along an axis of its own."""
         tried: set[int] = set()
         while (members := self.members.get(first)) is not None:
             group = self.group_at(members)
             assert group is not None
             makers = {self.group_of[m] for v in group.inputs if (m := self.maker.get(v, -1)) in self.group_of} - tried
-            if group.windowed or not group.layout.whole or not makers:
+            if group.windowed or not group.layout.whole or not makers or self._chain(group, members) is not None:
                 return
             maker = max(makers)
             tried.add(maker)

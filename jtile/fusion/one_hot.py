@@ -27,9 +27,9 @@ def _is_one_hot(node: Node, made: dict[Any, Node]) -> bool:
         return False
     (table, index, updates), numbers = node.ins, node.eqn.params["dimension_numbers"]
     zeros = made.get(table)
-    if zeros is None or not isinstance(zeros.ins[0], Constant) or np.any(np.asarray(zeros.ins[0].value) != 0):
-        return False
     if not all(isinstance(x, Value) and is_tile(x) and 0 not in x.shape for x in node.ins) or table.dtype == bool:
+        return False
+    if zeros is None or not isinstance(zeros.ins[0], Constant) or not _is_plus_zero(zeros.ins[0].value):
         return False
     along, rows = tuple(numbers.scatter_dims_to_operand_dims), tuple(numbers.operand_batching_dims)
     others = tuple(d for d in range(len(table.shape)) if d not in along)
@@ -38,6 +38,12 @@ def _is_one_hot(node: Node, made: dict[Any, Node]) -> bool:
     behind = (*(table.shape[d] for d in others), 1)  # the indices and updates of the rows, one of each
     in_order = rows == others and tuple(numbers.scatter_indices_batching_dims) == tuple(range(len(others)))
     return in_order and updates.shape == behind and index.shape == (*behind, 1)
+
+
+def _is_plus_zero(x: Any) -> bool:
+    """Whether a number is 0, and not -0, which the places without an element would keep."""
+    number = np.asarray(x)
+    return not np.any(number) and not np.any(np.signbit(number.astype(np.float64)))
 
 
 def _chosen(node: Node) -> list[Node]:

@@ -169,6 +169,10 @@ def test_a_peer_with_our_program_is_the_same_compiled_one():
     untuned = shared.compiled(makes[1], [(jnp.ones(500),)], tuned=False)  # a program of its own, without a search
     assert untuned is not plain and shared.compiled(makes[0], [(jnp.ones(500),)], tuned=False) is untuned
     assert programs.without_names("f @a(%0) @a, @b") == programs.without_names("f @x(%0) @x, @y") != "f @0(%0) @0, @0"
+    calls = {
+        programs.without_names(f'custom_call @{f}(%0) {{image = "{code}"}}') for f in "ab" for code in ("@a", "@b")
+    }
+    assert len(calls) == 4  # other functions, and other machine code
     got, said = run(case(lambda x: x + 1))
     assert got.record.timed == "10 calls in a command buffer; ours is the program of xla"
     assert got.record.ratio == got.min_ratio == 1

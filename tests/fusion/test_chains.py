@@ -112,6 +112,18 @@ def test_scores_are_in_no_memory_and_it_grows_with_the_tokens():
     assert ours[1] <= 4 * ours[0] + 4096
 
 
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.max])
+def test_a_bias_that_is_a_sum_stays_outside(reduce):
+    def biased(q, k, v, parts):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + reduce(parts, 0)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    tokens = Q.shape[1]
+    parts = jnp.asarray(np.random.default_rng(0).standard_normal((4, tokens, tokens)), jnp.float32)
+    assert len(chains(biased, Q, K, V, parts)) == 1
+    np.testing.assert_allclose(jt.fuse(biased)(Q, K, V, parts), jax.jit(biased)(Q, K, V, parts), 1e-4, 1e-5)
+
+
 def test_what_is_no_attention():
     """Weights that are given, too; scores that are; another sum; a mask that depends on an element of the head."""
 

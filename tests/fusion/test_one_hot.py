@@ -94,3 +94,12 @@ def test_what_stays_a_scatter():
     onto = lambda x, u: jnp.ones((20, 30)).at[jnp.arange(20), i[:, 0]].add(u)  # not onto zeros
     assert "scatter-add" in names(onto, x, array(20))
     same(onto, x, array(20))
+    minus = lambda x, u: jnp.copysign(1.0, scattered_onto(jnp.full((20, 30), -0.0), u) * jnp.exp(x))  # nor onto -0
+    assert "scatter-add" in names(minus, x, array(20))
+    same(minus, x, array(20))
+
+
+def scattered_onto(table, updates):
+    numbers = jax.lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+    columns = jnp.arange(len(updates)).reshape(-1, 1, 1)
+    return jax.lax.scatter_add(table, columns, updates[:, None], numbers)
