@@ -29,6 +29,7 @@ from jtile.ops.hopper_held import WARPS
 from jtile.ops.hopper_step import QUERIES, UNIT, _zero_behind
 from jtile.ops.operands import Weight
 from jtile.ops.streamed_numbers import bits_of
+from jtile.ops.streamed_operands import shares_of_parts
 
 MOST = 6  # units of a part: 96 KB of keys and values of 64 numbers
 PARTS = (1, 2, 4)
@@ -167,18 +168,9 @@ def _joined(form: Rows, o, lse, d: int) -> list[list]:
     tiles = [form.of(o, p) for p in each]
     whole = []
     for of_strip, *of_parts in zip(sums, *tiles):
-        shares = [share[:, None] for share in _shares(of_strip)]
+        shares = [share[:, None] for share in shares_of_parts(of_strip)]
         whole.append([functools.reduce(jnp.add, [x * share for x, share in zip(of, shares)]) for of in zip(*of_parts)])
     return whole
-
-
-def _shares(sums: list) -> list:
-    """What each part of attention counts, from the logarithms of its sums."""
-    # 2^(lse_p - M) / sum_p 2^(lse_p - M)     M = max_p lse_p
-    top = functools.reduce(jnp.maximum, sums)
-    shares = [jnp.exp2(x - top) for x in sums]
-    root = jax.lax.rsqrt(functools.reduce(jnp.add, shares))  # of a number from 1 on: sooner done than a quotient
-    return [x * root * root for x in shares]
 
 
 @jt.kernel(

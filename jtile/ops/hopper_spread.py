@@ -18,7 +18,7 @@ from jtile.ops import gpu_tiles, hopper_gemv, hopper_held
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_parts import _turned
+from jtile.ops.hopper_parts import _copies, _turned, _types
 from jtile.ops.hopper_step import QUERIES, UNIT, _zero_behind
 from jtile.ops.operands import Weight
 
@@ -45,16 +45,10 @@ class _Work:
     V: list
     full: jt.Barrier
 
-
-@jt.function
-def _copies(w: _Work, keys, values):
-    """The role that copies keys and values of tokens before."""
-    for k, (x, buffers) in enumerate(((keys, w.K), (values, w.V))):
-        for u, buffer in enumerate(buffers):
-            bar = w.full[k * len(buffers) + u]
-            bar.expect(buffer.nbytes)
-            unit = x.tiles(None, UNIT, None, x.shape[3]).at[0, w.part * len(buffers) + u, w.head, 0]
-            jt.async_copy(unit, buffer, bar, evict="first")
+    @property
+    def units(self) -> int:
+        """The units of a part."""
+        return len(self.K)
 
 
 @jt.function
@@ -109,12 +103,6 @@ def _attend(w: _Work, qkv, cos, sin, lengths, new_keys, new_values, o, lse, head
         jt.store(new_keys, (0, jt.ds(length, QUERIES), w.head, jt.ds(i * half, half)), x, mask=one)
     if mine:
         new_values[0, length, w.head, :] = v
-
-
-def _types(qkv, cos, sin, lengths, keys, values, *, heads: int, parts: int, **_):
-    kvs, d = keys.shape[2:]
-    of = lambda dtype, *more: jax.ShapeDtypeStruct((parts, kvs, heads // kvs, *more), dtype)
-    return of(qkv.dtype, d), of(jnp.float32), jt.like(keys), jt.like(values)
 
 
 @jt.kernel(

@@ -103,6 +103,15 @@ class Rows:
         return [self.before(i, at, eight) for eight in (self.eights(at) if eights else [None])]
 
 
+def shares_of_parts(sums: list) -> list:
+    """What each part of attention counts, from the logarithms of its sums."""
+    # 2^(lse_p - M) / sum_p 2^(lse_p - M)     M = max_p lse_p
+    top = functools.reduce(jnp.maximum, sums)
+    shares = [jnp.exp2(x - top) for x in sums]
+    root = jax.lax.rsqrt(functools.reduce(jnp.add, shares))  # of a number from 1 on: sooner done than a quotient
+    return [x * root * root for x in shares]
+
+
 @dataclasses.dataclass(frozen=True)
 class Joined(Rows):
     """A row that attention has left in parts, x [parts, in / n, n], and the logarithms, to the base 2, of their sums of
@@ -121,10 +130,8 @@ class Joined(Rows):
         head = jnp.minimum((place[0] * sizes[0] + jt.arange(sizes[0])) // (rows // heads), heads - 1)
         tiles = [self.x.tiles(None, *sizes)[(p, *place)].astype(jnp.float32) for p in range(parts)]
         sums = [self.lse[p, head] for p in range(parts)]
-        top = functools.reduce(jnp.maximum, sums)
-        shares = [jnp.exp2(x - top) for x in sums]
-        root = jax.lax.rsqrt(functools.reduce(jnp.add, shares))  # of a number from 1 on: sooner done than a quotient
-        return functools.reduce(jnp.add, [x * (share * root * root)[:, None] for x, share in zip(tiles, shares)])
+        shares = [share[:, None] for share in shares_of_parts(sums)]
+        return functools.reduce(jnp.add, [x * share for x, share in zip(tiles, shares)])
 
 
 @dataclasses.dataclass(frozen=True)
