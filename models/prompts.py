@@ -66,9 +66,15 @@ def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, laye
     x, delta, _ = carried
     hidden = x + ops.whole(delta)
     out = programs.first_tokens(model, hidden, cache, ids, lengths, numbers, ends, steps, logprobs)
-    tokens, rates, done, _ = out
-    seen = tokens[:, None], None if rates is None else rates[:, None], jnp.copy(done)
+    seen = _seen(out)
     return out, seen if host is None else jax.device_put(seen, host)
+
+
+def _seen(out):
+    """What the host reads of `programs.prefill`: first tokens, log-probabilities [batch, 1] or None, and whether rows
+    have ended, as a copy, since `decode` takes the array itself."""
+    tokens, rates, done, _ = out
+    return tokens[:, None], None if rates is None else rates[:, None], jnp.copy(done)
 
 
 def compiled(lm: Any, args: tuple, static: dict) -> tuple[Callable[[], tuple], Any, float]:
@@ -126,9 +132,8 @@ def _run(found: Sequence[tuple], weights: Sequence[jax.Array], args: tuple):
 
 
 def _run_whole(prefill: Callable, weights: Sequence[jax.Array], args: tuple):
-    tokens, rates, done, _ = out = prefill(weights, *args)
-    # `decode` takes the array itself.
-    return out, (tokens[:, None], None if rates is None else rates[:, None], jnp.copy(done))
+    out = prefill(weights, *args)
+    return out, _seen(out)
 
 
 def _whole(given, entries):
