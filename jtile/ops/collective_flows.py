@@ -21,6 +21,7 @@ from jtile.ops.dispatch import first_unmet
 TILES = 32 << 10  # bytes of the tiles of all devices that a role has in registers
 SMALLEST = 2 << 10  # bytes of a tile: 16 for each thread of four warps
 MOST = 64 << 20  # bytes of an array: larger ones have not been timed, and a call site has up to eight times as many
+BOX = 7 * MOST  # bytes that all other devices post to one memory: `jt.receive` has to reach four sets of it by 32 bits
 # Bytes that a device sends too many where everyone sums everything, and tiles are posted: on four H200s sums of 128 KiB
 # take 5.4 us so and 5.9 in two turns, of 256 KiB 6.8 and 6.2, of 512 KiB 9.9 and 7.0.
 POSTED_ONCE = 384 << 10
@@ -53,9 +54,10 @@ def in_flows(kernel: jt.Kernel) -> Callable[..., jax.Array]:
 
 
 def not_in_flows(x, *, axis: str) -> str | None:
-    """Why an array is not summed in this way."""
+    """Why an array [size] of a device, or parts [devices, size] of one, are not summed in this way."""
     return not_posted(x, axis) or first_unmet(
         (math.prod(x.shape) * x.dtype.itemsize <= MOST, "it takes much memory"),
+        ((jt.axis_size(axis) - 1) * x.shape[-1] * x.dtype.itemsize <= BOX, "what all devices post is too large"),
     )
 
 

@@ -71,7 +71,8 @@ def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.
 
 def _in_two(x: jax.Array, axis: str) -> bool:
     """Whether a sum over the devices along an axis is made in two turns."""
-    posted = has(jt.target(), *BLOCK_LEVEL) and not_in_flows(x, axis=axis) is None
+    flat = jax.ShapeDtypeStruct((x.size,), x.dtype)
+    posted = has(jt.target(), *BLOCK_LEVEL) and not_in_flows(flat, axis=axis) is None
     return (jt.axis_size(axis) - 2) * x.size * x.dtype.itemsize > (POSTED_ONCE if posted else ONE_SHOT)
 
 

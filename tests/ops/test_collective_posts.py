@@ -12,7 +12,7 @@ from jtile.ops import collective_flows as flows
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_posts as posts
 from jtile.ops import collective_row_posts as row_posts
-from jtile.ops import hopper_normed_sums, hopper_summed
+from jtile.ops import exchanged_parts, hopper_normed_sums, hopper_summed
 from jtile.ops.hopper_wide import Form
 
 
@@ -59,10 +59,36 @@ def test_tiles_in_turn(n, nbytes):
     assert chosen["programs"] == min(128, tiles) and n * chosen["bn"] <= 16384 and chosen["bn"] >= 1024
 
 
-@pytest.mark.parametrize(("name", "n"), [("sum_all_flow", 2), ("sum_all_in_two_flow", 4), ("exchange_flow", 4)])
-def test_tiles_in_turn_compile(name, n):
+@pytest.mark.parametrize("n", [2, 8, 9, 16])
+def test_large_sums_of_many_devices(n):
+    """Sums of 64 MiB in one turn over more than eight devices need more memory than a receive reaches."""
+    mesh = jax.sharding.AbstractMesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, found = jax.sharding.PartitionSpec("x"), {}
+
+    def look(x):
+        flat = jax.ShapeDtypeStruct((32 << 20,), jnp.bfloat16)
+        found["once"] = exchanged_parts._sum_once.choice(flat, axis="x").implementation
+        found["two"] = exchanged_parts._sum_all.choice(flat.update(shape=(n, flat.size // n)), axis="x").implementation
+        return x
+
+    with jt.config(arch="sm_90"):
+        jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(n))
+    turns = "tiles that are posted in turn"
+    assert found == {"once": turns if n <= 8 else "kernels in steps", "two": turns}
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "size"),
+    [
+        ("sum_all_flow", 2, 1 << 22),
+        ("sum_all_flow", 8, 32 << 20),  # the most memory that a receive reaches
+        ("sum_all_in_two_flow", 4, 1 << 20),
+        ("exchange_flow", 4, 1 << 20),
+    ],
+)
+def test_tiles_in_turn_compile(name, n, size):
     pytest.importorskip("triton")
-    x = jax.ShapeDtypeStruct((1 << 22,) if n == 2 else (n, 1 << 20), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((size,) if name == "sum_all_flow" else (n, size), jnp.bfloat16)
     kernel = getattr(flows, name)
     with jt.config(arch="sm_90", overlap=True):
         ptx = kernel.lower(x, axis="x", mesh={"x": n}, target="cuda:sm_90", **flows.meta(x, n)).texts["ptx"]
