@@ -101,6 +101,7 @@ class Attention(nnx.Module):
         slots = slots if self.window is None else None
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), slots)
         options = {"scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
+        options["precision"] = layers.precision(self.qkv.get_value())
         if c.chunk is None:
             mixed = layers.attention(q, k, v, c.window, **options)
         else:

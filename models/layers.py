@@ -19,7 +19,7 @@ import numpy as np
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import QuantizedTensor, normed_products
+from jtile.ops import QuantizedTensor, normed_products, rounded_rows
 from jtile.ops.quantized_tensor import BLOCKS
 
 from . import kernels
@@ -212,10 +212,18 @@ def chunked_attention(q, k, v, chunk: int, **options):
     return attention(apart(q), apart(k), apart(v), **options).reshape(batch, -1, *q.shape[2:])[:, :length]
 
 
-def attention(q, k, v, window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None):
+def attention(q, k, v, window: int | None = None, **options):
     """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]; with a
-    window a token sees its newest `window` keys, itself included; `scale`, `softcap`, `sinks`: see `ops.attention`."""
-    return ops.attention(q, k, v, causal=True, window=window, scale=scale, softcap=softcap, sinks=sinks)
+    window a token sees its newest `window` keys, itself included; `scale`, `softcap`, `sinks`, `precision`: see
+    `ops.attention`."""
+    return ops.attention(q, k, v, causal=True, window=window, **options)
+
+
+def precision(weight: Weight) -> str | None:
+    """That of the attention behind a projection by a weight: where its rows may be rounded to integers, those of
+    queries, keys and values may be, too."""
+    integers = isinstance(weight, QuantizedTensor) and weight.activations == rounded_rows.INTEGERS
+    return "fast" if integers else None
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}

@@ -55,9 +55,12 @@ def dot(a, b, acc=None, *, precision=None) -> jax.Array:
       a: tile [..., m, k].
       b: tile [..., k, n]; leading axes broadcast against those of `a`.
       acc: tile [..., m, n] of the accumulation dtype, or None for zeros.
-      precision: None or "default"; "high" or "highest", for targets that have a choice for float32; "fast" takes the
-        fastest units of a GPU: one tf32 product (errors of 2^-11) for float32, and for 8-bit floats the sums of
-        NVIDIA's tensor cores themselves (about 14 bits below the largest term; else every 128 terms go to float32).
+      precision: None or "default"; "high" or "highest", for targets that have a choice for float32: on CPUs with tile
+        registers of bfloat16 "high" takes three products of such numbers, two for each float32 (errors of 2^-17).
+        "fast" takes the fastest units: of a GPU one tf32 product (errors of 2^-11) for float32, and for 8-bit floats
+        the sums of NVIDIA's tensor cores themselves (about 14 bits below the largest term; else every 128 terms go to
+        float32); of a CPU with tile registers of bytes three products of these, where `a` is `(256 h + l) s` with bytes
+        h and l, and `b` such, too, or codes of weights in panels (errors of 1e-4 of the product's norm).
     Returns:
       A tile [..., m, n]: float32 for floats (float64 if an operand is), int32 for ints (int64 if an operand is),
       complex64 for complex numbers.

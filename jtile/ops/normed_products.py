@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import float8_rows, hopper_gemv, hopper_held
+from jtile.ops import digit_rows, float8_rows, hopper_gemv, hopper_held, rounded_rows
 from jtile.ops._shapes import check_float, check_shape, float_dtype
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
 from jtile.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from jtile.ops.matmul import matmul, matmul_reference
 from jtile.ops.norms import rms_norm, rms_norm_reference
-from jtile.ops.operands import Epilogue, Norm, Weight
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.weight_codes import in_rows
@@ -180,11 +180,27 @@ def _not_rounded(x, residual, weight, weights, **_) -> str | None:
     return float8_rows.misfit(x, _stored(x, weights)[1][0], activations="rows")
 
 
+def _in_bytes(x, residual, weight, weights, **options):
+    arrays = jax.lax.stop_gradient(tuple(Weight(w.codes, w.scale, w.minimum) for w in weights))
+    return digit_rows.normed_product(x, Norm(weight, residual), arrays, kind=weights[0].kind, **options)
+
+
+def _not_in_bytes(x, residual, weight, weights, **_) -> str | None:
+    ways = {(w.activations, w.kind, w.is_super) if isinstance(w, QuantizedTensor) else None for w in weights}
+    if len(ways) != 1 or None in ways or x.dtype != jnp.float32 or getattr(residual, "dtype", x.dtype) != x.dtype:
+        return "the weights are not of one kind of quantised ones, or an array is not float32"
+    arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
+    options = dict(kind=weights[0].kind, activation=None, activations=weights[0].activations)
+    why = rounded_rows.misfit(x, arrays, NO_EPILOGUE, **options)
+    return why or digit_rows.misfit(x, arrays, kind=weights[0].kind)
+
+
 # The product of rms_norm(x + residual) [m, k] with a matrix [n, k], or the gated one with two; and the sum.
 _product = Op(
     "product of an RMS norm",
     Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
     Implementation("norm that rounds its rows, then product", _rounded, _not_rounded, BLOCK_LEVEL, portable=False),
+    Implementation("norm in bytes, then product", _in_bytes, _not_in_bytes, ("byte tiles",), portable=False),
     Implementation("norm, then product", _one_by_one),
 )
 

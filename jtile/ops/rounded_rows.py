@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.ops import digit_rows
 from jtile.ops._shapes import known
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import finished
 from jtile.ops.operands import Epilogue, Weight
-from jtile.ops.weight_codes import BLOCK, PANEL
+from jtile.ops.weight_codes import BLOCK, PANEL, codes_of_panels
 
 KINDS = ("q4_0", "q4_1", "q8_0")
 HALF = BLOCK // 2
@@ -49,26 +50,13 @@ def _codes(codes, r, rows: int, kind: str):
     """The codes of a tile of W, one a byte: [rows, in]."""
     tile = codes.tiles(rows, codes.shape[1])[r, 0]
     if codes.dtype == jnp.int32:
-        return _codes_of_panels(tile, rows, kind)
+        return codes_of_panels(tile, rows, kind)
     if kind == "q8_0":
         return tile
     wide = (rows, codes.shape[1] // HALF, 2, HALF)
     pairs = jnp.broadcast_to(tile.reshape(rows, wide[1], 1, HALF), wide)
     shift = jax.lax.broadcasted_iota(jnp.uint8, wide, 2) * np.uint8(4)
     return ((pairs >> shift) & np.uint8(15)).reshape(rows, wide[1] * BLOCK)
-
-
-def _codes_of_panels(tile, rows: int, kind: str):
-    """The codes of words in panels, whose bytes come behind each other, and the rows before them. A CPU knows these
-    steps (`lowering/cpu/nibbles.py`) and takes the words as they are."""
-    panels, words, four = rows // PANEL, tile.shape[1], kind != "q8_0"
-    wide = (panels, words // 4, 2, 4, PANEL, 4) if four else (panels, words, PANEL, 4)
-    places = lambda axis, bits: jax.lax.broadcasted_iota(jnp.int32, wide, axis) * bits
-    one = (panels, words // 4, 1, 4, PANEL, 1) if four else (panels, words, PANEL, 1)
-    fields = jnp.broadcast_to(tile.reshape(one), wide) >> (places(2, 4) + places(5, 8) if four else places(3, 8))
-    if four:
-        return (fields & 15).astype(jnp.uint8).transpose(0, 4, 1, 2, 3, 5).reshape(rows, 8 * words)
-    return fields.astype(jnp.int8).transpose(0, 2, 1, 3).reshape(rows, 4 * words)
 
 
 @jt.function
@@ -112,6 +100,8 @@ def _kernel(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind, acti
 
 def product(x, weights, epilogue: Epilogue, *, kind, activation, out_dtype, **_):
     """The product of x [m, in] with one weight [out, in], or the gated one with two, with its epilogue."""
+    if digit_rows.misfit(x, weights, kind=kind) is None:
+        return digit_rows.product(x, weights, epilogue, kind=kind, activation=activation, out_dtype=out_dtype)
     inner, out = x.shape[1], weights[0].codes.shape[0]
     options = dict(kind=kind, activation=activation, **tiles(known(x.shape[0]), out, inner, len(weights)))
     return _kernel(x.astype(jnp.float32), weights, epilogue, **options).astype(out_dtype)

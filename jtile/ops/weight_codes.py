@@ -93,6 +93,19 @@ def in_panels(weight: Weight) -> Weight:
     return jax.tree.map(turned, weight._replace(codes=words))
 
 
+def codes_of_panels(tile, rows: int, kind: str) -> jax.Array:
+    """The codes of words in panels, whose bytes come behind each other, and the rows before them. A CPU knows these
+    steps (`lowering/cpu/nibbles.py`) and takes the words as they are."""
+    panels, words, four = rows // PANEL, tile.shape[1], kind != "q8_0"
+    wide = (panels, words // 4, 2, 4, PANEL, 4) if four else (panels, words, PANEL, 4)
+    places = lambda axis, bits: jax.lax.broadcasted_iota(jnp.int32, wide, axis) * bits
+    one = (panels, words // 4, 1, 4, PANEL, 1) if four else (panels, words, PANEL, 1)
+    fields = jnp.broadcast_to(tile.reshape(one), wide) >> (places(2, 4) + places(5, 8) if four else places(3, 8))
+    if four:
+        return (fields & 15).astype(jnp.uint8).transpose(0, 4, 1, 2, 3, 5).reshape(rows, 8 * words)
+    return fields.astype(jnp.int8).transpose(0, 2, 1, 3).reshape(rows, 4 * words)
+
+
 def in_rows(weight: Weight, kind: str) -> Weight:
     """The inverse of `in_panels`; a weight in another form stays as it is."""
     if weight.codes.dtype != jnp.int32:

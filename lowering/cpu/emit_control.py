@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from jtile import ir
 
-from . import access
+from . import access, digit_products
 from .access import to_i64
 from .convert import register_type
 from .emitter import Emitter, Places, emits
@@ -86,7 +86,7 @@ def copy_buffer(em: Emitter, src: Buffer, dst: Buffer) -> None:
 def settle(em: Emitter, op: ir.Op) -> None:
     """Compute the lazy outer values that a region reads, once, before it: the region may overwrite their operands."""
     for b in op.blocks():
-        inner = [v for o in b.ops for v in used_by(o)] + list(b.yields)
+        inner = [v for o in b.ops for v in used_by(o)] + list(b.yields) + digit_products.stored(em.isa, b)
         for v in dict.fromkeys(inner):
             if isinstance(em.env.get(v), Lazy) and not isinstance(v.op, ir.Full | ir.Iota):
                 if isinstance(v.op, ir.Broadcast) and not v.op.x.type.rank:

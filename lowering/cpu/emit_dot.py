@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from jtile import ir
 
-from . import gemm_scaled, nibbles, plan
+from . import bfloat_parts, byte_digits, gemm_scaled, nibbles, plan
 from .access import elem_bytes
 from .convert import is_narrow, is_signed, memory_type
+from .digit_products import Digits
 from .emit_memory import affine_axes, sub_buffer
 from .emitter import Emitter, emits
 from .gemm import GemmSpec, emit_gemm
@@ -25,8 +27,13 @@ DIRECT_BYTES = 1 << 20
 
 @emits(ir.Dot)
 def _dot(em: Emitter, op: ir.Dot) -> None:
+    if op in em.digits:
+        _product_of_digits(em, op, em.digits[op])
+        return
     batch, m, n, k = op.sizes()
     _unpack(em, op.b)
+    if op.precision == "high" and _in_parts(em, op):
+        return
     a, ta = matrix(em, operand(em, op.a), op.trans_a)
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
     target = _store_target(em, op)
@@ -58,9 +65,81 @@ def _is_made(v: ir.Value) -> bool:
     return isinstance(v.op, ir.Map | ir.Concat)
 
 
-def _store_target(em: Emitter, op: ir.Dot) -> Buffer | None:
-    """Where the only reader of the product is the store right behind it, of a tile inside its Ref: that Ref's
-    memory."""
+def _product_of_digits(em: Emitter, op: ir.Dot, of: Digits) -> None:
+    """The product by `byte_digits`."""
+    row = lambda buf: em.code.mul(_leading(buf, False), elem_bytes(buf.dtype))
+    buffers, args = [], []
+
+    def with_row(buf: Buffer) -> tuple[Val, Val]:
+        buffers.append(buf)
+        return buf.ptr, row(buf)
+
+    def with_rows(high: ir.Value, low: ir.Value, scale: ir.Value | None = None) -> list[Val]:
+        found = *with_row(_rows(em, high)), *with_row(_rows(em, low))
+        return [*found, *((found[0], i64(0)) if scale is None else with_row(_of_rows(em, scale)))]
+
+    args += with_rows(*of.of_a)
+    if of.spec.b in ("codes", "bytes"):
+        panels = [_side_by_side(em, v, em.materialise(v)) for v in of.of_b]
+        buffers += panels
+        args += [buf.ptr for buf in (*panels, *panels[-1:] * (3 - len(panels)))]
+    else:
+        args += with_rows(*of.of_b)
+    target = _store_target(em, op, most=math.inf)
+    out, accumulate = (target, False) if target is not None else _output(em, op)
+    spec = dataclasses.replace(of.spec, accumulate=accumulate)
+    name, workspace = byte_digits.emit_digits(em.module, em.isa, spec)
+    work = em.arena.new(workspace)
+    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    args += [*with_row(out), ws]
+    em.code.do(f"call void @{name}({', '.join(map(str, args))})")
+    for buf in buffers:
+        em.arena.touch(buf.alloc)
+    em.set_buffer(op.result, out)
+
+
+def _of_rows(em: Emitter, scale: ir.Value) -> Buffer:
+    """One number for all rows, or one for each, as a matrix [rows, 1] in memory."""
+    if scale.type.rank == 0:
+        buf = em.new_buffer((1,), scale.dtype)
+        em.code.store(em.scalar(scale), buf.ptr, align=4)
+        return dataclasses.replace(buf, shape=(2, 1), strides=(0, 1))
+    buf = em.materialise(scale)
+    return dataclasses.replace(buf, shape=(buf.shape[0], 1), strides=(buf.strides[0], 1))
+
+
+def _in_parts(em: Emitter, op: ir.Dot) -> bool:
+    """The product by `bfloat_parts`, if it takes operands of these sizes and dtypes."""
+    batch, m, n, k = op.sizes()
+    dtypes = op.a.dtype, op.b.dtype
+    known = all(d in ("float32", "bfloat16") for d in dtypes) and "float32" in dtypes
+    if not (known and bfloat_parts.fits(em.isa)) or m % 16 or n % 16 or k % 32 or 0 in (m, n, k) or op.trans_a:
+        return False
+    a, ta = matrix(em, op.a, False)
+    b, tb = matrix(em, op.b, op.trans_b)
+    if ta:
+        a = em.copy(op.a, em.new_buffer(op.a.shape, op.a.dtype))
+    out, accumulate = _output(em, op)
+    spec = bfloat_parts.PartsSpec(m, n, k, *dtypes, tb, accumulate)
+    name, workspace = bfloat_parts.emit_parts(em.module, em.isa, spec)
+    work = em.arena.new(workspace)
+    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    row = lambda buf, turned=False: em.code.mul(_leading(buf, turned), elem_bytes(buf.dtype))
+
+    def run(pa: Val, pb: Val, pc: Val) -> None:
+        args = pa, row(a), pb, row(b, tb), pc, row(out), ws
+        em.code.do(f"call void @{name}({', '.join(map(str, args))})")
+
+    _batch(em, batch, (a, b, out), run)
+    for buf in (a, b, out):
+        em.arena.touch(buf.alloc)
+    em.set_buffer(op.result, out)
+    return True
+
+
+def _store_target(em: Emitter, op: ir.Dot, most: float = DIRECT_BYTES) -> Buffer | None:
+    """Where the only reader of the product is the store right behind it, of a tile inside its Ref: that Ref's memory,
+    if its rows there take so many bytes at most."""
     uses = em.plan.uses.get(op.result, [])
     if not _starts_at_zero(op.acc) or uses != [em.pos + 1] or uses[0] >= len(em.plan.block.ops):
         return None
@@ -73,7 +152,7 @@ def _store_target(em: Emitter, op: ir.Dot) -> Buffer | None:
     if any(a is None or a.checked for a in axes):
         return None
     target = sub_buffer(em, em.rep(store.ref), axes, op.result.shape)
-    if (target.strides[-1] != 1 and op.result.shape[-1] > 1) or _spread(target) > DIRECT_BYTES:
+    if (target.strides[-1] != 1 and op.result.shape[-1] > 1) or _spread(target) > most:
         return None
     em.done.add(store)
     return target

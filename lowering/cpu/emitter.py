@@ -18,7 +18,7 @@ from jtile._errors import UnsupportedError
 from jtile.passes.affine import Forms
 
 from ..emitting import Marks, into
-from . import access, nibbles, plan
+from . import access, digit_products, nibbles, plan
 from .access import Lanes
 from .evaluate import RULES, Point, lazy_reshape
 from .isa import Isa
@@ -65,6 +65,8 @@ class Emitter:
         self.keeping: dict[ir.Value, Buffer] = {}
         self.frames: list[Frame] = []
         self.done: set[ir.Op] = set()
+        self.digits: dict[ir.Dot, digit_products.Digits] = {}
+        self.absorbed: set[ir.Value] = set()  # values that products of digits take as they are stored
         self.written = plan.written_refs(kernel)
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
@@ -148,6 +150,9 @@ class Emitter:
         frame = Frame(p, prefer or {})
         self.frames.append(frame)
         self.flag(p)
+        products, inside = digit_products.absorbed(self.isa, p)
+        self.digits |= products
+        self.absorbed |= inside
         for k, op in enumerate(block.ops):
             frame.pos = k
             if op not in self.done:
@@ -187,6 +192,10 @@ class Emitter:
     def lazy(self, op: ir.Op) -> None:
         """Register a lazy op; scalars are computed at once, views of memory are made without code."""
         v = op.result
+        if v in self.absorbed:
+            self.env[v] = LAZY
+            self.depth[v] = 1
+            return
         if isinstance(op, ir.Gather) and op.x.type.rank:
             self.materialise(op.x)
         if v.type.rank == 0 and not isinstance(op, ir.Dense):

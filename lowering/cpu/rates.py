@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from jtile import ir
 
-from . import gemm_scaled, nibbles, scaled_tiles
+from . import digit_products, gemm_scaled, nibbles, scaled_tiles
 from .convert import is_narrow, is_signed
 from .gemm_modes import STORAGE, Mode, choose_mode
 from .gemm_plan import make_plan
@@ -24,6 +24,8 @@ DIGITS = 2  # of an int16 that is multiplied on tiles
 def dot_ns(isa: Isa, op: ir.Dot) -> float:
     """Nanoseconds of a product on one core."""
     batch, m, n, k = op.sizes()
+    if digit_products.digits(isa, op) is not None:  # three products of bytes, four terms of a unit each
+        return 2.0 * m * n * k / (TILE_OPERATIONS * 4 / 3 * REACHED_BY_TILES * CYCLES_PER_NS)
     one = _product_ns(isa, (op.a.dtype, op.b.dtype, op.result.dtype), (m, n, k), (op.trans_a, op.trans_b))
     for side in batch:
         one *= side

@@ -189,9 +189,9 @@ def codes_in_words(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, wi
     each = LANES if spec.nibbles else BLOCK
     if spec.panels:
         at = offset(c, b, c.mul(block, each), LANES)
-        _ask(c, c.gep("i8", at, _AHEAD), each * LANES, 2)
+        ask_ahead(c, at, each * LANES)
         return [c.load(WORDS, offset(c, at, s, LANES * 4), align=4) for s in range(each // 4)]
-    _ask_ahead(c, spec, b, b_row, block)
+    _ask_next_rows(c, spec, b, b_row, block)
     found = []
     for half in range(each // LANES):
         at = c.gep("i8", b, c.add(c.mul(block, each), LANES * half))
@@ -205,7 +205,12 @@ def ask_first(c: Code, b: Val, size: int) -> None:
         _ask(c, c.gep("i8", b, at), 64, 2)
 
 
-def _ask_ahead(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> None:
+def ask_ahead(c: Code, at: Val, size: int) -> None:
+    """Asks the second-level cache for so many bytes that stand `_AHEAD` bytes behind a part of a panel."""
+    _ask(c, c.gep("i8", at, _AHEAD), size, 2)
+
+
+def _ask_next_rows(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val) -> None:
     """Asks the cache for a part of the next 16 rows of B, as large as a block of these. Sixteen rows at once are more
     streams than the hardware follows: a step of SmolLM2 waited for most of its head."""
     size = LANES * (BLOCK // 2 if spec.nibbles else BLOCK)
@@ -266,7 +271,7 @@ def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: 
     if spec.panels_of_scales:
         with c.loop(0, spec.groups) as group:
             at = c.mul(group, LANES)
-            x = _floats(c, dtype, offset(c, src, at, 4 if dtype == "float32" else 2))
+            x = floats(c, dtype, offset(c, src, at, 4 if dtype == "float32" else 2))
             c.store(x, offset(c, panel, at, 4), align=64)
     elif spec.groups < 8 or dtype == "float32":
         mode = Mode(isa, "fma", dtype, dtype, "float", 1, "float")
@@ -282,7 +287,7 @@ def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: 
     return name
 
 
-def _floats(c: Code, dtype: str, at: Val) -> Val:
+def floats(c: Code, dtype: str, at: Val) -> Val:
     """Sixteen neighbouring floats of a dtype as float32."""
     if dtype == "float32":
         return c.load(_FLOATS, at, align=4)

@@ -59,11 +59,16 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
 
 
 def _features(isa: Isa) -> list[str]:
-    """What ops ask for: whether rows are best rounded to int16, and whether many such rows meet tiles."""
-    from . import gemm_scaled, scaled_tiles
+    """What ops ask for: whether rows are best rounded to int16, whether many such rows meet tiles, and whether these
+    are of bytes."""
+    from . import byte_digits, gemm_scaled, scaled_tiles
 
     integers = gemm_scaled.fits(isa) and isa.has("avx512vnni")
-    return ["int16 products"] * integers + ["int16 tiles"] * (integers and scaled_tiles.fits(isa))
+    return (
+        ["int16 products"] * integers
+        + ["int16 tiles"] * (integers and scaled_tiles.fits(isa))
+        + (["byte tiles"] * (integers and byte_digits.fits(isa)))
+    )
 
 
 def _matrix_shapes(features: frozenset[str]) -> tuple[tuple[int, int, int, str], ...]:

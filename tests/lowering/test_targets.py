@@ -57,10 +57,10 @@ def test_named_instruction_sets(name):
 
 
 def test_what_ops_ask_of_a_cpu():
-    integers = lambda isa: {"int16 products", "int16 tiles"} & set(cpu_targets._features(isa))
+    integers = lambda isa: {"int16 products", "int16 tiles", "byte tiles"} & set(cpu_targets._features(isa))
     narrow = dataclasses.replace(ISAS["avx512bf16"], vector_bits=256)
     assert integers(ISAS["avx512bf16"]) == {"int16 products"} and not integers(narrow) | integers(ISAS["avx512"])
-    assert integers(ISAS["amx"]) == {"int16 products", "int16 tiles"}
+    assert integers(ISAS["amx"]) == {"int16 products", "int16 tiles", "byte tiles"}
 
 
 def test_spelling_an_instruction_set_is_reversible():

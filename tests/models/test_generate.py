@@ -175,7 +175,7 @@ def test_smollm2_logits(either_smollm2, smollm2, smollm2_cases):
     for row, case in zip(last, smollm2_cases, strict=True):
         expected = {int(i): value for i, value in case["logits_probe"].items()}
         expected |= dict(zip(case["top5_ids"], case["top5_logits"], strict=True))
-        limit = 1e-3 if either_smollm2 is smollm2 else 5e-3
+        limit = 1e-3 if either_smollm2 is smollm2 else 5e-2 if "byte tiles" in jt.target().features else 5e-3
         assert max(abs(row[i] - value) for i, value in expected.items()) < limit
         assert np.argsort(-row)[:5].tolist() == case["top5_ids"]
 
