@@ -59,7 +59,8 @@ def with_bias(y, bias):
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
 
-def attention(q, k, v, window=None, scale=None, softcap=None, sinks=None):
+def attention(q, k, v, window=None, scale=None, softcap=None, sinks=None, precision=None):
+    assert precision is None  # the highest one
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * (
         q.shape[-1] ** -0.5 if scale is None else scale
@@ -104,6 +105,7 @@ LAYERS = types.SimpleNamespace(
     whole=layers.whole,
     split_heads=split_heads,
     attention=attention,
+    precision=lambda weight: None,
     gated_mlp=gated_mlp,
     add_norm_gated_mlp=add_norm_gated_mlp,
 )
