@@ -71,7 +71,7 @@ def test_the_machine_code_says_it():
     assert len(re.findall(r"mbarrier\.init\S+ \[%r\d+\], 2;", ptx)) == len(
         re.findall(r"mbarrier\.init\S+ \[%r\d+\], 1;", ptx)
     )
-    assert "cluster" not in alone.texts["ptx"]
+    assert not re.search(r"multicast|mapa|%cluster|barrier\.cluster", alone.texts["ptx"])  # Triton 3.6: shared::cluster
 
 
 READY, ARRIVE = (f"\tmov.b32 %r1, 0; {clusters.MARK} {what}" for what in (clusters.READY, clusters.ARRIVE))
