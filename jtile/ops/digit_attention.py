@@ -1,11 +1,14 @@
 """Attention of prompts whose operands are rounded to integers of 16 bits, on CPUs whose tile registers multiply bytes.
 
-Rows of queries, keys and values stand as two bytes a number and a scale (`digit_rows`), those of keys and values once
-for all that see them. The weights of a block of keys become such when they are known: they are at most one, times the
-scales of the values. The queries of all heads that share keys and values are the rows of one tile.
+Queries, keys and values stand as two bytes a number (`digit_rows`), those of keys and values once for all that see
+them: keys with a scale each, and values with one for a block, so that weights become digits as they are: a weight is at
+most 1, which is taken as the largest integer. The queries of all heads that share keys and values are the rows of one
+tile.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +19,9 @@ from jtile.ops._shapes import known
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks
 from jtile.ops.dispatch import first_unmet
 
+_LOG2_TOP = math.log2(digit_rows.TOP)
 NOTHING = -1e30  # as in `flash_attention`
-_TILES = {0: (48, 64), 1024: (96, 128)}  # by keys: rows of a tile of queries, about, and keys of a block
+_TILES = {0: (96, 64), 1024: (96, 128)}  # by keys: rows of a tile of queries, about, and keys of a block
 LEAST = 64  # queries and keys: with fewer, tiles are not worth while
 
 
@@ -29,8 +33,8 @@ def _grid(q, high, *_, bq, **__):
 def digit_attention(
     q, k_high, k_low, k_scale, v_high, v_low, v_scale, o, *, bq: int, bk: int, scale: float, window: Window
 ):
-    """q, o float32 [batch, t, heads, d]; digits of keys and values int8 [batch, s, kv heads, d], and their scales
-    [batch, s, kv heads]."""
+    """q, o float32 [batch, t, heads, d]; digits of keys and values int8 [batch, s, kv heads, d], and the scales of keys
+    [batch, s, kv heads] and of blocks of values [batch, s / bk, kv heads]."""
     b, kv, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, keys, group = q.shape[3], k_high.shape[1], q.shape[2] // k_high.shape[2]
     keys = keys if window[1] is None else min(keys, q.shape[1] + window[1])  # that a query sees
@@ -50,12 +54,9 @@ def digit_attention(
         if edge:
             s, _ = at_edge(s, None, j * bk, places, keys, window, cut=False)
         top = jnp.maximum(m, s.max(1))
-        p = jnp.exp2(s - top[:, None])
+        p = jnp.exp2(s - (top - _LOG2_TOP)[:, None])  # `TOP` times the weights
         fade = jnp.exp2(m - top)
-        unit = of_key(v_scale, j)
-        most = jnp.max(unit)
-        high, low = digit_rows.bytes_of(p * (unit * (digit_rows.TOP / most))[None, :])
-        P = digit_rows.numbers(high, low) * jnp.broadcast_to(most * (1 / digit_rows.TOP), (rows, 1))
+        P = digit_rows.numbers(*digit_rows.bytes_of(p)) * v_scale[b, j, kv]
         V = digit_rows.numbers(of(v_high, j), of(v_low, j))
         return top, l * fade + p.sum(1), jt.dot(P, V, acc * fade[:, None], precision="fast")
 
@@ -80,13 +81,33 @@ def attention(q, k, v, lengths, offsets, *, scale: float, softcap, window: Windo
     group, keys = q.shape[2] // k.shape[2], k.shape[1]
     rows, bk = next(_TILES[least] for least in sorted(_TILES, reverse=True) if keys >= least)
     bq = max(rows // group // 16, 1) * 16
-    return digit_attention(q, *_digits(k), *_digits(v), bq=bq, bk=bk, scale=scale, window=window)
+    of_values = _value_digits(v, bk=bk)
+    return digit_attention(q, *_digits(k), *of_values, bq=bq, bk=bk, scale=scale, window=window)
 
 
 def _digits(x):
-    """Both digits of x [batch, s, kv heads, d], and their scales [batch, s, kv heads]."""
+    """Both digits of x [batch, s, kv heads, d], and the scales of its rows [batch, s, kv heads]."""
     high, low, scale = digit_rows.of_rows(x.reshape(-1, x.shape[-1]))
     return high.reshape(x.shape), low.reshape(x.shape), scale.reshape(x.shape[:-1])
+
+
+def _value_types(v, *, bk: int):
+    bytes_of = jax.ShapeDtypeStruct(v.shape, jnp.int8)
+    return bytes_of, bytes_of, jax.ShapeDtypeStruct((v.shape[0], jt.cdiv(v.shape[1], bk), v.shape[2]), jnp.float32)
+
+
+@jt.kernel(
+    out_type=_value_types, grid=lambda v, *, bk: (v.shape[0], jt.cdiv(v.shape[1], bk), v.shape[2]), name="value_digits"
+)
+def _value_digits(v, high, low, scale, *, bk: int):
+    """Both digits of v [batch, s, kv heads, d], and the scales of blocks of `bk` positions [batch, s / bk, kv
+    heads]."""
+    b, j, h = (jt.program_id(axis) for axis in range(3))
+    tile = lambda x: x.tiles(None, bk, None, v.shape[3])
+    X = tile(v)[b, j, h, 0]
+    top = digit_rows.largest(X, (0, 1))
+    tile(high)[b, j, h, 0], tile(low)[b, j, h, 0] = digit_rows.bytes_of(X * (digit_rows.TOP / top))
+    scale[b, j, h] = top * (1 / digit_rows.TOP)
 
 
 def misfit(q, k, v, lengths, offsets, *, softcap, **_) -> str | None:

@@ -39,18 +39,23 @@ def _digit_types(x, *, rows, **_):
 
 def digits(X):
     """(h int8, l int8, s float32 [m, 1]) of rows X float32 [m, k]: X is about s (256 h + l)."""
-    magnitude = jax.lax.bitcast_convert_type(X, jnp.int32) & np.int32(0x7FFFFFFF)  # in order, too; NaN is the largest
-    top = jnp.maximum(jnp.max(magnitude, axis=1), np.float32(LEAST).view(np.int32))
-    top = jax.lax.bitcast_convert_type(top, jnp.float32)
-    return *bytes_of(X * (TOP / top)[:, None]), (top * (1 / TOP))[:, None]
+    top = largest(X, 1)
+    # The maximum keeps the product apart from a sum behind it: one instruction for both would round some numbers
+    # otherwise, and whether there is one depends on the sizes of an array.
+    return *bytes_of(jnp.maximum(X * (TOP / top)[:, None], -TOP)), (top * (1 / TOP))[:, None]
+
+
+def largest(X, axes):
+    """The largest magnitudes of X along some axes, and at least `LEAST`; NaN is larger than all."""
+    magnitude = jax.lax.bitcast_convert_type(X, jnp.int32) & np.int32(0x7FFFFFFF)  # in the order of magnitudes, too
+    top = jnp.maximum(jnp.max(magnitude, axis=axes), np.float32(LEAST).view(np.int32))
+    return jax.lax.bitcast_convert_type(top, jnp.float32)
 
 
 def bytes_of(x):
     """(h, l), int8: the nearest integers of x, of at most `TOP`, are 256 h + l."""
-    # The sum with 1.5 * 2**23 has the nearest integer in its last bits; what else is there reaches neither byte. The
-    # maximum keeps it apart from a product that x may be: one instruction for both would round some x otherwise, and
-    # whether there is one depends on the sizes of an array.
-    whole = jax.lax.bitcast_convert_type(jnp.maximum(x, -TOP) + np.float32(1.5 * 2**23), jnp.int32)
+    # The sum with 1.5 * 2**23 has the nearest integer in its last bits; what else is there reaches neither byte.
+    whole = jax.lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
     return ((whole + 128) >> 8).astype(jnp.int8), whole.astype(jnp.int8)
 
 

@@ -36,7 +36,7 @@ class DigitSpec:
         scale each, or none, or in "lanes" [k, n].
       scale: the dtype of B's scales, in panels for groups of 32 `shared` weights of a column.
       low: the dtype of what is added to each weight of a group; None: nothing; `SCALES`: -8 times the scale.
-      accumulate: add to C instead of overwriting it.
+      accumulate: add to C instead of overwriting it; fade: to C times a number for each row.
     """
 
     m: int
@@ -47,10 +47,12 @@ class DigitSpec:
     low: str | None = None
     shared: int = 1
     accumulate: bool = False
+    fade: bool = False
 
     @property
     def name(self) -> str:
-        kind = f"{self.b}_{self.scale or 'plain'}_{self.low or 'plain'}_{self.shared}{'_add' * self.accumulate}"
+        kind = f"{self.b}_{self.scale or 'plain'}_{self.low or 'plain'}_{self.shared}"
+        kind += "_add" * self.accumulate + "_fade" * self.fade
         return f"byte_digits_{self.m}x{self.n}x{self.k}_{kind}"
 
     @property

@@ -25,6 +25,7 @@ _SUMS = 2 * _VECTORS  # tiles: for each vector those of both high digits, and of
 _A = [Val("ptr", "%high"), Val("i64", "%high_row"), Val("ptr", "%low"), Val("i64", "%low_row")]
 _OF_A = [*_A, Val("ptr", "%s"), Val("i64", "%s_row")]
 _OUT = [Val("ptr", "%c"), Val("i64", "%c_row")]
+_FADE = [Val("ptr", "%fade"), Val("i64", "%fade_row")]
 _WORK = Val("ptr", "%work")
 _FLOATS = vec(LANES, "float")
 
@@ -35,7 +36,8 @@ def fits(isa: Isa) -> bool:
 
 
 def emit_digits(module: Module, isa: Isa, spec: DigitSpec) -> tuple[str, int]:
-    """Add `void @name(*_OF_A, *spec.of_b, *_OUT, ptr work)` to the module; distances of rows are in bytes.
+    """Add `void @name(*_OF_A, *spec.of_b, *_OUT, ptr fade, i64 fade_row, ptr work)` to the module; distances of rows
+    are in bytes.
 
     Returns:
       Its name, and the bytes of 64-byte aligned scratch that it wants.
@@ -45,7 +47,7 @@ def emit_digits(module: Module, isa: Isa, spec: DigitSpec) -> tuple[str, int]:
     starts = [0, panel * _VECTORS, panel * _VECTORS + LANES * 4 * _VECTORS]
     if spec.name in module.functions:
         return spec.name, starts[-1] + kept
-    c = Code(module, spec.name, [*_OF_A, *spec.of_b, *_OUT, _WORK], attributes=ATTRIBUTES)
+    c = Code(module, spec.name, [*_OF_A, *spec.of_b, *_OUT, *_FADE, _WORK], attributes=ATTRIBUTES)
     panels, scales, sums = (offset(c, _WORK, start, 1) for start in starts)
     pack = packer(module, spec)
     whole, rest = divmod(spec.n // LANES, _VECTORS)
@@ -60,19 +62,19 @@ def emit_digits(module: Module, isa: Isa, spec: DigitSpec) -> tuple[str, int]:
                 out = offset(c, _OUT[0], c.mul(first, LANES), 4)
                 for part in spec.parts:
                     name = _kernel(module, spec, vectors, part)
-                    call(c, name, *_OF_A, panels, scales, sums, out, _OUT[1])
+                    call(c, name, *_OF_A, panels, scales, sums, out, _OUT[1], *_FADE)
     c.finish()
     return spec.name, starts[-1] + kept
 
 
 def _kernel(module: Module, spec: DigitSpec, vectors: int, part: tuple[int, int]) -> str:
-    """`void(*_OF_A, ptr panels, ptr scales, ptr sums, *_OUT)`: a part of k for all rows of A and the panels of B. The
-    last part multiplies with the scales and writes C."""
+    """`void(*_OF_A, ptr panels, ptr scales, ptr sums, *_OUT, *_FADE)`: a part of k for all rows of A and the panels of
+    B. The last part multiplies with the scales and writes C."""
     name = f"{spec.name}_{vectors}_{part[0]}"
     if name in module.functions:
         return name
     panels, scales, sums = of_b = [Val("ptr", "%panels"), Val("ptr", "%scales"), Val("ptr", "%sums")]
-    c = Code(module, name, [*_OF_A, *of_b, *_OUT], attributes=ATTRIBUTES)
+    c = Code(module, name, [*_OF_A, *of_b, *_OUT, *_FADE], attributes=ATTRIBUTES)
     last, alone = part == spec.parts[-1], len(spec.parts) == 1
     count = spec.m // tiles.ROWS
     place = lambda p: offset(c, sums, c.binary("and", p, i64(1)) if alone else p, _SUMS * tiles.TILE_BYTES)
@@ -145,6 +147,7 @@ def _finish(c: Code, spec: DigitSpec, vectors: int, row: Val, sums: Val, scales:
     large = const(_FLOATS, "256.0")
     of_a = c.splat(c.load("float", c.gep("i8", _OF_A[4], c.mul(row, _OF_A[5])), align=4), LANES)
     line = c.gep("i8", _OUT[0], c.mul(row, _OUT[1]))
+    fade = c.splat(c.load("float", c.gep("i8", _FADE[0], c.mul(row, _FADE[1])), align=4), LANES) if spec.fade else None
     for v in range(vectors):
         of_b = c.load(_FLOATS, c.gep("i8", scales, v * LANES * 4), align=64)
         high, mixed = (
@@ -154,7 +157,9 @@ def _finish(c: Code, spec: DigitSpec, vectors: int, row: Val, sums: Val, scales:
         x = c.binary("fmul", c.intrinsic("fma", _FLOATS, high, large, mixed), of_b)
         at = c.gep("i8", line, v * LANES * 4)
         if spec.accumulate:
-            x = c.intrinsic("fma", _FLOATS, x, of_a, c.load(_FLOATS, at, align=4))
+            there = c.load(_FLOATS, at, align=4)
+            there = there if fade is None else c.binary("fmul", there, fade)
+            x = c.intrinsic("fma", _FLOATS, x, of_a, there)
         else:
             x = c.binary("fmul", x, of_a)
         c.store(x, at, align=4)

@@ -18,12 +18,14 @@ _FLOATS = ("float32", "float16", "bfloat16")
 class Digits(NamedTuple):
     """The operands of a product as they are stored: bytes high, low [m, k] and the scale of all rows, or of each, [m]
     or [m, 1]; and `of_b`: words of codes, scales and perhaps lows in panels; or bytes high, low and perhaps scales, as
-    of rows. made: the values between these and the product."""
+    of rows. made: the values between these and the product. fade: (x, a number for each row) of an accumulator that is
+    their product, which nobody else reads."""
 
     of_a: tuple[ir.Value, ir.Value, ir.Value]
     of_b: tuple[ir.Value, ...]
     spec: byte_columns.DigitSpec
     made: frozenset[ir.Value]
+    fade: tuple[ir.Value, ir.Value] | None = None
 
 
 def digits(isa: Isa, op: ir.Dot) -> Digits | None:
@@ -44,7 +46,14 @@ def digits(isa: Isa, op: ir.Dot) -> Digits | None:
     if of_a is None or of_b is None:
         return None
     given = tuple(v for v in of_b if isinstance(v, ir.Value))
-    return Digits(of_a, given, spec, frozenset(made))
+    return Digits(of_a, given, spec, frozenset(made), _fade(op.acc))
+
+
+def _fade(acc: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """(x, f) of x times a number f for each row."""
+    x, f = _two(set(), acc, "mul") or (None, None)
+    by_rows = f is not None and isinstance(f.op, ir.Broadcast) and (f.op.dims, f.op.x.shape) == ((0,), f.shape[:1])
+    return (x, f.op.x) if by_rows else None
 
 
 def _of_weights(m: int, n: int, k: int, words: ir.Value, scale: ir.Value, low) -> byte_columns.DigitSpec:
@@ -68,8 +77,14 @@ def absorbed(isa: Isa, plan: BlockPlan) -> tuple[dict[ir.Dot, Digits], set[ir.Va
         known = {v for of in found.values() for v in of.made}
         left = {op: of for op, of in found.items() if all(map(inside, of.made))}
         if len(left) == len(found):
-            return found, known
+            return {op: _alone(plan, op, of) for op, of in found.items()}, known
         found = left
+
+
+def _alone(plan: BlockPlan, op: ir.Dot, of: Digits) -> Digits:
+    """The product with an accumulator that fades if it is made for this product alone."""
+    alone = of.fade is not None and op.acc in plan.defined and len(plan.uses[op.acc]) == 1
+    return of if alone else of._replace(fade=None)
 
 
 def stored(isa: Isa, block: ir.Block) -> list[ir.Value]:

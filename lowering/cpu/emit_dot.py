@@ -86,16 +86,27 @@ def _product_of_digits(em: Emitter, op: ir.Dot, of: Digits) -> None:
     else:
         args += with_rows(*of.of_b)
     target = _store_target(em, op, most=math.inf)
-    out, accumulate = (target, False) if target is not None else _output(em, op)
-    spec = dataclasses.replace(of.spec, accumulate=accumulate)
+    if of.fade is not None:
+        out, accumulate, fade = _faded(em, op, of.fade[0]), True, with_row(_of_rows(em, of.fade[1]))
+    else:
+        out, accumulate = (target, False) if target is not None else _output(em, op)
+        fade = (out.ptr, i64(0))
+    spec = dataclasses.replace(of.spec, accumulate=accumulate, fade=of.fade is not None)
     name, workspace = byte_digits.emit_digits(em.module, em.isa, spec)
     work = em.arena.new(workspace)
     ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
-    args += [*with_row(out), ws]
+    args += [*with_row(out), *fade, ws]
     em.code.do(f"call void @{name}({', '.join(map(str, args))})")
     for buf in buffers:
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def _faded(em: Emitter, op: ir.Dot, x: ir.Value) -> Buffer:
+    """Memory with x that the product is added to, after x has been multiplied: that of x if it dies here."""
+    em.env.pop(op.acc)  # which nobody computes: it does not read x any more
+    buf = em.materialise(x)
+    return buf if em.overwritable(x, op.result) else em.copy(x, em.result_buffer(op.result))
 
 
 def _of_rows(em: Emitter, scale: ir.Value) -> Buffer:

@@ -149,7 +149,7 @@ def test_attention_is_that_of_the_interpreter():
     from jtile.ops import digit_attention
 
     q, k, v = normal(0, 1, 64, 2, 64), normal(1, 1, 64, 1, 64), normal(2, 1, 64, 1, 64)
-    given = q, *digit_attention._digits(k), *digit_attention._digits(v)
+    given = q, *digit_attention._digits(k), *digit_attention._value_digits(v, bk=64)
     options = dict(bq=16, bk=64, scale=0.125, window=(None, 0))
     want = digit_attention.digit_attention.interpret(*given, **options)
     assert relative_error(digit_attention.digit_attention(*given, **options), want) < 3e-4

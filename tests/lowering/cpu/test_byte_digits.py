@@ -133,6 +133,34 @@ def test_columns_in_digits(turned, form, m, n, k):
     assert relative_error(got, of_digits.interpret(*given, turned=turned, form=form)) < 1e-4
 
 
+@jt.kernel(out_type=lambda ah, al, s, bh, bl, f, c, **_: (jt.like(c), jt.like(c)), grid=lambda *_, **__: 1)
+def fading(ah, al, s, bh, bl, f, c, y, z, *, again: bool):
+    """c, four times multiplied with f and added to a product; `again`: others read c times f as well."""
+    A, B = digit_rows.numbers(ah[...], al[...]) * s[...], digit_rows.numbers(bh[...], bl[...])
+    acc, faded = c[...], jnp.zeros_like(c[...])
+    for _ in jt.range(4):
+        faded = acc * f[...][:, None]
+        acc = jt.dot(A, B, faded, precision="fast")
+        faded = faded if again else acc
+    y[...], z[...] = acc, faded
+
+
+@there
+@pytest.mark.parametrize("again", [False, True])
+def test_an_accumulator_that_fades(again):
+    (q, (ah, al, s)), (p, (bh, bl, _)) = rows_of(32, 64), rows_of(48, 64, 7)
+    s = s * np.float32(1e-9)
+    f, c = rng(8).random(32).astype(np.float32), rng(9).normal(size=(32, 48)).astype(np.float32)
+    given = ah, al, s, np.ascontiguousarray(bh.T), np.ascontiguousarray(bl.T), f, c
+    y, z = fading(*given, again=again)
+    assert ("_fade" in fading.lower(*given, again=again).texts["llvm"]) != again
+    want, faded = c.astype(np.float64), None
+    for _ in range(4):
+        faded = want * f[:, None]
+        want = faded + s * product(q, p)
+    assert relative_error(y, want) < 1e-6 and relative_error(z, faded if again else want) < 1e-6
+
+
 @pytest.mark.parametrize("isa", ["avx512", "avx2"])
 def test_other_machines_multiply_floats(isa):
     weight, _ = weight_of("q4_1", 32, 128, 32)
