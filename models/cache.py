@@ -75,8 +75,9 @@ class KVCache:
     every layer; None where rows lie in one piece, as rows of rings always do. splits: into how many parts the
     keys of a row are split; by default their number depends on the other rows, and with it the order of sums. tiles:
     (n, t): behind the first n rows, every t rows (a tile) are consecutive tokens of one sequence, which attention takes
-    together; a tile may begin with padding, whose length is -1. context: the axis of a mesh whose
-    devices hold the tokens of a row in turns, but for rings, which are whole on each device.
+    together; a tile may begin with padding, whose length is -1. seen: so many pages tiles see at most, see
+    `mixed_attention`, if that is known. context: the axis of a mesh whose devices hold the tokens of a row in turns,
+    but for rings, which are whole on each device.
     """
 
     entries: tuple[Entry | State, ...]
@@ -85,12 +86,13 @@ class KVCache:
     splits: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     tiles: tuple[int, int] | None = dataclasses.field(default=None, metadata=dict(static=True))
     context: str | None = dataclasses.field(default=None, metadata=dict(static=True))
+    seen: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def layer(self, entry: Entry | State, fresh: bool = False) -> Slots:
         """The slots of one entry, to which tokens can be appended. fresh: see `Slots`."""
         alone = isinstance(entry, State) or entry.ring
         table, context = (None, None) if alone else (self.table, self.context)
-        return Slots(entry, self.lengths, table, self.splits, self.tiles, context, fresh)
+        return Slots(entry, self.lengths, table, self.splits, self.tiles, context, fresh, self.seen)
 
     def longer(self, entries: Sequence[Entry | State], by: int = 1) -> KVCache:
         """The cache behind a step of `by` tokens a row, which has made these entries."""
@@ -114,6 +116,7 @@ class Slots:
     tiles: tuple[int, int] | None = None
     context: str | None = None
     fresh: bool = False
+    seen: int | None = None
 
     def of_chunks(self, size: int) -> Slots:
         """The slots as attention in chunks of `size` positions sees them: a ring of that size holds the newest chunk
@@ -196,7 +199,7 @@ class Slots:
             options["window"] = window
         if self.tiles is not None and self.table is not None and self.context is None:
             rounded = q if scales else q.astype(keys.dtype)
-            options |= {"tiles": self.tiles}
+            options |= {"tiles": self.tiles, "seen": self.seen}
             return mixed_attention(rounded, keys, values, self._longer(q), self.table, **options).astype(q.dtype)
         decode = self._over_context(ops.decode_attention, "decode_attention")
         run = lambda q, lengths, table: decode(q, keys, values, lengths, pages=table, **options)

@@ -118,7 +118,8 @@ class _Engines:
         """Compiles what there is to compile."""
         began, device = time.monotonic(), engine._core.device
         for n in engine.settings.shapes:
-            device._step(n)
+            for seen in {None, engine.settings.seen(n)}:
+                device._step(n, seen)
         for count in engine.settings.launch_steps:
             device._several(engine.settings.shape(self._rows), 0, count)
         device.ahead = True
@@ -170,7 +171,8 @@ class _Engines:
         table = np.full((settings.rows + 1, settings.width), -1, np.int32)
         wide = min(pages, settings.width)
         table[:rows, :wide] = np.arange(rows * wide, dtype=np.int32).reshape(rows, wide)
-        step, whole, choose = device._step(n), device._step(most), device._choose(k, 0, False, False)
+        step, whole = device._step(n), device._step(most, settings.seen(most))
+        choose = device._choose(k, 0, False, False)
         of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
         of[:rows], which[0], which[0, :rows] = np.arange(rows), settings.rows, np.arange(rows)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode, narrow_caches
+from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode, narrow_caches, shown_pages
 from jtile.ops._shapes import check_int, check_rank, check_shape
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.hopper_shares import by_the_last
@@ -31,6 +31,7 @@ def mixed_attention(
     window: int | None = None,
     splits: int | None = None,
     sinks: jax.Array | None = None,
+    seen: int | None = None,
 ) -> jax.Array:
     """`decode_attention` of tokens of many rows, of which those behind the first ones come in tiles.
 
@@ -42,6 +43,9 @@ def mixed_attention(
       tiles: (n, t): the first n tokens stand alone; each t tokens behind them are consecutive tokens of one row, a
         tile, which may begin with padding.
       scales, scale, softcap, window, splits, sinks: see `decode_attention`.
+      seen: a number of pages, which is not less than those that the rows of tiles see, each row's counted for itself,
+        where tiles of a row follow each other and no two rows have the same pages; None: nothing is known. With it,
+        Hopper converts pages of 8 bits once for all tiles that see them.
     Returns:
       An array like `q`; a token that sees no key gives zeros.
     Raises:
@@ -59,13 +63,18 @@ def mixed_attention(
     check_rank("mixed_attention", "pages", pages, 2, "[tokens, pages of a row]")
     check_shape("mixed_attention", "pages", pages, (q.shape[0], pages.shape[1]))
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    options = {"tiles": (n, t), "scale": scale, "softcap": softcap, "window": window, "splits": splits}
+    if seen is not None and seen < 1:
+        raise KernelValueError(f"mixed_attention: seen is a number of pages, at least 1, or None; got {seen}")
+    options = {"tiles": (n, t), "scale": scale, "softcap": softcap, "window": window, "splits": splits, "seen": seen}
     scales = () if scales is None else tuple(scales)
     return _op(q, k, v, lengths.astype(jnp.int32), pages.astype(jnp.int32), scales, sinks, **options)
 
 
-def _apart(q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, int], **options):
+def _apart(
+    q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, int], seen: int | None = None, **options
+):  # fmt: skip
     """The attention of both in calls of their own, put together."""
+    del seen
     options |= {"scales": scales or None, "sinks": sinks}
     run = lambda q, lengths, table: decode_attention(q, k, v, lengths, pages=table, **options)
     return run_apart(run, q, lengths, table, tiles)
@@ -88,9 +97,10 @@ def run_apart(run, of, lengths, table, tiles: tuple[int, int]):
 def _misfit(
     q, k, v, lengths, table, scales, sinks,
     *, tiles: tuple[int, int], scale: float, softcap: float | None, window: int | None, splits: int | None,
+    seen: int | None = None,
 ) -> str | None:  # fmt: skip
     """Why `_in_one` cannot run this call, None where it can."""
-    del softcap
+    del softcap, seen
     arrays = (q, k, table)
     if not all(isinstance(size, int) for x in arrays for size in x.shape):
         return "sizes are not known"
@@ -107,9 +117,9 @@ def _misfit(
     )
 
 
-def _in_one(q, k, v, lengths, table, scales, sinks, *, window, **options):
+def _in_one(q, k, v, lengths, table, scales, sinks, *, window, seen=None, **options):
     """The attention of both in one array, which two kernels write; each device takes its heads."""
-    del scales, window, sinks
+    del scales, window, sinks, seen
     return _by_devices(of_batch, q, (k, v, lengths, table), "_ _ h _, _ _ h _, _, _ _", **options)
 
 
@@ -137,9 +147,9 @@ def _narrow_misfit(q, k, v, lengths, table, scales, sinks, *, tiles: tuple[int, 
     ) or narrow_caches.misfit(q, k, scales)
 
 
-def _in_one_of_eight_bits(q, k, v, lengths, table, scales, sinks, **options):
+def _in_one_of_eight_bits(q, k, v, lengths, table, scales, sinks, *, seen=None, **options):
     """`_in_one` of caches of 8 bits."""
-    del sinks
+    del sinks, seen
     rule = "_ _ h _, _ _ h _, _, _ _, _ h _, _ h _"
     return _by_devices(of_batch_of_eight_bits, q, (k, v, lengths, table, *scales), rule, **options)
 
@@ -152,6 +162,39 @@ def of_batch_of_eight_bits(q, k, v, lengths, table, *scales, tiles: tuple[int, i
     into = narrow_caches.attention(q[:, None], k, v, lengths[:n], table[:n], scales, **options)
     q, into = (x.reshape(-1, t, *shape[1:]) for x in (q, into))
     return narrow_caches.attention(q, k, v, lengths[last], table[last], scales, into, **options).reshape(shape)
+
+
+def _shown_misfit(q, k, v, lengths, table, scales, sinks, *, window: int | None, seen: int | None = None, **options):
+    """Why `_in_one_of_shown` cannot run this call, None where it can."""
+    of = lambda x: jax.ShapeDtypeStruct(x.shape, q.dtype)
+    return first_unmet(
+        (seen is not None, "how many pages tiles see is not known"),
+        (window is None, "there is a window"),
+    ) or (
+        _narrow_misfit(q, k, v, lengths, table, scales, sinks, **options)
+        or hopper_chunks.misfit(q, of(k), of(v), lengths, table, tiles=options["tiles"])
+    )
+
+
+def _in_one_of_shown(q, k, v, lengths, table, scales, sinks, *, window, **options):
+    """`_in_one` of caches of 8 bits, of which tiles see 16."""
+    del window, sinks
+    rule = "_ _ h _, _ _ h _, _, _ _, _ h _, _ h _"
+    return _by_devices(of_shown_batch, q, (k, v, lengths, table, *scales), rule, **options)
+
+
+def of_shown_batch(
+    q, k, v, lengths, table, *scales,
+    tiles: tuple[int, int], scale: float, softcap: float | None, splits: int | None, seen: int,
+):  # fmt: skip
+    """`of_batch` of caches of 8 bits, of whose pages tiles see at most `seen`."""
+    del splits
+    (n, t), options = tiles, {"scale": scale, "softcap": softcap}
+    last = slice(n + t - 1, None, t)
+    into = narrow_caches.attention(q[:, None], k, v, lengths[:n], table[:n], scales, window=None, **options)
+    ends = lengths[last]
+    k, v, places = shown_pages.pages(k, v, ends, table[last], scales, most=seen, dtype=q.dtype)
+    return hopper_chunks.chunks(q, k, v, ends, places, into[:, 0], t=t, **options)
 
 
 def _by_devices(run, q, operands, rule: str, **options):
@@ -188,12 +231,15 @@ def _of_a_device(run, options: tuple[tuple[str, Any], ...]):
 _op = Op(
     "mixed_attention",
     Implementation("two kernels for one array", _in_one, _misfit, BLOCK_LEVEL, portable=False),
+    Implementation(
+        "two kernels for one array, of 8 bits shown as 16", _in_one_of_shown, _shown_misfit, BLOCK_LEVEL, portable=False
+    ),
     Implementation("two kernels for one array, of 8 bits", _in_one_of_eight_bits, _narrow_misfit, portable=False),
     Implementation("apart, then together", _apart),
 )
 
 
-def mixed_attention_reference(q, k, v, lengths, pages, *, tiles, scales=None, scale=None, **options):
+def mixed_attention_reference(q, k, v, lengths, pages, *, tiles, scales=None, scale=None, seen=None, **options):
     """`mixed_attention` in jnp: each token is a row of its own."""
-    del tiles
+    del tiles, seen
     return decode_attention_reference(q, k, v, lengths, pages=pages, scales=scales, scale=scale, **options)

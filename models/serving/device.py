@@ -115,6 +115,8 @@ class Device:
         """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
         samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
         todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
+        if (seen := self._settings.seen(n := self._settings.shapes[-1])) is not None:
+            todo.append(lambda: self._step(n, seen))
         todo += [lambda k=k, level=level: self._choose(k, level, False, False) for k in samples for level in (0, 1)]
         alone = [n for n in self._settings.shapes if n == self._settings.samples(n)]
         for of in itertools.product(alone, (0, 1), self._settings.launch_steps):
@@ -161,7 +163,7 @@ class Device:
         table = self._table.copy()  # the device may read it later than the next plan is written here
         if plan.steps > 1:
             return self._run_several(plan, level, table, batch, which)
-        run = self._step(batch.shape[1])
+        run = self._step(batch.shape[1], self._seen(plan, batch.shape[1]))
         logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
@@ -172,6 +174,14 @@ class Device:
         tokens, rates, self._last, penalties = choose(logits, self._last, penalties, self._options, which, allowed)
         self._penalties = penalties or self._penalties
         return Result(tokens, rates)
+
+    def _seen(self, plan: Plan, n: int) -> int | None:
+        """How many pages tiles may see in the program that suits a plan, None for the program of any number."""
+        most, page = self._settings.seen(n), self._settings.page
+        if most is None or plan.rows is not None:
+            return None
+        pages = sum(-(-(one.start + one.count) // page) for one in plan.segments if one.count > 1)
+        return most if pages <= most else None
 
     def _run_several(self, plan: Plan, level: int, table: np.ndarray, batch: np.ndarray, which: np.ndarray) -> Result:
         """Runs a launch of several steps; the arguments are those of its first one."""
@@ -267,12 +277,13 @@ class Device:
                 self._compiled[key] = lower(*args, **static).compile()
         return self._compiled[key]
 
-    def _step(self, n: int) -> jax.stages.Compiled:
+    def _step(self, n: int, seen: int | None = None) -> jax.stages.Compiled:
         lm, of = self._lm, np.zeros((self._settings.samples(n),), np.int32)
         args = self._entries, self._last, self._table, np.zeros((5, n), np.int32), of, self._adapters
         singles, tile = self._settings.singles, self._settings.tile
-        options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
-        return self._get(("step", n), programs.step, lm._structure, lm._weights, *args, **options)
+        tiles = (singles, tile) if 0 < singles < n else None
+        options = {"splits": self._settings.splits, "tiles": tiles, "seen": seen}
+        return self._get(("step", n, seen), programs.step, lm._structure, lm._weights, *args, **options)
 
     def _several(self, n: int, level: int, count: int) -> jax.stages.Compiled:
         lm = self._lm

@@ -30,21 +30,21 @@ PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, each a
 LOGPROBS = 20  # how many of the likeliest tokens a step reports, if a request wants any
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "tiles"), donate_argnames=("entries",))
-def step(structure, weights, entries, last, table, batch, of, adapters, *, splits, tiles=None):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "tiles", "seen"), donate_argnames=("entries",))
+def step(structure, weights, entries, last, table, batch, of, adapters, *, splits, tiles=None, seen=None):
     """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
 
     batch: int32 [5, n], for each of n tokens its id, its position, the slot of its sequence, whether its id is to be
     taken from `last`, int32 [slots], the newest token of each slot, and the number of its adapter, 0 for none. table:
     int32 [slots, pages of a row]. The last slot is for padding, of which nothing is kept; its positions are -1.
-    adapters: the result of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
-    return _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles)
+    adapters: the result of `adapters.stacked`, or None. splits, tiles, seen: see `KVCache`."""
+    return _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles, seen)
 
 
-def _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles=None):
+def _step(structure, weights, entries, last, table, batch, of, adapters, splits, tiles=None, seen=None):
     tokens, positions, slots, pending, adapter = batch
     tokens = jnp.where(pending > 0, last[slots], tokens)
-    cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
+    cache = kv.KVCache(entries, positions, table[slots], splits, tiles, seen=seen)
     invariant = splits is not None  # then sums of a row do not depend on how many rows there are
     with jt.config(steady=True) if invariant else overlapping(len(tokens)):
         model = route(merge(structure, weights), adapters or {}, adapter)

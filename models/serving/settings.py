@@ -40,7 +40,8 @@ class Settings:
     pages, page: pages of the cache, and slots of a page. length: the most tokens of prompt and answer together.
     waiting: requests that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: into how many
     parts the keys of a row are split, None for the quickest number. adapters: the names of low-rank adapters that
-    requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`. launch_steps: how
+    requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`. shown: whether
+    pages of 8 bits may be converted once for all tiles of a step. launch_steps: how
     many steps a launch may have while all sequences decode, if it has several, ascending; if_late: only where the host
     is late, and longer launches save time."""
 
@@ -55,6 +56,7 @@ class Settings:
     mixed: bool
     adapters: tuple[str, ...] = ()
     tile: int = 1
+    shown: bool = False
     launch_steps: tuple[int, ...] = ()
     if_late: bool = False
 
@@ -76,6 +78,13 @@ class Settings:
     def singles(self) -> int:
         """How many tokens of a step stand alone where others come in tiles; 0 where there are no tiles."""
         return self.shape(self.rows) if self.tile > 1 else 0
+
+    def seen(self, shape: int) -> int | None:
+        """How many pages the tiles of a step of a shape may see, each row's counted for itself, for its pages to be
+        converted at once: one a tile, so that many tiles see each page of a long prompt, and none is converted for
+        nothing. None where they are not: in shapes but the largest, for which no other program is compiled."""
+        most = (shape - self.singles) // self.tile
+        return most if self.shown and shape == self.shapes[-1] and most > 0 else None
 
     def layout(self, counts: Sequence[int]) -> tuple[int, int]:
         """(the shape of a step with so many tokens of each of its sequences, how many of them stand alone). Sequences
@@ -154,7 +163,8 @@ def settings_of(
     tile = tile_of(lm, cpu)
     if shapes[-1] - found.shape(rows) < tile:
         return found
-    return dataclasses.replace(found, tile=tile, shapes=_in_tiles(shapes, found.shape(rows), tile))
+    shown = lm.cache_dtype == E4M3 and not cpu and _all_twice(lm)  # see `mixed_attention`
+    return dataclasses.replace(found, tile=tile, shapes=_in_tiles(shapes, found.shape(rows), tile), shown=shown)
 
 
 def _in_tiles(shapes: tuple[int, ...], alone: int, tile: int) -> tuple[int, ...]:
@@ -227,8 +237,12 @@ def tile_of(lm: LanguageModel, cpu: bool) -> int:
         return 1
     attentions = [block.attention for block in lm.part.blocks]
     of = lambda one: one.config.heads // one.config.kv_heads if isinstance(one, Attention) else QUERIES
-    queries = 2 * QUERIES if all(_twice(lm, one) for one in attentions) else QUERIES
+    queries = 2 * QUERIES if _all_twice(lm) else QUERIES
     return max(queries // jt.next_power_of_2(max(map(of, attentions))), 1)
+
+
+def _all_twice(lm: LanguageModel) -> bool:
+    return all(_twice(lm, block.attention) for block in lm.part.blocks)
 
 
 def _twice(lm: LanguageModel, attention) -> bool:

@@ -12,9 +12,16 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode
+from jtile.ops import gpu_tiles, hopper_chunks, hopper_decode, shown_pages
 from jtile.ops.hopper_shares import Units
-from jtile.ops.mixed_attention import _op, mixed_attention, mixed_attention_reference, of_batch, of_batch_of_eight_bits
+from jtile.ops.mixed_attention import (
+    _op,
+    mixed_attention,
+    mixed_attention_reference,
+    of_batch,
+    of_batch_of_eight_bits,
+    of_shown_batch,
+)
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -123,6 +130,85 @@ def test_caches_of_eight_bits_in_one_array(options):
     kernels = functools.partial(of_batch_of_eight_bits, tiles=(32, 32), splits=1, **(OPTIONS | options))
     for y in (found, both[0], evaluated(kernels)(*args[:5], *scales)):
         assert relative_error(y, want) < 6e-3
+
+
+def rows_of_tiles():
+    """lengths [tiles] and table [tiles, n] of rows that follow each other: one of three tiles, two that begin alike,
+    and padding."""
+    lengths = np.array([64, 96, 130, 70, 65, -1, 0], np.int32)
+    one, two, three = [7, 3, 9, -1], [5, 2, -1, -1], [5, 4, -1, -1]
+    return lengths, np.array([one, one, one, two, three, [-1] * 4, [-1] * 4], np.int32)
+
+
+def test_places_of_pages_that_tiles_see():
+    lengths, table = rows_of_tiles()
+    source, where = map(np.asarray, evaluated(functools.partial(shown_pages.places, page=PAGE, most=9))(lengths, table))
+    assert source.tolist() == [7, 3, 9, 5, 2, 5, 4, -1, -1]
+    for tile, length in enumerate(lengths):
+        seen = max(0, jt.cdiv(int(length), PAGE))
+        assert source[where[tile, :seen]].tolist() == table[tile, :seen].tolist()
+    assert where.max() < 9  # also for pages that no tile sees
+
+
+def test_pages_of_eight_bits_shown_as_sixteen():
+    """A page stands at its place as codes times scales, and where there is none, nothing is written."""
+    lengths, table = rows_of_tiles()
+    k, v = (np.asarray(normal(seed, 10, PAGE, 2, 32)) for seed in (1, 2))
+    (k, of_k), (v, of_v) = narrow(k), narrow(v)
+    run = functools.partial(shown_pages.pages, most=9, dtype=jnp.bfloat16)
+    got = evaluated(lambda k, v, lengths, table, *scales: run(k, v, lengths, table, scales))
+    *found, where = map(np.asarray, got(k, v, lengths, table, of_k, of_v))
+    for codes, scales, pages in ((k, of_k, found[0]), (v, of_v, found[1])):
+        want = codes.astype(np.float32) * scales.swapaxes(1, 2)[..., None]
+        for tile, length in enumerate(lengths):
+            for page in range(max(0, jt.cdiv(int(length), PAGE))):
+                got = pages[where[tile, page]].astype(np.float32)
+                assert relative_error(got, want[table[tile, page]]) < 3e-3
+
+
+def test_tiles_see_pages_of_eight_bits_as_sixteen(monkeypatch):
+    """In the interpreter, with several tiles of a row."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
+    q, k, v, lengths, table = arguments(32, 4, 1, 64, (130, 5), (100, 7))
+    table = np.concatenate([table, table[32:64]])  # the first row goes on with a second tile
+    lengths = np.concatenate([lengths, lengths[32:64] + 32]).astype(np.int32)
+    order = np.r_[0:64, 96:128, 64:96]  # tiles of a row follow each other
+    lengths, table, q = lengths[order], table[order], np.concatenate([q, q[32:64]])[order]
+    (k, of_k), (v, of_v) = narrow(k), narrow(v)
+    interpreted = functools.partial(hopper_chunks.hopper_chunks.interpret, seed=1)
+    monkeypatch.setattr(hopper_chunks, "hopper_chunks", interpreted)
+    options = {"tiles": (32, 32), "scale": SCALE, "softcap": None, "splits": 1}
+    with jt.config(interpret=True):
+        got = np.asarray(of_shown_batch(*map(jnp.asarray, (q, k, v, lengths, table, of_k, of_v)), seen=5, **options))
+    reference = functools.partial(mixed_attention_reference, tiles=(32, 32), scale=SCALE)
+    want = evaluated(lambda *args: reference(*args[:5], scales=args[5:]))(q, k, v, lengths, table, of_k, of_v)
+    assert relative_error(got, want) < 6e-3
+
+
+def test_when_pages_are_shown():
+    q, k, v, lengths, table = arguments(32, 8, 2, 64, (70, 3), (66,))
+    (k, of_k), (v, of_v) = narrow(k), narrow(v)
+    args = *jax.tree.map(jnp.asarray, (q, k, v, lengths, table, (of_k, of_v))), None
+    choice = lambda seen, **more: _op.choice(*args, tiles=(32, 32), seen=seen, **(OPTIONS | {"splits": 1} | more))
+    with jt.config(arch="sm_90"):
+        assert choice(4).implementation == "two kernels for one array, of 8 bits shown as 16"
+        assert "how many pages tiles see is not known" in str(choice(None))
+        assert "there is a window" in str(choice(4, window=8))
+    with pytest.raises(KernelValueError, match="seen is a number of pages, at least 1, or None; got 0"):
+        mixed_attention(*args[:5], scales=args[5], tiles=(32, 32), seen=0)
+
+
+@pytest.mark.gpu
+def test_shown_pages_on_the_gpu():
+    q, k, v, lengths, table = arguments(32, 32, 8, 128, (1100, 64, 1), (1024, 333, 31, 64))
+    (k, of_k), (v, of_v) = narrow(k), narrow(v)
+    options = {"tiles": (32, 32), "scale": SCALE}
+    with jt.config(interpret=False):
+        run = jax.jit(functools.partial(of_shown_batch, splits=1, softcap=None, seen=64, **options))
+        got = run(q, k, v, lengths, table, of_k, of_v)
+        assert all(np.array_equal(run(q, k, v, lengths, table, of_k, of_v), got) for _ in range(5))
+    reference = functools.partial(mixed_attention_reference, scales=(of_k, of_v), **options)
+    assert relative_error(got, evaluated(reference)(q, k, v, lengths, table)) < 6e-3
 
 
 @pytest.mark.gpu

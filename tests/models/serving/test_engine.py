@@ -454,6 +454,28 @@ def test_tiles_by_model(lm, monkeypatch):
         assert tile(dtype=jnp.float32) == tile(cache_dtype="int8") == tile(page_size=16) == 16
 
 
+def test_pages_are_shown_where_many_tiles_see_them(lm, core, monkeypatch):
+    """Those of 8 bits, in the largest step: one program is for few pages, and one for any number."""
+    monkeypatch.setattr(serving_settings, "tile_of", lambda lm, cpu: 8)
+    plain = settings_of(lm, **SIZES)
+    settings = dataclasses.replace(plain, shown=True)
+    assert [[one.seen(shape) for shape in one.shapes] for one in (plain, settings)] == [[None, None], [None, 3]]
+    rng = np.random.default_rng(3)
+    read = lambda length, made: read_request(lm, 64, rng.integers(0, 256, length).tolist(), made, eos=None)
+    requests = [read(5, 12), read(60, 4)]  # chunks of 24, 24 and 12 tokens, in pages of 8, beside one that decodes
+    in_tiles, asked = Core(lm, settings), []
+    step = in_tiles.device._step
+    monkeypatch.setattr(in_tiles.device, "_step", lambda *of: (asked.append(of), step(*of))[1])
+    found = run(in_tiles, requests, [0, 1])
+    assert [of for of in asked if of[0] == 48] == [(48, 3), (48, None)]
+    core.scheduler.reset()
+    assert [one.ids for one in found] == [one.ids for one in run(core, requests, [0, 1])]
+    keys: list[tuple] = []
+    monkeypatch.setattr(in_tiles.device, "_get", lambda key, *args, **static: keys.append(key))
+    in_tiles.device.compile()
+    assert {("step", 24, None), ("step", 48, None), ("step", 48, 3)} <= set(keys)
+
+
 def test_shapes_by_model(model, lm):
     """On CPUs: dense products of up to 16 rows sum in another order; experts have tiles for every number of rows."""
     assert default_shapes(lm, 16, True, True) == (24, 64, 256)
