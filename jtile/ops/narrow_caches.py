@@ -9,7 +9,7 @@ import jtile as jt
 from jtile.ops._shapes import fit, machine, tuned
 from jtile.ops.dispatch import first_unmet, vector_cores
 from jtile.ops.flash_attention import normalised
-from jtile.ops.split_attention import over_keys
+from jtile.ops.split_attention import as_halves, over_keys
 
 _FEW = 16  # queries of a program that fill no tile of a warpgroup's product
 
@@ -29,11 +29,12 @@ def _grid(q, k, v, lengths, *_, **__):
 
 @jt.kernel(out_type=lambda q, *_, **__: jt.like(q), grid=_grid)
 def narrow_rows(
-    q, k, v, lengths, table, scales, o, *, bk: int, scale: float, softcap: float | None, window: int | None, stages: int
+    q, k, v, lengths, table, scales, o,
+    *, bk: int, scale: float, softcap: float | None, window: int | None, stages: int, half: bool = False,
 ):  # fmt: skip
     """Attention of the first n tiles of q [tiles, t, heads, d], those of lengths int32 [n]; the others of the output
-    are not written. k, v, table, scales: see `decode_splits`."""
-    options = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages}
+    are not written. k, v, table, scales, half: see `decode_splits`."""
+    options = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages, "half": half}
     _attended(q, k, v, lengths, table, scales, o, jnp.int32(0), **options)
 
 
@@ -69,5 +70,6 @@ def attention(q, k, v, lengths, table, scales, into=None, *, scale: float, softc
     options = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": 5 if few else 2}
     how = {"num_warps": 1} if few else {"num_warps": 4, "specialize": False}
     if into is None:
-        return tuned(narrow_rows, **how)(q, k, v, lengths, table, scales, **options)
+        half = few and as_halves(q, k)
+        return tuned(narrow_rows, **how)(q, k, v, lengths, table, scales, half=half, **options)
     return tuned(narrow_tiles, **how)(q, k, v, lengths, table, scales, into, **options)

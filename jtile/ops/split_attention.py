@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_decode, spaces
+from jtile.ops import gpu_tiles, halves, hopper_decode, spaces
 from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
@@ -56,16 +56,18 @@ def place(b, j, bk: int, cache, table):
 def over_keys(
     q, tile, k, v, lengths, table, scales, n=None,
     *, splits: int = 1, bk: int, scale: float, softcap: float | None, window: int | None, stages: int,
-    fine: int | None = None,
+    fine: int | None = None, half: bool = False,
 ):  # fmt: skip
     """Maxima, sums and unnormalised output of tile `tile` of q [tiles, t, heads, d], of the heads of kv head
     `program_id(1)`, over the keys of row `program_id(0)`: all of them, or part n of `splits`. k, v, lengths, table,
-    scales, fine: see `decode_splits`."""
+    scales, fine, half: see `decode_splits`."""
     # The formulas of flash_attention, for keys [lo, hi); token i's query is at position length - t + i.
     b, g = jt.program_id(0), jt.program_id(1)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
     fine = fine if fine is not None and bk % fine == 0 else bk
-    Q = q.tiles(None, t, group, d)[tile, 0, g, 0].reshape(t * group, d)
+    Q, back = q.tiles(None, t, group, d)[tile, 0, g, 0].reshape(t * group, d), None
+    if half:
+        Q, back = halves.halves(Q)
     length = jnp.clip(lengths[b], 0, slots_of(k, table))
     position = length - t + jt.arange(t * group)[:, None] // group
     lo = 0 if window is None else floordiv(jnp.maximum(length - t + 1 - window, 0), bk)
@@ -78,15 +80,17 @@ def over_keys(
         jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi) if window is None else lo
     )  # blocks that every query sees whole
 
-    def step(j, m, l, acc, edge: bool):
+    def step(j, m, l, acc, edge: bool, top=None):
         keys = fine if edge else bk
         K, V = k.tiles(None, keys, None, d), v.tiles(None, keys, None, d)
         units = [x.tiles(None, None, keys) for x in scales]
         row, at = place(b, j, keys, k, table)
-        s = jt.dot(Q, K[row, at, g, 0].astype(q.dtype).T)
-        s = s * units[0][row, g, at][None, :] if units else s
+        s = jt.dot(Q, K[row, at, g, 0].astype(Q.dtype).T)
+        if units:
+            of_keys = units[0][row, g, at]
+            s = s * (of_keys if back is None else of_keys * back)[None, :]
         s = scores(s, scale if softcap is not None else scale * LOG2_E, softcap)
-        v_j = V[row, at, g, 0].astype(q.dtype)
+        v_j = V[row, at, g, 0].astype(Q.dtype)
         of_values = units[1][row, g, at] if units else None
         if edge:
             columns = j * keys + jt.arange(keys)[None, :]
@@ -95,10 +99,21 @@ def over_keys(
             s = jnp.where(seen, s, -math.inf)
             v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
             of_values = None if of_values is None else jnp.where(length > columns[0], of_values, 0.0)
+        if half:
+            return halves.online(s, v_j, m, l, acc, of_values, top)
         return online(s, v_j, m, l, acc, of_values)
 
     rows, wide = t * group, sums_in(q)
     m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
+    if half:
+        top = halves.first()
+        for j in jt.range(lo, plain, stages=stages):
+            m, l, acc, top = step(j, m, l, acc, edge=False, top=top)
+        if fine < bk:
+            plain, hi = plain * (bk // fine), jnp.minimum(hi * (bk // fine), jt.cdiv(length, fine))
+        for j in jt.range(plain, hi):
+            m, l, acc, top = step(j, m, l, acc, edge=True, top=top)
+        return m, l, halves.summed(acc, top)
     for j in jt.range(lo, plain, stages=stages):
         m, l, acc = step(j, m, l, acc, edge=False)
     if fine < bk:
@@ -126,15 +141,16 @@ def _grid(q, k, v, lengths, table, scales, *, splits, **_):
 def decode_splits(
     q, k, v, lengths, table, scales, o, m_part=None, l_part=None,
     *, splits: int, bk: int, scale: float, softcap: float | None, window: int | None, stages: int = 3,
-    fine: int | None = None,
+    fine: int | None = None, half: bool = False,
 ):  # fmt: skip
     """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and table
     [batch, pages of a row], else None; lengths int32 [batch]; scales: () or those of 8-bit keys and of values, float32
     [batch or pages, kv heads, slots]. Keys come in blocks of `bk`; those that not every query sees whole in blocks of
-    `fine`, where these divide the others. Of several splits o is the part of each, unnormalised."""
+    `fine`, where these divide the others. half: products of 8-bit keys and values are those of float16, see `halves`.
+    Of several splits o is the part of each, unnormalised."""
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
-    how = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages, "fine": fine}
+    how = {"bk": bk, "scale": scale, "softcap": softcap, "window": window, "stages": stages, "fine": fine, "half": half}
     m, l, acc = over_keys(q, b, k, v, lengths, table, scales, n, splits=splits, **how)
     if m_part is None or l_part is None:
         o.tiles(None, t, group, d)[b, 0, g, 0] = normalised(acc, l).reshape(t, group, d).astype(q.dtype)
@@ -354,7 +370,7 @@ def _parts(
     if not machine().whole and scales:
         few = q.shape[1] * q.shape[2] // k.shape[2] <= _FEW
         kernel, bk = _of_eight_bits(few, splits), fit(page, 32 if few and splits == 1 else 64)
-        more = {"stages": 5 if few else 2} if splits == 1 else {}
+        more = {"stages": 5 if few else 2, "half": few and as_halves(q, k)} if splits == 1 else {}
     elif not machine().whole and q.dtype.itemsize == 2 and splits > 1:
         bk = fit(page, 32) if known(slots) // splits > 2048 else bk
         kernel = tuned(decode_splits, num_warps=2)
@@ -372,6 +388,14 @@ def _finer(bk: int) -> int | None:
     of 8.3 behind 48, and 10.9 instead of 10.0 behind 100; behind 4000 both are the same."""
     divisors = [x for x in range(_FINEST, _FINE + 1) if bk % x == 0]
     return max(divisors, default=None)
+
+
+def as_halves(q, k) -> bool:
+    """Whether keys and values become float16 beside queries of bfloat16: of e4m3 where one instruction makes two of
+    them. 256 rows of 1216 keys take 164.5 us of an H200 so (with a constant in place of powers of two) if they go on
+    for seconds, at the limit of power, and 178 to 181 as bfloat16; in short runs, where they wait for memory, both take
+    as long."""
+    return gpu_tiles.warpgroups() and q.dtype == jnp.bfloat16 and k.dtype == jnp.float8_e4m3fn
 
 
 def _of_eight_bits(few: bool, splits: int):

@@ -41,9 +41,9 @@ class Settings:
     waiting: requests that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: into how many
     parts the keys of a row are split, None for the quickest number. adapters: the names of low-rank adapters that
     requests may ask for. tile: so many tokens of a chunk of a prompt attend together; see `layout`. shown: whether
-    pages of 8 bits may be converted once for all tiles of a step. launch_steps: how
-    many steps a launch may have while all sequences decode, if it has several, ascending; if_late: only where the host
-    is late, and longer launches save time."""
+    pages of 8 bits may be converted once for all tiles of a step, see `seen`. launch_steps: how many steps a launch may
+    have while all sequences decode, if it has several, ascending; if_late: only where the host is late, and longer
+    launches save time."""
 
     rows: int
     shapes: tuple[int, ...]
