@@ -1,23 +1,30 @@
-"""Products of float32 on matrix tiles, whose operands are sums of two bfloat16 each: x = h + l, without 2**-17 of x.
+"""Products of float32 on matrix tiles, whose operands are sums of bfloat16: x = h + l + ..., the largest first.
 
-Of the four products of parts that of both l is left out (`precision="high"` of `jt.dot`). What is bfloat16 already is
-one part. All products of a block of C are summed in the same tiles, which hold float32: C is loaded and stored by
-tiles, and nothing is left to do by vectors. Infinite numbers give NaN, and what is below 2**-117 loses its l.
+Three parts are all of a float32, and two leave less than 2**-17 of it. Where the other operand is bfloat16, a float32
+has three: products are those of float32 then. Where both are float32, each has two, and of the four products of parts
+that of both l is left out (`precision="high"` of `jt.dot`).
+
+All products of a block of C are summed in the same tiles, which hold float32: C is loaded and stored by tiles, and
+nothing is left to do by vectors. Subnormal parts and bfloat16 numbers are zeros.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from jtile import ir
+
 from . import tiles
 from .gemm_vector import ATTRIBUTES, call, offset, transpose
 from .isa import Isa
-from .llvm import Code, Module, Val, i64, shuffle, vec
+from .llvm import Code, Module, Val, const, i64, shuffle, vec
 
 ROWS, STEP = tiles.ROWS, 32  # rows or columns of a tile of A or B, and terms
 _LANES = 16
 _FLOATS, _WORDS, _HALVES = vec(_LANES, "float"), vec(_LANES, "i32"), vec(2 * _LANES, "i16")
 _SIZE = {"float32": 4, "bfloat16": 2}
+_LEAST_ROWS = 12  # of A: for fewer it is not worth while to bring B to tiles
+_MOST_TERMS = 768  # of sums that are made in one go
 
 
 def fits(isa: Isa) -> bool:
@@ -27,9 +34,10 @@ def fits(isa: Isa) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PartsSpec:
-    """C[m, n] (+)= A[m, k] . B, with m and n multiples of 16 and k of 32; B is [n, k] with `trans_b`, else [k, n].
+    """C[m, n] (+)= A[m, k] . B, with n a multiple of 16 and k of 32; B is [n, k] with `trans_b`, else [k, n].
 
-    a, b: "float32" or "bfloat16". accumulate: add to C instead of overwriting it.
+    a, b: "float32" or "bfloat16"; parts: how many bfloat16 numbers each of both is taken apart into.
+    accumulate: add to C instead of overwriting it.
     """
 
     m: int
@@ -37,25 +45,42 @@ class PartsSpec:
     k: int
     a: str
     b: str
+    parts: tuple[int, int]
     trans_b: bool
     accumulate: bool
 
     @property
     def name(self) -> str:
         form = f"{'t' if self.trans_b else 'n'}{'_add' * self.accumulate}"
-        return f"bfloat_parts_{self.m}x{self.n}x{self.k}_{self.a}_{self.b}_{form}"
+        return f"bfloat_parts_{self.m}x{self.n}x{self.k}_{self.a}_{self.b}_{self.parts[0]}_{self.parts[1]}_{form}"
 
     @property
     def steps(self) -> int:
         return self.k // STEP
 
-    def panel(self, dtype: str) -> int:
-        """Bytes of the tiles of 16 rows or columns: [steps, parts, 16, 64]."""
-        return self.steps * _parts(dtype) * tiles.TILE_BYTES
+    def panel(self, side: int) -> int:
+        """Bytes of the tiles of 16 rows of A (0) or columns of B (1): [steps, parts, 16, 64]."""
+        return self.steps * self.parts[side] * tiles.TILE_BYTES
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The parts of A and of B that are multiplied."""
+        parts = max(self.parts)
+        return [(i, j) for j in range(self.parts[1]) for i in range(self.parts[0]) if i + j < parts]
 
 
-def _parts(dtype: str) -> int:
-    return 1 if dtype == "bfloat16" else 2
+def spec_of(isa: Isa, op: ir.Dot) -> PartsSpec | None:
+    """How this product is computed here; None: it is not. C is then overwritten."""
+    _, m, n, k = op.sizes()
+    dtypes = op.a.dtype, op.b.dtype
+    if not fits(isa) or m < _LEAST_ROWS or n % ROWS or k % STEP or 0 in (n, k) or op.trans_a:
+        return None
+    if sorted(dtypes) == ["bfloat16", "float32"]:
+        several = 2 if op.precision == "high" else 3
+        return PartsSpec(m, n, k, *dtypes, tuple(1 if d == "bfloat16" else several for d in dtypes), op.trans_b, False)
+    if op.precision == "high" and dtypes == ("float32", "float32"):
+        return PartsSpec(m, n, k, *dtypes, (2, 2), op.trans_b, False)
+    return None
 
 
 _PARAMS = [
@@ -70,18 +95,22 @@ def emit_parts(module: Module, isa: Isa, spec: PartsSpec) -> tuple[str, int]:
     Returns:
       Its name, and the bytes of 64-byte aligned scratch that it wants.
     """
-    size = spec.m // ROWS * spec.panel(spec.a)
-    workspace = size + 2 * spec.panel(spec.b)
+    if spec.k > _MOST_TERMS:
+        return _emit_split(module, isa, spec)
+    panels, rest = divmod(spec.m, ROWS)
+    size = (panels + (rest > 0)) * spec.panel(0)
     if spec.name in module.functions:
-        return spec.name, workspace
-    a, a_row, b, b_row, out, out_row, work = _PARAMS
+        return spec.name, size + 2 * spec.panel(1)
+    a, a_row, b, b_row, *_, work = _PARAMS
     c = Code(module, spec.name, _PARAMS, attributes=ATTRIBUTES)
-    panels = c.gep("i8", work, size)
-    with c.loop(0, spec.m // ROWS) as p:
-        rows = c.gep("i8", a, c.mul(c.mul(p, ROWS), a_row))
-        call(c, _rows_packer(module, spec), rows, a_row, offset(c, work, p, spec.panel(spec.a)))
+    for start, count, rows in ((0, panels, ROWS), (panels, int(rest > 0), rest)):
+        with c.loop(0, count) as p:
+            row = c.mul(c.add(start, p), ROWS)
+            to = offset(c, work, c.add(start, p), spec.panel(0))
+            call(c, _rows_packer(module, spec, rows), c.gep("i8", a, c.mul(row, a_row)), a_row, to)
     pack = (_columns_packer if spec.trans_b else _lanes_packer)(module, spec)
     far = b_row if spec.trans_b else i64(_SIZE[spec.b])  # from a column to the next
+    of_b = c.gep("i8", work, size)
     with tiles.kept(c):
         tiles.resize(c, tiles.WHOLE)
         for first, count, columns in _pairs(spec.n // ROWS):
@@ -89,15 +118,50 @@ def emit_parts(module: Module, isa: Isa, spec: PartsSpec) -> tuple[str, int]:
                 column = c.mul(c.add(first, c.mul(j, columns)), ROWS)
                 for v in range(columns):
                     source = c.gep("i8", b, c.mul(c.add(column, v * ROWS), far))
-                    call(c, pack, source, b_row, c.gep("i8", panels, v * spec.panel(spec.b)))
-                for start, times, rows in _pairs(spec.m // ROWS):
-                    name = _kernel(module, spec, rows, columns)
+                    call(c, pack, source, b_row, c.gep("i8", of_b, v * spec.panel(1)))
+                for start, times, rows in _pairs(panels):
                     with c.loop(0, times) as i:
-                        p = c.add(start, c.mul(i, rows))
-                        line = c.gep("i8", out, c.mul(c.mul(p, ROWS), out_row))
-                        call(
-                            c, name, offset(c, work, p, spec.panel(spec.a)), panels, offset(c, line, column, 4), out_row
-                        )
+                        _multiply(c, spec, c.add(start, c.mul(i, rows)), rows, columns, column, of_b)
+                if rest:
+                    tiles.resize(c, _rest_sizes(rest))
+                    _multiply(c, spec, i64(panels), 1, columns, column, of_b)
+                    tiles.resize(c, tiles.WHOLE)
+    c.finish()
+    return spec.name, size + 2 * spec.panel(1)
+
+
+def _multiply(c: Code, spec: PartsSpec, p: Val, rows: int, columns: int, column: Val, of_b: Val) -> None:
+    """A call for one or two panels of rows from p on and one or two of columns."""
+    out = offset(c, c.gep("i8", _PARAMS[4], c.mul(c.mul(p, ROWS), _PARAMS[5])), column, 4)
+    name = _kernel(c.module, spec, rows, columns)
+    call(c, name, offset(c, _PARAMS[6], p, spec.panel(0)), of_b, out, _PARAMS[5])
+
+
+def _rest_sizes(rest: int) -> dict[int, tuple[int, int]]:
+    """The sizes of tiles where A has `rest` rows."""
+    few = (rest, tiles.ROW_BYTES)
+    return tiles.WHOLE | {0: few, 1: few, 4: few}
+
+
+def _emit_split(module: Module, isa: Isa, spec: PartsSpec) -> tuple[str, int]:
+    """A product of long sums in parts, whose tiles of A stay in the second-level cache."""
+    steps = -(-spec.steps // -(-spec.k // _MOST_TERMS))
+    part = dataclasses.replace(spec, k=steps * STEP)
+    whole, rest = divmod(spec.k, part.k)
+    first, workspace = emit_parts(module, isa, part)
+    more, _ = emit_parts(module, isa, dataclasses.replace(part, accumulate=True))
+    last = dataclasses.replace(spec, k=rest, accumulate=True)
+    names = [(0, 1, first), (1, whole, more)]
+    names += [(whole, whole + 1, emit_parts(module, isa, last)[0])] if rest else []
+    if spec.name in module.functions:
+        return spec.name, workspace
+    a, a_row, b, b_row, *others = _PARAMS
+    c = Code(module, spec.name, _PARAMS, attributes=ATTRIBUTES)
+    for begin, end, name in names:
+        with c.loop(begin, end) as i:
+            k = c.mul(i, part.k)
+            of_b = c.mul(k, i64(_SIZE[spec.b]) if spec.trans_b else b_row)
+            call(c, name, offset(c, a, k, _SIZE[spec.a]), a_row, c.gep("i8", b, of_b), b_row, *others)
     c.finish()
     return spec.name, workspace
 
@@ -112,33 +176,36 @@ def _pairs(count: int) -> list[tuple[int, int, int]]:
 _PACK = [Val("ptr", "%src"), Val("i64", "%row"), Val("ptr", "%panel")]
 
 
-def _split(c: Code, first: Val, second: Val) -> list[Val]:
-    """The parts h and l of two vectors of float32, as bfloat16: those of the first come first."""
-    both = vec(2 * _LANES, "bfloat")
-    whole = shuffle(c, first, second, list(range(2 * _LANES)))
-    high = c.cast("fptrunc", whole, both)
-    rest = c.binary("fsub", whole, c.cast("fpext", high, whole.ty))
-    return [c.cast("bitcast", x, _HALVES) for x in (high, c.cast("fptrunc", rest, both))]
+def _split(c: Code, first: Val, second: Val, parts: int) -> list[Val]:
+    """The parts of two vectors of float32, as bfloat16: those of the first come first."""
+    both, found = vec(2 * _LANES, "bfloat"), []
+    rest = shuffle(c, first, second, list(range(2 * _LANES)))
+    for _ in range(parts):
+        part = c.cast("fptrunc", rest, both)
+        rest = c.binary("fsub", rest, c.cast("fpext", part, rest.ty))
+        rest = c.select(c.cmp("fcmp", "ord", rest, rest), rest, const(rest.ty, "0.0"))  # of an infinite number
+        found.append(c.cast("bitcast", part, _HALVES))
+    return found
 
 
-def _of_row(c: Code, dtype: str, ptr: Val) -> list[Val]:
+def _of_row(c: Code, dtype: str, parts: int, ptr: Val) -> list[Val]:
     """The parts of 32 neighbours."""
     if dtype == "bfloat16":
         return [c.load(_HALVES, ptr, align=2)]
-    return _split(c, *(c.load(_FLOATS, c.gep("i8", ptr, n * 64), align=4) for n in range(2)))
+    return _split(c, *(c.load(_FLOATS, c.gep("i8", ptr, n * 64), align=4) for n in range(2)), parts)
 
 
-def _rows_packer(module: Module, spec: PartsSpec) -> str:
-    """`void(*_PACK)`: 16 rows of A."""
-    name = f"bfloat_rows_{spec.a}_{spec.steps}"
+def _rows_packer(module: Module, spec: PartsSpec, rows: int) -> str:
+    """`void(*_PACK)`: up to 16 rows of A."""
+    name = f"bfloat_rows_{spec.a}_{spec.parts[0]}_{rows}x{spec.steps}"
     if name in module.functions:
         return name
     src, row, panel = _PACK
     c = Code(module, name, _PACK, attributes=ATTRIBUTES)
-    with c.loop(0, ROWS) as r, c.loop(0, spec.steps) as step:
-        parts = _of_row(c, spec.a, c.gep("i8", c.gep("i8", src, c.mul(r, row)), c.mul(step, STEP * _SIZE[spec.a])))
-        for n, part in enumerate(parts):
-            tile = c.add(c.mul(step, _parts(spec.a)), n)
+    with c.loop(0, rows) as r, c.loop(0, spec.steps) as step:
+        at = c.gep("i8", c.gep("i8", src, c.mul(r, row)), c.mul(step, STEP * _SIZE[spec.a]))
+        for n, part in enumerate(_of_row(c, spec.a, spec.parts[0], at)):
+            tile = c.add(c.mul(step, spec.parts[0]), n)
             c.store(part, offset(c, offset(c, panel, tile, tiles.TILE_BYTES), r, tiles.ROW_BYTES), align=64)
     c.finish()
     return name
@@ -146,16 +213,16 @@ def _rows_packer(module: Module, spec: PartsSpec) -> str:
 
 def _columns_packer(module: Module, spec: PartsSpec) -> str:
     """`void(*_PACK)`: 16 columns of B, which stand as rows: pairs of neighbours are turned."""
-    name = f"bfloat_columns_{spec.b}_{spec.steps}"
+    name = f"bfloat_columns_{spec.b}_{spec.parts[1]}_{spec.steps}"
     if name in module.functions:
         return name
     src, row, panel = _PACK
     c = Code(module, name, _PACK, attributes=ATTRIBUTES)
     with c.loop(0, spec.steps) as step:
         at = c.gep("i8", src, c.mul(step, STEP * _SIZE[spec.b]))
-        rows = [_of_row(c, spec.b, c.gep("i8", at, c.mul(row, r))) for r in range(ROWS)]
+        rows = [_of_row(c, spec.b, spec.parts[1], c.gep("i8", at, c.mul(row, r))) for r in range(ROWS)]
         for n, part in enumerate(zip(*rows, strict=True)):
-            tile = offset(c, panel, c.add(c.mul(step, _parts(spec.b)), n), tiles.TILE_BYTES)
+            tile = offset(c, panel, c.add(c.mul(step, spec.parts[1]), n), tiles.TILE_BYTES)
             for p, pairs in enumerate(transpose(c, [c.cast("bitcast", x, _WORDS) for x in part])):
                 c.store(pairs, c.gep("i8", tile, p * tiles.ROW_BYTES), align=64)
     c.finish()
@@ -164,7 +231,7 @@ def _columns_packer(module: Module, spec: PartsSpec) -> str:
 
 def _lanes_packer(module: Module, spec: PartsSpec) -> str:
     """`void(*_PACK)`: 16 columns of B, whose rows stand as such: two rows are interleaved."""
-    name = f"bfloat_lanes_{spec.b}_{spec.steps}"
+    name = f"bfloat_lanes_{spec.b}_{spec.parts[1]}_{spec.steps}"
     if name in module.functions:
         return name
     src, row, panel = _PACK
@@ -176,10 +243,10 @@ def _lanes_packer(module: Module, spec: PartsSpec) -> str:
         if spec.b == "bfloat16":
             parts = [shuffle(c, *(c.load(vec(_LANES, "i16"), x, align=2) for x in both), turns)]
         else:
-            halves = _split(c, *(c.load(_FLOATS, x, align=4) for x in both))
+            halves = _split(c, *(c.load(_FLOATS, x, align=4) for x in both), spec.parts[1])
             parts = [shuffle(c, x, x, turns) for x in halves]
         for n, part in enumerate(parts):
-            tile = c.add(c.mul(step, _parts(spec.b)), n)
+            tile = c.add(c.mul(step, spec.parts[1]), n)
             c.store(part, offset(c, offset(c, panel, tile, tiles.TILE_BYTES), p, tiles.ROW_BYTES), align=64)
     c.finish()
     return name
@@ -202,22 +269,18 @@ def _kernel(module: Module, spec: PartsSpec, rows: int, columns: int) -> str:
             tiles.load(c, tile, place(i, j), out_row)
         else:
             tiles.clear(c, tile)
-    parts = _parts(spec.a), _parts(spec.b)
 
-    def load(first: int, count: int, panels: Val, dtype: str, step: Val, part: int) -> None:
+    def load(side: int, count: int, panels: Val, step: Val, part: int) -> None:
         for n in range(count):
-            at = c.add(c.mul(step, _parts(dtype) * tiles.TILE_BYTES), n * spec.panel(dtype) + part * tiles.TILE_BYTES)
-            tiles.load(c, first + n, c.gep("i8", panels, at))
+            at = c.add(c.mul(step, spec.parts[side] * tiles.TILE_BYTES), n * spec.panel(side) + part * tiles.TILE_BYTES)
+            tiles.load(c, (4, 6)[side] + n, c.gep("i8", panels, at))
 
     with c.loop(0, spec.steps) as step:
         there = (-1, -1)
-        for pair in ((0, 0), (1, 0), (0, 1)):
-            if pair[0] >= parts[0] or pair[1] >= parts[1]:
-                continue
-            if pair[0] != there[0]:
-                load(4, rows, a, spec.a, step, pair[0])
-            if pair[1] != there[1]:
-                load(6, columns, b, spec.b, step, pair[1])
+        for pair in spec.pairs:
+            for side, count, panels in ((0, rows, a), (1, columns, b)):
+                if pair[side] != there[side]:
+                    load(side, count, panels, step, pair[side])
             there = pair
             for tile, i, j in of_c:
                 tiles.multiply(c, "tdpbf16ps", tile, 4 + i, 6 + j)

@@ -32,7 +32,9 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
         return
     batch, m, n, k = op.sizes()
     _unpack(em, op.b)
-    if op.precision == "high" and _in_parts(em, op):
+    in_parts = bfloat_parts.spec_of(em.isa, op)
+    if in_parts is not None:
+        _product_in_parts(em, op, in_parts)
         return
     a, ta = matrix(em, operand(em, op.a), op.trans_a)
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
@@ -119,19 +121,16 @@ def _of_rows(em: Emitter, scale: ir.Value) -> Buffer:
     return dataclasses.replace(buf, shape=(buf.shape[0], 1), strides=(buf.strides[0], 1))
 
 
-def _in_parts(em: Emitter, op: ir.Dot) -> bool:
-    """The product by `bfloat_parts`, if it takes operands of these sizes and dtypes."""
-    batch, m, n, k = op.sizes()
-    dtypes = op.a.dtype, op.b.dtype
-    known = all(d in ("float32", "bfloat16") for d in dtypes) and "float32" in dtypes
-    if not (known and bfloat_parts.fits(em.isa)) or m % 16 or n % 16 or k % 32 or 0 in (m, n, k) or op.trans_a:
-        return False
+def _product_in_parts(em: Emitter, op: ir.Dot, spec: bfloat_parts.PartsSpec) -> None:
+    """The product by `bfloat_parts`."""
+    batch = op.sizes()[0]
     a, ta = matrix(em, op.a, False)
     b, tb = matrix(em, op.b, op.trans_b)
     if ta:
         a = em.copy(op.a, em.new_buffer(op.a.shape, op.a.dtype))
-    out, accumulate = _output(em, op)
-    spec = bfloat_parts.PartsSpec(m, n, k, *dtypes, tb, accumulate)
+    target = _store_target(em, op, most=math.inf)
+    out, accumulate = (target, False) if target is not None else _output(em, op)
+    spec = dataclasses.replace(spec, trans_b=tb, accumulate=accumulate)
     name, workspace = bfloat_parts.emit_parts(em.module, em.isa, spec)
     work = em.arena.new(workspace)
     ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
@@ -145,7 +144,6 @@ def _in_parts(em: Emitter, op: ir.Dot) -> bool:
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
-    return True
 
 
 def _store_target(em: Emitter, op: ir.Dot, most: float = DIRECT_BYTES) -> Buffer | None:

@@ -3,9 +3,11 @@ cycle, and from what was measured of the share of this that whole products reach
 
 from __future__ import annotations
 
+import math
+
 from jtile import ir
 
-from . import digit_products, gemm_scaled, nibbles, scaled_tiles
+from . import bfloat_parts, digit_products, gemm_scaled, nibbles, scaled_tiles
 from .convert import is_narrow, is_signed
 from .gemm_modes import STORAGE, Mode, choose_mode
 from .gemm_plan import make_plan
@@ -26,6 +28,10 @@ def dot_ns(isa: Isa, op: ir.Dot) -> float:
     batch, m, n, k = op.sizes()
     if digit_products.digits(isa, op) is not None:  # three products of bytes, four terms of a unit each
         return 2.0 * m * n * k / (TILE_OPERATIONS * 4 / 3 * REACHED_BY_TILES * CYCLES_PER_NS)
+    parts = bfloat_parts.spec_of(isa, op)
+    if parts is not None:
+        one = 2.0 * m * n * k * len(parts.pairs) / (TILE_OPERATIONS * 2 * REACHED_BY_TILES * CYCLES_PER_NS)
+        return math.prod((one, *batch))
     one = _product_ns(isa, (op.a.dtype, op.b.dtype, op.result.dtype), (m, n, k), (op.trans_a, op.trans_b))
     for side in batch:
         one *= side
