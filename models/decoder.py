@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jtile import ops
-from jtile.ops import QuantizedTensor, gpu_tiles
+from jtile.ops import QuantizedTensor, gpu_tiles, hopper_largest
 
 from . import cache as kv
 from . import layers
@@ -319,6 +319,11 @@ class Decoder(nnx.Module):
     def _logits(self, normed):
         return self._capped(layers.linear(normed, self._table(), jnp.float32))
 
+    def _finds_largest(self, x) -> bool:
+        """Whether the largest logits behind x [rows, hidden] are found soonest without the others."""
+        plain = self.config.softcap is None and isinstance(self._table(), jax.Array)
+        return plain and hopper_largest.misfit(x, self._table()) is None
+
     def _capped(self, logits, shares: bool = False):
         cap = self.config.softcap
         capped = logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -432,7 +437,7 @@ class Decoder(nnx.Module):
         """The attention window of each layer; None where it sees all keys."""
         return tuple(block.attention.window for block in self.blocks)
 
-    def step(self, tokens, cache: kv.KVCache, of=None, shares: bool = False, entered=None):
+    def step(self, tokens, cache: kv.KVCache, of=None, shares: bool = False, entered=None, largest: bool = False):
         """The logits behind the next tokens of each row, which the cache takes in.
 
         Args:
@@ -443,6 +448,7 @@ class Decoder(nnx.Module):
           shares: logits of one token a row may stay cut over devices, as `parallel.Shares`.
           entered: (x, delta, angles) where something else has done what `enter` does: x + delta are the embeddings.
             It may have written the lengths of the cache, too.
+          largest: what `hopper_largest.largest` gives is wanted in place of logits, where that is quicker.
         Returns:
           Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
         """
@@ -463,6 +469,8 @@ class Decoder(nnx.Module):
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         x, delta = (x, delta) if early else rows_of((x, delta), of)
+        if largest and self._finds_largest(x):
+            return hopper_largest.largest(self._norm(x, delta), self._table()), cache.longer(entries, t)
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)
         alone = of is not None or tokens.ndim == 1

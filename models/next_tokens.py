@@ -30,18 +30,21 @@ ROWS = 64  # rows of a batch, at most: of more, the logits take so long that the
 def _types(
     logits, tokens, done, out, lengths, ends, column, table, frequencies, *, hidden: int, dtype: str, parts: int, **_
 ):
-    rows = logits.shape[0]
+    found = jax.ShapeDtypeStruct((logits.shape[0], parts), jnp.int32)
+    return *_next_types(tokens, done, out, lengths, frequencies, hidden, dtype), found, found
+
+
+def _next_types(tokens, done, out, lengths, frequencies, hidden: int, dtype: str):
+    rows = tokens.shape[0]
     x = jax.ShapeDtypeStruct((rows, hidden), dtype)
     angles = tuple(jax.ShapeDtypeStruct((rows, *f.shape), jnp.float32) for f in frequencies)
-    found = jax.ShapeDtypeStruct((rows, parts), jnp.int32)
-    return *map(jt.like, (tokens, done, out, lengths)), x, x, angles, angles, found, found
+    return *map(jt.like, (tokens, done, out, lengths)), x, x, angles, angles
 
 
-@jt.kernel(
-    out_type=_types,
-    grid=lambda logits, *_, parts, **__: (logits.shape[0], parts),
-    alias={name: f"new_{name}" for name in ("tokens", "done", "out", "lengths")},
-)
+_IN_PLACE = {name: f"new_{name}" for name in ("tokens", "done", "out", "lengths")}
+
+
+@jt.kernel(out_type=_types, grid=lambda logits, *_, parts, **__: (logits.shape[0], parts), alias=_IN_PLACE)
 def next_tokens(
     logits, tokens, done, out, lengths, ends, column, table, frequencies,
     new_tokens, new_done, new_out, new_lengths, x, rest, cos, sin, tops, places,
@@ -59,18 +62,51 @@ def next_tokens(
     i, p, vocab = jt.program_id(0), jt.program_id(1), logits.shape[1]
     tops[i, p], places[i, p] = first_in_part(logits, i, p, parts, bn, vocab)
     if jt.arrive(jt.counters("rows", tokens.shape[0]), i, parts):
-        top, place = first_of(tops[i, :], places[i, :])
-        chosen = jnp.where(top == keys_of(jnp.float32(jnp.nan)), jnp.int32(vocab), place)
-        token = jnp.where(done[i], tokens[i], chosen)
+        token = _token(first_of(tops[i, :], places[i, :]), vocab, done[i], tokens[i])
         position = lengths[i] + 1
         new_tokens[i], new_lengths[i] = token, position
         new_done[i] = done[i] | (ends[:] == token).any()
         new_out[i, column[...]] = token
-        x[i, :] = (_row(table, token, hidden).astype(dtype) * scale).astype(dtype)
-        rest[i, :] = jnp.zeros((hidden,), dtype)
-        for f, c, s, factor in zip(frequencies, cos, sin, factors):
-            angle = position.astype(jnp.float32) * f[:]
-            c[i, :], s[i, :] = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
+
+
+def _token(found, vocab: int, done, before):
+    """The token of a row whose largest logit `found` tells; the one before where the row is done."""
+    top, place = found
+    chosen = jnp.where(top == keys_of(jnp.float32(jnp.nan)), jnp.int32(vocab), place)
+    return jnp.where(done, before, chosen)
+
+
+def _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden: int, dtype: str, scale: float, factors):
+    """What the next step begins with, for row i."""
+    x[i, :] = (_row(table, token, hidden).astype(dtype) * scale).astype(dtype)
+    rest[i, :] = jnp.zeros((hidden,), dtype)
+    for f, c, s, factor in zip(frequencies, cos, sin, factors):
+        angle = position.astype(jnp.float32) * f[:]
+        c[i, :], s[i, :] = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def _found_types(tops, places, tokens, done, out, lengths, ends, column, table, frequencies, *, hidden, dtype, **_):
+    return _next_types(tokens, done, out, lengths, frequencies, hidden, dtype)
+
+
+@jt.kernel(out_type=_found_types, grid=lambda tops, *_, **__: tops.shape[0], alias=_IN_PLACE)
+def tokens_of_largest(
+    tops, places, tokens, done, out, lengths, ends, column, table, frequencies,
+    new_tokens, new_done, new_out, new_lengths, x, rest, cos, sin,
+    *, hidden: int, dtype: str, vocab: int, scale: float, factors: tuple[float, ...],
+):  # fmt: skip
+    """What `next_tokens` makes, where the head has left the largest logits of its parts: tops, places int32 [rows,
+    parts]."""
+    i = jt.program_id(0)
+    wide = jt.next_power_of_2(tops.shape[1])
+    keys = tops.tiles(None, wide, pad=-(2**31))[i, 0]
+    token = _token(first_of(keys, places.tiles(None, wide, pad=0)[i, 0]), vocab, done[i], tokens[i])
+    position = lengths[i] + 1
+    new_tokens[i], new_lengths[i] = token, position
+    new_done[i] = done[i] | (ends[:] == token).any()
+    new_out[i, column[...]] = token
+    _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
 
 
 def _row(table: Weight, token, hidden: int):
@@ -119,11 +155,14 @@ def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, *, chunk: int, r
     def step(column, carry):
         tokens, done, out, cache, (x, rest, cos, sin) = carry
         entered = x, rest, dict(zip(ropes, zip(cos, sin)))
-        logits, longer = model.step(tokens, cache, entered=entered)
-        tiles = {"parts": parts_of(*logits.shape), "bn": fit(logits.shape[1], TILE)}
-        tokens, done, out, lengths, *entered, _, _ = next_tokens(
-            logits, tokens, done, out, cache.lengths, ends, column, weight, frequencies, **tiles, **options
-        )
+        first, longer = model.step(tokens, cache, entered=entered, largest=True)
+        same = tokens, done, out, cache.lengths, ends, column, weight, frequencies
+        if isinstance(first, tuple):
+            made = tokens_of_largest(*first, *same, vocab=model.config.vocab_size, **options)
+        else:
+            tiles = {"parts": parts_of(*first.shape), "bn": fit(first.shape[1], TILE)}
+            made = next_tokens(first, *same, **tiles, **options)[:-2]
+        tokens, done, out, lengths, *entered = made
         return tokens, done, out, dataclasses.replace(longer, lengths=lengths), tuple(entered)
 
     x, angles = model.enter(tokens, cache.lengths)

@@ -15,7 +15,8 @@ from jtile.models import cache as kv
 from jtile.models import next_tokens, programs
 from jtile.models.generate import CHUNK, Choice
 from jtile.models.sampling import Sampling, Steps
-from jtile.ops import QuantizedTensor, gpu_tiles
+from jtile.ops import QuantizedTensor, gpu_tiles, hopper_largest
+from jtile.ops.argmax import keys_of
 from jtile.ops.operands import Weight
 from jtile.ops.step_attention import attention_product
 
@@ -52,6 +53,29 @@ def test_generation(short, outputs, on, name):
     assert np.array_equal(lm.generate(ids, 12, eos=None), whole)
     assert np.array_equal(lm.generate(ids, 12, eos=ends), ended)
     assert calls == [2, 2]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_generation_without_logits(short, outputs, on, monkeypatch, rows):
+    """Where the head finds the largest logits by itself, tokens are the same."""
+    ids = np.tile(outputs("llama")["input_ids"][:1], (rows, 1)) + np.arange(rows)[:, None]
+    lm, made = short("llama", 2), []
+    whole = lm.generate(ids, 6, eos=None)
+    for key in [key for key in lm._executables if key[0] == "decode"]:
+        del lm._executables[key]
+
+    def largest(x, w):
+        """By columns p, p + 3, ... for part p, as programs would."""
+        made.append(x.shape)
+        keys = keys_of(x @ w.T)
+        places = [keys[:, p::3].argmax(1) * 3 + p for p in range(3)]
+        return jnp.stack([keys[:, p::3].max(1) for p in range(3)], 1), jnp.stack(places, 1).astype(jnp.int32)
+
+    monkeypatch.setattr(hopper_largest, "misfit", lambda x, w: None)
+    monkeypatch.setattr(hopper_largest, "largest", largest)
+    on()
+    assert np.array_equal(lm.generate(ids, 6, eos=None), whole)
+    assert made and made[0][0] == rows
 
 
 TABLES = {
