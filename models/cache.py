@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile import ops
 from jtile.ops import QuantizedTensor, gpu_tiles
+from jtile.ops.hopper_append import hopper_append, shares_of
 from jtile.ops.mixed_attention import mixed_attention, run_apart
 from jtile.ops.step_attention import attention_product, step_attention
 
@@ -141,7 +142,10 @@ class Slots:
         qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
         entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else kernels.rope_append
         held = *entry.arrays, *entry.scales
-        kernel = kernel.with_options(num_warps=8) if "dtype" in options else kernel  # parts are more to read
+        if "dtype" in options:
+            shares = shares_of(qkv, held[0], weights, self.table, heads=heads, kv_heads=kv_heads)
+            kernel = kernel.with_options(num_warps=8) if shares is None else hopper_append  # parts are more to read
+            options |= {} if shares is None else {"shares": shares}
         q, *held = kernel(qkv, cos, sin, self._free(), *held, weights, self.table, **options)
         return q, self._with(held[:2], held[2:])
 

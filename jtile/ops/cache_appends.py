@@ -63,13 +63,13 @@ def put(cache, place, value, *part: slice) -> None:
     jt.store(cache, (row, at, *part, ...), value.astype(cache.dtype), mask=there)
 
 
-def _step_types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, dtype=None, **_):
+def step_types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, dtype=None, **_):
     q = jax.ShapeDtypeStruct((qkv.shape[-3], heads, qkv.shape[-1]), dtype or qkv.dtype)
     return q, jt.like(keys), jt.like(values)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Projection:
+class Projection:
     """The projection of new tokens [tokens, heads, head_dim], or float32 parts of it [parts, tokens, heads, head_dim],
     which are added up, and then rounded to `dtype`, where they are read."""
 
@@ -88,7 +88,7 @@ class _Projection:
 
 
 @jt.kernel(
-    out_type=_step_types,
+    out_type=step_types,
     grid=lambda qkv, *_, **__: (qkv.shape[-3],),
     alias={"keys": "new_keys", "values": "new_values"},
 )
@@ -98,9 +98,9 @@ def rope_append(
 ):  # fmt: skip
     """The next t tokens of each row: rotates q and k of qkv [batch * t, heads + 2 kv_heads, head_dim] by float32 cos,
     sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
-    pages, in place and in their dtype. `norms`: see `heads_of`; `dtype`: of q, where qkv are parts, see `_Projection`;
+    pages, in place and in their dtype. `norms`: see `heads_of`; `dtype`: of q, where qkv are parts, see `Projection`;
     the others: see `slot_of`."""
-    p, qkv = jt.program_id(0), _Projection(qkv, dtype)
+    p, qkv = jt.program_id(0), Projection(qkv, dtype)
     place, half = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv.shape[2] // 2
     # p: position among all new tokens; X: its queries and keys, R: the same rotated; x, y: halves of them
     turn = cos[p, :][None], sin[p, :][None]

@@ -18,7 +18,7 @@ from jtile.ops.dispatch import BLOCK_LEVEL, first_unmet, has
 from jtile.ops.hopper_columns import pieces
 from jtile.ops.hopper_wide import ROWS, TAKEN, WIDEST, Form, Memory, bring_tile, clear, memory
 
-FORM = Form(256, 1, 5, 64)  # twice as many bytes of W as of x would be in tiles of 128 rows, four times as many here
+FORM = Form(128, 1, 4)  # wider tiles bring fewer bytes of x, and are slower
 _LAST, _LEAST = 2**31 - 1, -(2**31)
 _REGISTERS = 240
 
