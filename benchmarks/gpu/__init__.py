@@ -3,6 +3,6 @@
 WORKLOADS = (
     "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "mla", "mla_prefill", "rows", "losses",
     "gated", "quantized", "launch", "llm", "gradients", "recurrences",
-    "flex", "zoo", "fuse",
+    "flex", "dropout", "zoo", "fuse",
 )  # fmt: skip
 ONLY = ("tutorial", "choices", "numpy")  # these run only if they are asked for by name

@@ -30,7 +30,8 @@ class Case:
       warm: whether every call reads the same arguments, as far as the L2 cache holds them; else they are cold.
       prepare: name ("ours" or a peer's) -> a function that turns a set of arguments into those of that function,
         outside the timing.
-      tolerance: the largest relative error that counts as right.
+      tolerance: the largest relative error that counts as right; `tolerances`: that of peers by name, where they draw
+        random numbers of their own.
       calls: the most calls in one program, where XLA compiles long.
       budget_s: seconds of samples at most, where that is less than what the command line says.
       untuned: peers that XLA compiles without a search for the fastest candidates, because it fails there.
@@ -49,6 +50,7 @@ class Case:
     warm: bool = False
     prepare: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     tolerance: float = 1e-2
+    tolerances: Mapping[str, float] = dataclasses.field(default_factory=dict)
     calls: int | None = None
     budget_s: float = math.inf
     untuned: tuple[str, ...] = ()

@@ -221,7 +221,7 @@ def _errors(case: Case, expected: Any, runners: dict[str, Any], say: Callable) -
     for name in list(runners):
         errors[name] = error = relative_error(runners[name].output, expected)
         runners[name].output = None
-        if error <= case.tolerance:
+        if error <= case.tolerances.get(name, case.tolerance):
             continue
         if name == "ours":
             raise WrongResultError(f"{' '.join(case.key)}: relative error {error:.2g}")

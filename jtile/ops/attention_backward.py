@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import attention_gradients, hopper_attention_backward
+from jtile.ops import attention_gradients, dropouts, hopper_attention_backward
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, weights
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
@@ -40,13 +40,13 @@ def _types(q, k, v, g, lse, delta, lengths, offsets, *, splits, **_):
 
 @jt.kernel(out_type=_types, grid=lambda q, k, *_, splits, **__: (k.shape[0], k.shape[2], splits))
 def flash_attention_backward(
-    q, k, v, g, lse, delta, lengths, offsets, dq, dk, dv,
-    *, bq: int, bk: int, splits: int, scale: float, softcap: float | None, window: Window,
+    q, k, v, g, lse, delta, lengths, offsets, seeds, dq, dk, dv,
+    *, bq: int, bk: int, splits: int, scale: float, softcap: float | None, window: Window, dropout: float,
 ):  # fmt: skip
     """A program: every `splits`-th block of keys of one row and kv head, against all queries that see it.
 
-    q, g [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lse (in powers of two), delta [batch, heads, t]; lengths
-    and offsets as in `flash_attention`. dq [(splits,) batch, t, heads, d] is only this program's share.
+    q, g [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lse (in powers of two), delta [batch, heads, t]; lengths,
+    offsets and seeds as in `flash_attention`. dq [(splits,) batch, t, heads, d] is only this program's share.
     """
     # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i) s'_ij
     # dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i      tiles of p and ds are kept transposed, [bk, bq]
@@ -63,38 +63,40 @@ def flash_attention_backward(
     offset = 0 if offsets is None else offsets[b]
     rows = jt.cdiv(t, bq)
 
-    def step(i, h, columns, k_j, v_j, dk_j, dv_j, edge: bool):
+    def step(i, h, j, k_j, v_j, dk_j, dv_j, edge: bool):
         q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
         s = jt.dot(k_j, q_i.T)
         p, gradient = weights(s, L[b, h, i][None, :], scale, softcap)
-        dp = jt.dot(v_j, g_i.T) - D[b, h, i][None, :]
+        sides = dropouts.places(i * bq, bq, 1), dropouts.places(j * bk, bk, 0)
+        kept, dp = dropouts.dropped(seeds, b, h, *sides, dropout, p, jt.dot(v_j, g_i.T))
+        dp = dp - D[b, h, i][None, :]
         ds = p * (dp if gradient is None else dp * gradient)
         if edge:
-            seen = visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
-            p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
+            seen = visible(offset + i * bq + jt.arange(bq)[None, :], j * bk + jt.arange(bk)[:, None], length, window)
+            kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
         ds = ds.astype(q.dtype)
         here = (*split, b, i, h, 0)
         DQ[here] = jt.dot(ds.T, k_j, DQ[here])
-        return jt.dot(ds, q_i, dk_j), jt.dot(p.astype(q.dtype), g_i, dv_j)
+        return jt.dot(ds, q_i, dk_j), jt.dot(kept.astype(q.dtype), g_i, dv_j)
 
     for h in jt.range(group):
         for i in jt.range(rows):
             DQ[(*split, b, i, kv * group + h, 0)] = jnp.zeros((bq, d), dq.dtype)
     for turn in jt.range(jt.cdiv(jt.cdiv(keys, bk) - share, splits)):
         j = share + turn * splits
-        columns = j * bk + jt.arange(bk)[:, None]
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
         if lengths is not None:  # keys and values behind the length may hold anything, NaN too
+            columns = j * bk + jt.arange(bk)[:, None]
             k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
         lo, inner_lo, inner_hi, hi = query_blocks(j * bk, bk, bq, t, offset, length, window)
         dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))
         for member in jt.range(group):
             h = kv * group + member
             for i in jt.range(inner_lo, inner_hi):
-                dk_j, dv_j = step(i, h, columns, k_j, v_j, dk_j, dv_j, edge=False)
+                dk_j, dv_j = step(i, h, j, k_j, v_j, dk_j, dv_j, edge=False)
             for n in jt.range(inner_lo - lo + hi - inner_hi):  # the blocks at the edges on both sides
                 i = jnp.where(n < inner_lo - lo, lo + n, n - inner_lo + lo + inner_hi)
-                dk_j, dv_j = step(i, h, columns, k_j, v_j, dk_j, dv_j, edge=True)
+                dk_j, dv_j = step(i, h, j, k_j, v_j, dk_j, dv_j, edge=True)
         DK[b, j, kv, 0] = (dk_j * scale).astype(dk.dtype)
         DV[b, j, kv, 0] = dv_j.astype(dv.dtype)
     for h in jt.range(group):
@@ -104,8 +106,8 @@ def flash_attention_backward(
 
 
 def in_one_kernel(
-    q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window,
-    bq: int = 128, bk: int = 128,
+    q, k, v, o, lse, g, ct, lengths, offsets, seeds=None, *, scale: float, softcap: float | None, window: Window,
+    dropout: float = 0.0, bq: int = 128, bk: int = 128,
 ):  # fmt: skip
     """(dq, dk, dv) on a CPU: a program has some of the blocks of keys, and a share of dq of its own."""
     batch, s, groups = k.shape[:3]
@@ -114,14 +116,15 @@ def in_one_kernel(
     bq, bk = fit(q.shape[1], bq), fit(s, bk)
     splits = min(jt.cdiv(machine().programs, max(1, known(batch * groups))), jt.cdiv(known(s), bk))
     dq, dk, dv = flash_attention_backward(
-        q, k, v, g, lse, delta, lengths, offsets,
-        bq=bq, bk=bk, splits=splits, scale=scale, softcap=softcap, window=window,
+        q, k, v, g, lse, delta, lengths, offsets, seeds,
+        bq=bq, bk=bk, splits=splits, scale=scale, softcap=softcap, window=window, dropout=dropout,
     )  # fmt: skip
     dq = dq if dq.ndim == 4 else dq[0] if splits == 1 else dq.sum(0)
     return dq.astype(q.dtype), dk, dv
 
 
-# (dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct [batch, heads, t] (or None) of lse.
+# (dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct [batch, heads, t] (or None) of lse; `seeds` as for
+# `flash_attention`.
 attention_backward = Op(
     "attention backward",
     Implementation("roles", hopper_attention_backward.gradients, hopper_attention_backward.misfit, BLOCK_LEVEL,

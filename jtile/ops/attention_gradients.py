@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles
+from jtile.ops import dropouts, gpu_tiles
 from jtile.ops._shapes import fit, known, machine, tuned
 from jtile.ops.attention_windows import LOG2_E, Window, blocks, query_blocks, visible, weights
 
@@ -33,13 +33,13 @@ def attention_delta_tiles(o, g, ct, delta, *, n: int, dtype: str):
     grid=lambda q, k, *_, bk, **__: (k.shape[0], k.shape[2], jt.cdiv(k.shape[1], bk)),
 )
 def attention_gradient_of_keys(
-    q, k, v, g, lse, delta, lengths, offsets, dk, dv,
-    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window,
+    q, k, v, g, lse, delta, lengths, offsets, seeds, dk, dv,
+    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window, dropout: float,
 ):  # fmt: skip
     """dk and dv of one block of keys in a program, from all queries that see it.
 
-    q, g [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lse (in powers of two), delta [batch, heads, t]; lengths
-    and offsets as in `flash_attention`.
+    q, g [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lse (in powers of two), delta [batch, heads, t]; lengths,
+    offsets and seeds as in `flash_attention`.
     """
     # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i) s'_ij
     # dk_j = scale sum_i ds_ij q_i      tiles of p and ds are kept transposed, [bk, bq]
@@ -61,12 +61,14 @@ def attention_gradient_of_keys(
     def step(i, h, dk_j, dv_j, edge: bool):
         q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
         p, gradient = weights(jt.dot(k_j, q_i.T), L[b, h, i][None, :], scale, softcap)
-        dp = jt.dot(v_j, g_i.T) - D[b, h, i][None, :]
+        sides = dropouts.places(i * bq, bq, 1), dropouts.places(j * bk, bk, 0)
+        kept, dp = dropouts.dropped(seeds, b, h, *sides, dropout, p, jt.dot(v_j, g_i.T))
+        dp = dp - D[b, h, i][None, :]
         ds = p * (dp if gradient is None else dp * gradient)
         if edge:
             seen = visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
-            p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
-        return jt.dot(ds.astype(q.dtype), q_i, dk_j), jt.dot(p.astype(q.dtype), g_i, dv_j)
+            kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
+        return jt.dot(ds.astype(q.dtype), q_i, dk_j), jt.dot(kept.astype(q.dtype), g_i, dv_j)
 
     lo, inner_lo, inner_hi, hi = query_blocks(j * bk, bk, bq, t, offset, length, window)
     dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))
@@ -86,8 +88,8 @@ def attention_gradient_of_keys(
     grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)),
 )
 def attention_gradient_of_queries(
-    q, k, v, g, lse, delta, lengths, offsets, dq,
-    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window,
+    q, k, v, g, lse, delta, lengths, offsets, seeds, dq,
+    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window, dropout: float,
 ):  # fmt: skip
     """dq of one block of queries in a program, from all keys that it sees; its arguments are those of
     `attention_gradient_of_keys`."""
@@ -104,7 +106,9 @@ def attention_gradient_of_queries(
     def step(j, acc, edge: bool):
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
         p, gradient = weights(jt.dot(q_i, k_j.T), lse_i, scale, softcap)
-        dp = jt.dot(g_i, v_j.T) - delta_i
+        sides = dropouts.places(i * bq, bq, 0), dropouts.places(j * bk, bk, 1)
+        (dp,) = dropouts.dropped(seeds, b, h, *sides, dropout, jt.dot(g_i, v_j.T))
+        dp = dp - delta_i
         ds = p * (dp if gradient is None else dp * gradient)
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
@@ -124,12 +128,16 @@ def attention_gradient_of_queries(
     dq.tiles(None, bq, None, d)[b, i, h, 0] = (acc * scale).astype(dq.dtype)
 
 
-def gradients(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window):
+def gradients(
+    q, k, v, o, lse, g, ct, lengths, offsets, seeds=None,
+    *, scale: float, softcap: float | None, window: Window, dropout: float = 0.0,
+):  # fmt: skip
     """(dq, dk, dv) for the cotangents g of o and ct of lse (or None); arguments as those of `attention_backward`."""
     t, s, d, bytes_ = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     keys, queries = gpu_tiles.attention_gradients(t, s, d, bytes_, gpu_tiles.little_memory())
     n = fit(t, max(1, machine().tile // d))
     delta = tuned(attention_delta_tiles, num_warps=4)(o, g, ct, n=n, dtype=lse.dtype.name)
-    args, options = (q, k, v, g, lse, delta, lengths, offsets), {"scale": scale, "softcap": softcap, "window": window}
+    args = q, k, v, g, lse, delta, lengths, offsets, seeds
+    options = {"scale": scale, "softcap": softcap, "window": window, "dropout": dropout}
     dk, dv = tuned(attention_gradient_of_keys, **keys.options)(*args, **keys.tiles, **options)
     return tuned(attention_gradient_of_queries, **queries.options)(*args, **queries.tiles, **options), dk, dv

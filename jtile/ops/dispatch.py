@@ -193,18 +193,22 @@ def _on(platform: str, here: Callable[..., Any], elsewhere: Callable[..., Any], 
 
 @functools.partial(_on.defjvp, symbolic_zeros=True)
 def _on_jvp(platform, here, elsewhere, primals, tangents):
-    """The derivative of `elsewhere`, by the operands that have a tangent: others, such as frozen weights, may have no
-    derivative."""
-    leaves, tree = jax.tree.flatten(primals[0])
-    gradients = jax.tree.leaves(tangents[0], is_leaf=lambda t: isinstance(t, SymbolicZero))
+    _, out = derivative(lambda operands: elsewhere(*operands), primals[0], tangents[0])
+    return _on(platform, here, elsewhere, primals[0]), out
+
+
+def derivative(of: Callable[[Any], Any], operands: Any, tangents: Any) -> tuple[Any, Any]:
+    """`of(operands)` and its derivative by the operands that have a tangent. Those of others are `SymbolicZero`s:
+    those, such as frozen weights, may have no derivative."""
+    leaves, tree = jax.tree.flatten(operands)
+    gradients = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
     moved = {k: t for k, t in enumerate(gradients) if not isinstance(t, SymbolicZero) and _is_float(t)}
 
     def of_moved(*some):
         now = dict(enumerate(leaves)) | dict(zip(moved, some, strict=True))
-        return elsewhere(*jax.tree.unflatten(tree, now.values()))
+        return of(jax.tree.unflatten(tree, now.values()))
 
-    _, out = jax.jvp(of_moved, tuple(leaves[k] for k in moved), tuple(moved.values()))
-    return _on(platform, here, elsewhere, primals[0]), out
+    return jax.jvp(of_moved, tuple(leaves[k] for k in moved), tuple(moved.values()))
 
 
 def _is_float(x: Any) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import digit_attention, flex_attention, gpu_tiles, hopper_tiles, spaces
+from jtile.ops import digit_attention, dropouts, flex_attention, gpu_tiles, hopper_tiles, spaces
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, scores
@@ -35,11 +35,12 @@ def _types(q, *_, save: bool = False, **__):
 @jt.autotune(space=spaces.attention, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def flash_attention(
-    q, k, v, lengths, offsets, o, lse=None,
-    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
-    side: int | None = None, precision: str | None = None,
+    q, k, v, lengths, offsets, seeds, o, lse=None,
+    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window, dropout: float = 0.0, save: bool = False,
+    stages: int = 2, side: int | None = None, precision: str | None = None,
 ):  # fmt: skip
-    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch], or None.
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch], or None; seeds: those
+    of `dropouts.seeds`, or None.
 
     `side`: the side of tiles along the features, at least d; features behind d read as zeros. `precision`: that of
     `jt.dot`.
@@ -56,13 +57,16 @@ def flash_attention(
     first = i * bq + (0 if offsets is None else offsets[b])  # where this tile's first query stands among the keys
     lo, inner_lo, inner_hi, hi = blocks(first, bq, bk, length, window)
     rows = first + jt.arange(bq)[:, None]
+    seed = None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+    queries = dropouts.places(i * bq, bq, 0)
 
     def step(j, m, l, acc, edge: bool):
         s = scores(jt.dot(Q, K[b, j, kv, 0].T, precision=precision), unit, softcap, short=q.dtype.itemsize == 2)
         v_j = V[b, j, kv, 0]
         if edge:
             s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=lengths is not None)
-        return online(s, v_j, m, l, acc, precision=precision)
+        keep = seed and dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout)
+        return online(s, v_j, m, l, acc, keep=keep, precision=precision)
 
     wide = sums_in(q)
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
@@ -79,7 +83,7 @@ def flash_attention(
     if window[0] is not None:
         for r in jt.range(inner, hi - lo):
             m, l, acc = step(block(r), m, l, acc, edge=True)
-    o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
+    o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l, dropouts.factor(dropout)).astype(o.dtype)
     if lse is not None:
         lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
 
@@ -89,16 +93,18 @@ def _run(q, *args, **meta):
     return tuned(flash_attention, **gpu_tiles.attention_options(q.shape[3], q.dtype.itemsize))(q, *args, **meta)
 
 
-def _forward(q, k, v, lengths, offsets, *, save: bool, **meta):
-    o, lse = _run(q, k, v, lengths, offsets, save=True, **meta)
-    return (o, lse) if save else o, (q, k, v, lengths, offsets, o, lse)
+def _forward(q, k, v, lengths, offsets, seeds, *, save: bool, **meta):
+    o, lse = _run(q, k, v, lengths, offsets, seeds, save=True, **meta)
+    return (o, lse) if save else o, (q, k, v, lengths, offsets, seeds, o, lse)
 
 
-def _backward(residuals, ct, *, save: bool, scale: float, softcap: float | None, window: Window, **_):
-    q, k, v, lengths, offsets, o, lse = residuals
+def _backward(
+    residuals, ct, *, save: bool, scale: float, softcap: float | None, window: Window, dropout: float = 0.0, **_
+):
+    q, k, v, lengths, offsets, seeds, o, lse = residuals
     g, ct_lse = ct if save else (ct, None)
-    options = {"scale": scale, "softcap": softcap, "window": window}
-    return *attention_backward(q, k, v, o, lse, g, ct_lse, lengths, offsets, **options), None, None
+    options = {"scale": scale, "softcap": softcap, "window": window, "dropout": dropout}
+    return *attention_backward(q, k, v, o, lse, g, ct_lse, lengths, offsets, seeds, **options), None, None, None
 
 
 flash_attention.defvjp(_forward, _backward)
@@ -114,19 +120,21 @@ def _scaled(q, scale: float, softcap: float | None):
     return q, scale if softcap is not None else scale * LOG2_E
 
 
-def online(s, v, m, l, acc, unit=None, precision: str | None = None):
+def online(s, v, m, l, acc, unit=None, keep=None, precision: str | None = None):
     """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk].
-    `unit`: [bk], what each value is multiplied with, if given; `precision`: see `jt.dot`."""
+    `unit`: [bk], what each value is multiplied with, if given; `keep`: bool [bq, bk], which weights are not dropped, if
+    given; `precision`: see `jt.dot`."""
     top = jnp.maximum(m, s.max(1))
     p = jnp.exp2(s - top[:, None])
     fade = jnp.exp2(m - top)
     weights = p if unit is None else p * unit[None, :]
+    weights = weights if keep is None else jnp.where(keep, weights, 0.0)
     return top, l * fade + p.sum(1), jt.dot(weights.astype(v.dtype), v, acc * fade[:, None], precision=precision)
 
 
-def normalised(acc, l):
-    """acc / l; zero where a query saw no key."""
-    return acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]
+def normalised(acc, l, factor: float = 1.0):
+    """factor acc / l; zero where a query saw no key."""
+    return acc * jnp.where(l == 0, 0.0, factor / l)[:, None]
 
 
 @functools.partial(
@@ -181,10 +189,12 @@ def attention(
       score, mask: functions as above; gradients are automatic then. With `causal` or `window`, both have to hold.
       extras: arrays, or pytrees of them, for score and mask.
       dropout: the share of the weights that are zero by chance, the others being larger for it; from 0 to less than 1.
-      key: for `dropout`, a key of `jax.random` (threefry2x32). What is dropped depends on it and on the place alone.
+      key: for `dropout`, a key of `jax.random` (threefry2x32). What is dropped depends on it and on the place alone:
+        Philox2x32 of 7 rounds gives 64 bits for 2 x 2 weights, so that two of them share a word, and the share that is
+        dropped is right to 2^-32.
       precision: that of the products, as for `jt.dot`: "fast" takes one tf32 product for float32 on GPUs, and on CPUs
         with tile registers of bytes integers of 16 bits (errors of 1.5e-4 of a result's norm) where there are neither
-        lengths, offsets, softcap, sinks nor functions. The gradient of a call without score, mask and dropout is
+        lengths, offsets, softcap, sinks, dropout nor functions. The gradient of a call without score and mask is
         computed in float32 either way.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a query that sees no key gives zeros.
@@ -205,18 +215,19 @@ def attention(
     options = {"scale": scale, "softcap": softcap, "window": bounds}
     if precision is not None:
         options["precision"] = precision
-    words = flex_attention.key_words("attention", key, dropout)
+    words = dropouts.words("attention", key, dropout)
     if precision == "fast" and score is None and mask is None and words is None and sinks is None:
         return _fast(q, k, v, lengths, offsets, **options, **tiles)
-    if score is None and mask is None and words is None:
-        run = functools.partial(_run, q, k, v, lengths, offsets, **options, **tiles)
+    seeds = None if words is None else dropouts.seeds(words, q.shape[0], q.shape[2])
+    options["dropout"] = 0.0 if words is None else float(dropout)
+    if score is None and mask is None:
+        run = functools.partial(_run, q, k, v, lengths, offsets, seeds, **options, **tiles)
     else:
         flex_attention.check_rows("attention", lengths, offsets)
         flex_attention.check_score("attention", score, tuple(extras), tiles["bq"], tiles["bk"], sums_in(q))
         run = functools.partial(
-            flex_attention.run, q, k, v, tuple(extras), words, tiles=tiles, score=score, mask=mask,
-            dropout=float(dropout), **options,
-        )  # fmt: skip
+            flex_attention.run, q, k, v, tuple(extras), seeds, tiles=tiles, score=score, mask=mask, **options
+        )
     if sinks is None:
         return run(save=False)
     check_sinks("attention", q, sinks)
@@ -226,11 +237,15 @@ def attention(
     return (o.astype(lse.dtype) * share.swapaxes(1, 2)[..., None]).astype(o.dtype)
 
 
+def _as_they_are(*operands, **meta):
+    return _run(*operands, None, save=False, **meta)
+
+
 # `attention` that leaves the precision to the target.
 _fast = Op(
     "attention whose precision is left to the target",
     Implementation("rows in bytes", digit_attention.attention, digit_attention.misfit, ("byte tiles",), portable=False),
-    Implementation("rows as they are", functools.partial(_run, save=False)),
+    Implementation("rows as they are", _as_they_are),
 )
 
 
@@ -238,7 +253,7 @@ def attention_and_sums(q, k, v, *, window: Window, scale: float, softcap: float 
     """`attention`, and the log-sum-exp of the scores of each query in powers of two, [batch, heads, t]; unchecked."""
     sizes = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     options = {"scale": scale, "softcap": softcap, "window": window}
-    return _run(q, k, v, None, None, save=True, **options, **_tiles(*sizes, window[1] is not None, False))
+    return _run(q, k, v, None, None, None, save=True, **options, **_tiles(*sizes, window[1] is not None, False))
 
 
 def check_sinks(op: str, q, sinks) -> None:
@@ -330,7 +345,11 @@ def attention_reference(
         sunk = sinks.astype(x.dtype).reshape(1, groups, -1, 1, 1)
         x = jnp.concatenate([x, jnp.broadcast_to(sunk, (*x.shape[:-1], 1))], axis=-1)
     p = jnp.nan_to_num(jax.nn.softmax(x, -1))[..., :s]  # the row of a query without keys is NaN
-    words = flex_attention.key_words("attention", key, dropout)
+    words = dropouts.words("attention", key, dropout)
     if words is not None:
-        p = p * flex_attention.kept(words, *places, heads, t, dropout).astype(p.dtype).reshape(p.shape)
+        sides = dropouts.places(0, t, 0), dropouts.places(0, s, 1)
+        kept = jax.vmap(jax.vmap(lambda seed: dropouts.kept(seed, *sides, dropout)))(
+            dropouts.seeds(words, batch, heads)
+        )
+        p = jnp.where(kept.reshape(p.shape), p * dropouts.factor(dropout), 0)
     return jnp.einsum("bghts,bsgd->btghd", p, v, precision="highest").reshape(batch, t, heads, d).astype(dtype)

@@ -3,95 +3,43 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_shape, sums_in
+from jtile.ops import dropouts, gpu_tiles
+from jtile.ops._shapes import check_shape, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, Window
+from jtile.ops.dispatch import derivative
+from jtile.ops.flex_lists import BOTH, EMPTY, NOTHING, listed_attention, mask_lists, seen, types
 
-NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
-EMPTY = 1e30  # the log-sum-exp of no scores
 Function = Callable[..., Any] | None
 
 
-def _seen(b, h, i, j, extras, *, mask: Function, window: Window, s: int):
-    """Which keys j [1, bk] the queries i [bq, 1] see."""
-    left, right = window
-    seen = jnp.broadcast_to(j < s, (i.shape[0], j.shape[1]))
-    seen = seen if right is None else seen & (j <= i + right)
-    seen = seen if left is None else seen & (j >= i - left)
-    return seen if mask is None else seen & mask(b, h, i, j, *extras)
-
-
-def kept(key, b, h, i, j, heads: int, t: int, dropout: float):
-    """The factors of the weights: 0, or 1 / (1 - dropout), as 32 random bits for each place b, h, i, j decide."""
-    uint32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
-    row = uint32((b * heads + h) * t + i)
-    drawn = threefry(key, *jnp.broadcast_arrays(row, uint32(j)))
-    return jnp.where(drawn < jnp.uint32(min(round(dropout * 2**32), 2**32 - 1)), 0.0, 1.0 / (1.0 - dropout)).astype(
-        jnp.float32
-    )
-
-
-def threefry(key, x, y):
-    """The first word of threefry2x32 (Salmon et al. 2011), the generator of `jax.random`, at the counter (x, y)."""
-    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
-    x, y = x + keys[0], y + keys[1]
-    for block in range(5):
-        for turn in (13, 15, 26, 6) if block % 2 == 0 else (17, 29, 16, 24):
-            x = x + y
-            y = x ^ ((y << jnp.uint32(turn)) | (y >> jnp.uint32(32 - turn)))
-        x, y = x + keys[(block + 1) % 3], y + keys[(block + 2) % 3] + jnp.uint32(block + 1)
-    return x
-
-
-def key_words(op: str, key, dropout: float):
-    """The two words of a key where something is dropped, else None."""
-    if isinstance(dropout, bool) or not isinstance(dropout, float | int | np.floating):
-        raise KernelTypeError(f"{op}: dropout is a number of 0 to less than 1, got {dropout!r}")
-    if not 0 <= dropout < 1:
-        raise KernelValueError(f"{op}: dropout is a share of 0 to less than 1, got {dropout}")
-    if dropout == 0:
-        return None
-    if key is None:
-        raise KernelValueError(f"{op}: dropout takes a key: key=jax.random.key(seed)")
-    if not hasattr(key, "dtype"):
-        raise KernelTypeError(f"{op}: key is an array of two words, got {type(key).__name__}; jax.random.key(seed)")
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    if words.shape != (2,) or words.dtype != jnp.uint32:
-        raise KernelValueError(f"{op}: key is a key of threefry2x32, two words, got {words.dtype.name}{words.shape}")
-    return words
-
-
-def _types(q, *_, save: bool, **__):
-    """The types of o and, with `save`, of the log-sum-exp of every query's scores, in powers of two."""
-    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
-    return (jt.like(q), lse) if save else jt.like(q)
-
-
 @jt.kernel(
-    out_type=_types, grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq))
+    out_type=types, grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq))
 )  # fmt: skip
 def flex_attention(
-    q, k, v, extras, ranges, key, o, lse=None,
+    q, k, v, extras, ranges, seeds, o, lse=None,
     *, bq: int, bk: int, scale: float, softcap: float | None, score: Function, mask: Function, window: Window,
     dropout: float, save: bool, precision: str | None = None,
 ):  # fmt: skip
-    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; ranges: see `mask_ranges`; key: uint32 [2] or
-    None; lse [batch, heads, t]."""
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; ranges: see `mask_ranges`; seeds: those of
+    `dropouts.seeds`, or None; lse [batch, heads, t]."""
     # The online softmax of `flash_attention`, with s_ij = score(scale q_i . k_j, b, h, i, j), -inf where masked.
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, kv, wide = q.shape[3], h // (q.shape[2] // k.shape[2]), sums_in(q)
     Q, K, V, O = (x.tiles(None, n, None, d) for x, n in ((q, bq), (k, bk), (v, bk), (o, bq)))
     q_i, rows = Q[b, i, h, 0], i * bq + jt.arange(bq)[:, None]
     of = (b if ranges.shape[0] > 1 else 0), (h if ranges.shape[1] > 1 else 0), i
+    seed = None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+    queries = dropouts.places(i * bq, bq, 0)
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     for j in jt.range(jnp.maximum(ranges[*of, 0], 0), jnp.minimum(ranges[*of, 1], K.shape[1])):
         columns = j * bk + jt.arange(bk)[None, :]
@@ -100,17 +48,17 @@ def flex_attention(
             s = softcap * jnp.tanh(s / softcap)
         if score is not None:
             s = score(s, b, h, rows, columns, *extras).astype(wide)
-        seen = _seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1])
-        s = jnp.where(seen, s * LOG2_E, -jnp.inf)
+        visible = seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1])
+        s = jnp.where(visible, s * LOG2_E, -jnp.inf)
         top = jnp.maximum(m, s.max(1))
         p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
         weights = p
-        if key is not None:
-            weights = p * kept((key[0], key[1]), b, h, rows, columns, q.shape[2], q.shape[1], dropout).astype(wide)
+        if seed is not None:
+            weights = jnp.where(dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout), p, 0.0)
         acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None], precision=precision)
         l = l * fade + p.sum(1)
         m = top
-    O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]).astype(o.dtype)
+    O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, dropouts.factor(dropout) / l)[:, None]).astype(o.dtype)
     if lse is not None:
         lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
 
@@ -132,20 +80,48 @@ def mask_ranges(extras, q, k, ranges, *, by: tuple[bool, bool], bq: int, bk: int
     rows, count = i * bq + jt.arange(bq)[:, None], jt.cdiv(s, bk)
     first, end = jnp.int32(count), jnp.int32(0)
     for j in jt.range(count):
-        seen = _seen(b, h, rows, j * bk + jt.arange(bk)[None, :], extras, mask=mask, window=window, s=s) & (rows < t)
-        some = seen.any()
+        visible = seen(b, h, rows, j * bk + jt.arange(bk)[None, :], extras, mask=mask, window=window, s=s)
+        some = (visible & (rows < t)).any()
         first = jnp.where(some, jnp.minimum(first, j), first)
         end = jnp.where(some, j + 1, end)
     ranges[b, h, i, 0] = first
     ranges[b, h, i, 1] = end
 
 
-def run(q, k, v, extras, key, *, tiles: dict[str, int], mask: Function, window: Window, **options):
-    """`flex_attention` in tiles of `bq` queries and `bk` keys, with the ranges of its mask."""
+def run(q, k, v, extras, seeds, *, tiles: dict[str, int], mask: Function, window: Window, **options):
+    """Attention in tiles of `bq` queries and `bk` keys, with what its mask says of them: in lists on a GPU with
+    warpgroup products, in ranges elsewhere."""
     of = {"mask": mask, "window": window, "bq": tiles["bq"], "bk": tiles["bk"]}
-    by = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
-    ranges = mask_ranges(*jax.tree.map(jax.lax.stop_gradient, (extras, q, k)), by=by, **of)
-    return flex_attention(q, k, v, extras, ranges, key, **of, **options)
+    of["by"] = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
+    known = all(isinstance(n, int) for n in (*q.shape, *k.shape)) and k.shape[1] < BOTH
+    listed = known and gpu_tiles.warpgroups() and q.dtype.itemsize == 2
+    return (_by_lists if listed else _by_ranges)(tuple(sorted({**of, **options}.items())), (q, k, v, extras, seeds))
+
+
+def _by_ranges(options: tuple[tuple[str, Any], ...], operands):
+    """`flex_attention` with the ranges of its mask."""
+    q, k, v, extras, seeds = operands
+    ranges = mask_ranges(*jax.tree.map(jax.lax.stop_gradient, (extras, q, k)), **_of_mask(options))
+    return flex_attention(q, k, v, extras, ranges, seeds, **{n: x for n, x in options if n != "by"})
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_lists(options: tuple[tuple[str, Any], ...], operands):
+    """The same with lists of its mask. Derivatives, whose kernels add up over ranges, are those of `_by_ranges`."""
+    q, k, v, extras, seeds = operands
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    _, lists, counts = tuned(mask_lists, num_warps=4)(extras, sizes=sizes, **_of_mask(options))
+    run = tuned(listed_attention, persistent=True)
+    return run(q, k, v, extras, lists, counts, seeds, **{n: x for n, x in options if n != "by"})
+
+
+@functools.partial(_by_lists.defjvp, symbolic_zeros=True)
+def _by_lists_jvp(options, primals, tangents):
+    return derivative(functools.partial(_by_ranges, options), primals[0], tangents[0])
+
+
+def _of_mask(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return {n: x for n, x in options if n in ("by", "mask", "window", "bq", "bk")}
 
 
 def _depends(op: str, mask: Function, extras, bq: int, bk: int) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import hopper_tiles
+from jtile.ops import dropouts, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
 from jtile.ops.dispatch import first_unmet
@@ -29,19 +29,20 @@ NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second ca
     ),
     grid=lambda o, g, lse, ct, *, n, **_: (*lse.shape[:2], jt.cdiv(lse.shape[2], n)),
 )
-def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float):
+def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float, factor: float = 1.0):
     """The numbers that the sums of s and dp start from, [batch, heads, t rounded up to n], so that p = 2^(unit s) and
-    ds = p dp; and dq = 0.
+    ds = factor p dp; and dq = 0.
 
     o, g [batch, t, heads, d]; lse [batch, heads, t]; ct: its cotangent, or None. Queries behind t get p = 0.
     """
-    # s_i = -lse_i / unit     dp_i = log2(e) ct_i - sum_d g_id o_id
+    # s_i = -lse_i / unit     dp_i = (log2(e) ct_i - sum_d g_id o_id) / factor
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     O, G = (x.tiles(None, n, None, o.shape[3])[b, i, h, 0].astype(jnp.float32) for x in (o, g))
     row = -(O * G).sum(1)
     top = jnp.where(i * n + jt.arange(n) < o.shape[1], lse.tiles(None, None, n)[b, h, i], EMPTY)
     s.tiles(None, None, n)[b, h, i] = top * (-1.0 / unit)
-    dp.tiles(None, None, n)[b, h, i] = row if ct is None else row + LOG2_E * ct.tiles(None, None, n)[b, h, i]
+    row = row if ct is None else row + LOG2_E * ct.tiles(None, None, n)[b, h, i]
+    dp.tiles(None, None, n)[b, h, i] = row if factor == 1 else row * (1.0 / factor)
     dq.tiles(None, n, None, o.shape[3])[b, i, h, 0] = jnp.zeros(O.shape, jnp.float32)
 
 
@@ -63,24 +64,29 @@ def _place(q, k, window: Window):
     out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
     grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
     alias={"zeros": "dq"},
-    sharding="b _ h n _, b _ h _, b _ h _, b _ h n _, b h n _, b h n _, b, b, b _ h n _ -> b _ h n _, b _ h _, b _ h _",
+    sharding="b _ h n _, b _ h _, b _ h _, b _ h n _, b h n _, b h n _, b, b, b h n _, b _ h n _ "
+    "-> b _ h n _, b _ h _, b _ h _",
 )
 def hopper_attention_backward(
-    q, k, v, g, s0, dp0, lengths, offsets, zeros, dq, dk, dv,
-    *, bq: int, scale: float, window: Window, counted: bool,
+    q, k, v, g, s0, dp0, lengths, offsets, seeds, zeros, dq, dk, dv,
+    *, bq: int, scale: float, window: Window, counted: bool, dropout: float,
 ):  # fmt: skip
     """A program: the keys `[j * 128, j * 128 + 128)` of one row and kv head, against all queries that see them.
 
     q, g [batch, t, kv heads, group, d]; k, v [batch, keys, kv heads, d]; s0, dp0 [batch, kv heads, group, t or more]
-    and zeros as `attention_backward_start` gives them; lengths, offsets [batch], as in `flash_attention` if `counted`.
-    dq is still to be multiplied with the scale.
+    and zeros as `attention_backward_start` gives them; lengths, offsets [batch], as in `flash_attention` if `counted`;
+    seeds [batch, kv heads, group, 2], those of `dropouts.seeds` if something is dropped. dq is still to be multiplied
+    with the scale, and with the factor of the weights that are kept.
     """
     # p_ij = 2^(unit s_ij)   s_ij = q_i . k_j + s0_i   dp_ij = g_i . v_j + dp0_i   ds_ij = p_ij dp_ij
     # dv_j = sum_i p_ij g_i   dk_j = scale sum_i ds_ij q_i   dq_i = sum_j ds_ij k_j     tiles are transposed: [keys, bq]
+    # Where z_ij is 0 for a weight that is dropped, else 1: ds_ij = z_ij p_ij g_i . v_j + p_ij dp0_i
+    # dv_j = factor sum_i z_ij p_ij g_i   dk_j = factor scale sum_i ds_ij q_i
     # b: row of the batch; kv: head of keys; j: block of keys of both roles; w: role, which has half of those keys;
     # head: query head of the group; i: block of queries; rounds: how many of those a role has had, over all heads.
     b, kv, j = _place(q, k, window)
     t, group, d, keys, dtype = q.shape[1], q.shape[3], q.shape[4], k.shape[1], q.dtype
+    factor = dropouts.factor(dropout)
     masked = counted or window != (None, None) or keys % (2 * KEYS) != 0
     Q, G = jt.alloc((bq, d), dtype, slots=2), jt.alloc((bq, d), dtype, slots=2)
     S0, DP0 = jt.alloc((bq,), jnp.float32, slots=2), jt.alloc((bq,), jnp.float32, slots=2)
@@ -122,16 +128,26 @@ def hopper_attention_backward(
         ds, k_h, part = DS[(rounds & 1) * 2 + h], K[half(h)], slice(w * 64, w * 64 + 64)
         return (ds.T, k_h[:, part]) if d == 128 else (ds[:, part].T, k_h)
 
-    def step(w, rounds, head, i, s, dk_j, dv_j, edges):
+    def keep(w, i, seed):
+        return dropouts.kept(
+            seed, dropouts.places(i * bq, bq, 1), dropouts.places((2 * j + w) * KEYS, KEYS, 0), dropout
+        )
+
+    def step(w, rounds, head, i, s, dk_j, dv_j, edges, seed):
         """A round of role w: query block i of a head of the group; s: its products, finished. Gives those of the next
         round too."""
         slot = rounds & 1
         g_full.at(rounds).wait()
-        dp = jt.dot_async(V[half(w)], G[slot].T, rows(DP0[slot]))
+        dp = jt.dot_async(V[half(w)], G[slot].T, *([] if seed else [rows(DP0[slot])]))
         p = jnp.exp2(s * (scale * LOG2_E))
         p = seen(w, i, p, *edges) if masked else p
-        dv_j = jt.dot_async(p.astype(dtype), G[slot], dv_j)
-        ds = (p * jt.dot_wait(dp, pending=1)).astype(dtype)
+        if seed:  # both at once: registers do not hold p, with and without what is dropped, beside dp
+            stays, dp = keep(w, i, seed), jt.dot_wait(dp, pending=0)
+            ds = (p * (jnp.where(stays, dp, 0.0) + rows(DP0[slot]))).astype(dtype)
+            dv_j = jt.dot_async(jnp.where(stays, p, 0.0).astype(dtype), G[slot], dv_j)
+        else:
+            dv_j = jt.dot_async(p.astype(dtype), G[slot], dv_j)
+            ds = (p * jt.dot_wait(dp, pending=1)).astype(dtype)
         dk_j = jt.dot_async(ds, Q[slot], dk_j)
         DS[slot * 2 + w].store(ds)
         jt.fence_shared()
@@ -173,11 +189,12 @@ def hopper_attention_backward(
             s = jt.dot_wait(jt.dot_async(K[half(w)], Q[0].T, rows(S0[0])), pending=0)
             v_full[0].wait(0)
             for head in jt.range(group):
+                seed = (seeds[b, kv, head, 0], seeds[b, kv, head, 1]) if dropout else None
                 for i in jt.range(lo, hi):
-                    s, dk_j, dv_j = step(w, rounds, head, i, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi))
+                    s, dk_j, dv_j = step(w, rounds, head, i, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi), seed)
                     rounds = rounds + 1
-            give(w, dv_j, dv)
-            give(w, dk_j * scale, dk)
+            give(w, dv_j * factor if dropout else dv_j, dv)
+            give(w, dk_j * (scale * factor), dk)
 
     def fetch(rounds, head, i, array, ring, start, starts, full, empty):
         empty.at(rounds).wait(before=True)
@@ -216,20 +233,23 @@ def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
     )
 
 
-def gradients(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: None, window: Window):
+def gradients(
+    q, k, v, o, lse, g, ct, lengths, offsets, seeds=None,
+    *, scale: float, softcap: None, window: Window, dropout: float = 0.0,
+):  # fmt: skip
     """(dq, dk, dv) for the cotangents g of o and ct of lse (or None); arguments as those of `attention_backward`."""
     del softcap
-    return _of_rows(scale, window)(q, k, v, o, lse, g, ct, lengths, offsets)
+    return _of_rows(scale, window, dropout)(q, k, v, o, lse, g, ct, lengths, offsets, seeds)
 
 
 @functools.lru_cache(maxsize=128)
-def _of_rows(scale: float, window: Window):
+def _of_rows(scale: float, window: Window, dropout: float):
     """A function that computes gradients by `hopper_attention_backward`. Batches of vmap become rows: a tensor map has
     five axes, and all are in use."""
 
     @jax.custom_batching.custom_vmap
     def run(*args):
-        return of_batch(*args, scale=scale, window=window)
+        return of_batch(*args, scale=scale, window=window, dropout=dropout)
 
     @run.def_vmap
     def _(size: int, batched, *args):
@@ -243,23 +263,26 @@ def _of_rows(scale: float, window: Window):
     return run
 
 
-def of_batch(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
+def of_batch(
+    q, k, v, o, lse, g, ct, lengths, offsets, seeds=None, *, scale: float, window: Window, dropout: float = 0.0
+):
     """The result of `gradients` by `hopper_attention_backward`, without a rule for vmap."""
     (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
     if d != hopper_tiles.head(d):  # heads are extended to the next power of two; zeros add nothing
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, hopper_tiles.head(d) - d),))
-        args = *map(wide, (q, k, v, o)), lse, wide(g), ct, lengths, offsets
-        return tuple(x[..., :d] for x in of_batch(*args, scale=scale, window=window))
+        args = *map(wide, (q, k, v, o)), lse, wide(g), ct, lengths, offsets, seeds
+        return tuple(x[..., :d] for x in of_batch(*args, scale=scale, window=window, dropout=dropout))
     bq = 64 if d == 128 else 128
-    length = jt.cdiv(t, bq) * bq
     start = tuned(attention_backward_start, num_warps=8)
-    s0, dp0, zeros = start(o, g, lse, ct, n=bq, unit=scale * LOG2_E)
+    factor = dropouts.factor(dropout)
+    s0, dp0, zeros = start(o, g, lse, ct, n=bq, unit=scale * LOG2_E, factor=factor)
     counted = lengths is not None or offsets is not None
     lengths = jnp.full((batch,), keys, jnp.int32) if lengths is None else lengths
     offsets = jnp.zeros((batch,), jnp.int32) if offsets is None else offsets
+    seeds = jnp.zeros((batch, heads, 2), jnp.uint32) if seeds is None else seeds
     of_group = lambda x: x.reshape(batch, t, groups, heads // groups, d)
-    s0, dp0 = (x.reshape(batch, groups, heads // groups, length) for x in (s0, dp0))
-    args = of_group(q), k, v, of_group(g), s0, dp0, lengths, offsets, of_group(zeros)
-    options = {"bq": bq, "scale": scale, "window": window, "counted": counted}
+    s0, dp0, seeds = (x.reshape(batch, groups, heads // groups, -1) for x in (s0, dp0, seeds))
+    args = of_group(q), k, v, of_group(g), s0, dp0, lengths, offsets, seeds, of_group(zeros)
+    options = {"bq": bq, "scale": scale, "window": window, "counted": counted, "dropout": dropout}
     dq, dk, dv = hopper_attention_backward(*args, **options)
-    return (dq.reshape(q.shape) * scale).astype(q.dtype), dk, dv
+    return (dq.reshape(q.shape) * (scale * factor)).astype(q.dtype), dk, dv

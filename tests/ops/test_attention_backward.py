@@ -58,7 +58,7 @@ def test_in_the_interpreter(name):
     g = normal(9, *q.shape)
     expected = evaluated(lambda *qkv: jax.vjp(lambda *x: attention_reference(*x, **options), *qkv)[1](g))(q, k, v)
     with jt.config(interpret=True):
-        o, lse = flash_attention(q, k, v, *per_row, bq=12, bk=16, save=True, **meta)
+        o, lse = flash_attention(q, k, v, *per_row, None, bq=12, bk=16, save=True, **meta)
         got = in_one_kernel(q, k, v, o, lse, g, None, *per_row, bq=12, bk=16, **meta)
     assert relative_error(got, expected) < 3e-6
 
@@ -66,7 +66,7 @@ def test_in_the_interpreter(name):
 def test_the_log_sum_exp_has_a_cotangent():
     q, k, v = operands(1, 40, 50, 2, 2, 8)
     meta = {"bq": 16, "bk": 16, "scale": 0.3, "softcap": None, "window": (None, None), "save": True}
-    ours = lambda q, k, v: flash_attention(q, k, v, None, None, **meta)[1]
+    ours = lambda q, k, v: flash_attention(q, k, v, None, None, None, **meta)[1]
     scores = lambda q, k, v: 0.3 * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") + 0 * v.sum()
     gradients_agree(ours, lambda *qkv: jax.nn.logsumexp(scores(*qkv), -1) / jnp.log(2.0), q, k, v)
 

@@ -1,16 +1,17 @@
 """Attention with functions for scores and masks: documents, windows, ALiBi, relative positions, caps, sinks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.random import threefry_2x32
 from library import agree, gradients_agree, normal
 
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import flex_attention
+from jtile.ops import flex_attention, flex_lists
 from jtile.ops.flash_attention import attention_reference
+from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
 T = 37
@@ -64,30 +65,45 @@ def test_documents_with_windows_caps_and_sinks():
     gradients_agree(of(ops.attention), of(attention_reference), *args, of=4)
 
 
-def test_dropout():
-    """By the bits of threefry at the place of a weight; as often as asked for; with equal bits backwards."""
-    key = np.array([3, 7], np.uint32)
-    of = lambda f: lambda q, k, v: f(q, k, v, causal=True, dropout=0.25, key=key)
-    gradients_agree(of(ops.attention), of(attention_reference), *operands())
-    counter = np.arange(1000, dtype=np.uint32)
-    drawn = evaluated(lambda x, y: flex_attention.threefry(key, x, y))(counter, counter[::-1].copy())
-    assert np.array_equal(drawn, threefry_2x32(key, np.concatenate([counter, counter[::-1]]))[:1000])
-    assert abs((drawn < 2**30).mean() - 0.25) < 0.03
-    for wrong, match in (({"dropout": 1.0}, "less than 1"), ({"dropout": 0.1}, "takes a key"),
-                         ({"dropout": 0.1, "key": key[:1]}, "two words")):  # fmt: skip
-        with pytest.raises(KernelValueError, match=match):
-            ops.attention(*operands(), **wrong)
-    for wrong in ({"dropout": "0.1"}, {"dropout": 0.1, "key": [3, 7]}):
-        with pytest.raises(KernelTypeError, match=r"is a number|array of two words"):
-            ops.attention(*operands(), **wrong)
-    place = np.zeros((1, 1), np.int32)
-    assert evaluated(lambda i: flex_attention.kept(key, i, i, i, i, 1, 1, 1 - 1e-12))(place).shape == (1, 1)
+def far(b, h, i, j):
+    return (j < 5) | ((i - j < 70) & (j <= i))
 
 
-def test_short_floats_in_tiles_of_a_gpu():
-    of = lambda f: lambda q, k, v: f(q, k, v, mask=checkerboard)
+@pytest.mark.parametrize("options", [{"mask": checkerboard}, {"mask": far, "softcap": 3.0}, {"dropout": 0.3}])
+def test_lists_of_blocks_on_a_gpu(options):
+    """With what `documents` says besides; gradients, too, which are those of ranges."""
+    segments = np.sort(np.random.default_rng(0).integers(0, 3, (2, 300), np.int32), axis=1)
+    mask = options.get("mask", lambda b, h, i, j: j <= i)
+    both = lambda b, h, i, j, x: mask(b, h, i, j) & ((j < 5) | documents(b, h, i, j, x))
+    more = {n: x for n, x in options.items() if n != "mask"}
+    more |= {"key": np.array([3, 7], np.uint32)} if "dropout" in more else {}
+    of = lambda f: lambda q, k, v, x: f(q, k, v, mask=both, extras=(x,), **more)
+    args = *operands(dtype="bfloat16", d=64, t=300), segments
     with jt.config(arch="sm_90"):
-        agree(of(ops.attention), of(attention_reference), *operands(dtype="bfloat16", t=150), tolerance=4e-3)
+        text = str(jax.make_jaxpr(of(ops.attention))(*args))
+        agree(of(ops.attention), of(attention_reference), *args, tolerance=6e-3)
+        pulled = lambda f: lambda *x: jax.vjp(lambda *y: of(f)(*y, x[3]), *x[:3])[1](x[0])
+        got = evaluated(pulled(ops.attention))(*args)
+    assert "listed_attention" in text
+    for ours, exact in zip(got, evaluated(pulled(attention_reference))(*args), strict=True):
+        assert relative_error(ours, exact) < 1.5e-2
+
+
+@pytest.mark.usefixtures("by_numpy")
+def test_lists_name_whole_blocks_first():
+    """Causal documents of 4 and 12 positions, of two heads; the second sees all of its document. 15 queries."""
+    segments = (np.arange(16, dtype=np.int32) >= 4).astype(np.int32)[None]
+    mask = lambda b, h, i, j, x: documents(b, h, i, j, x) & ((h == 1) | (j <= i))
+    run = lambda x: flex_lists.mask_lists(
+        (x,), by=(True, True), sizes=(1, 2, 15, 16), bq=4, bk=2, mask=mask, window=(None, None), chunk=3
+    )
+    kinds, lists, counts = evaluated(run)(segments)
+    assert kinds[0, 0].tolist() == [
+        [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 2, 2, 1, 1, 0, 0], [0, 0, 2, 2, 2, 2, 1, 1]
+    ]  # fmt: skip
+    assert counts[0, 0].tolist() == [[0, 2], [0, 2], [2, 4], [4, 6]]
+    assert counts[0, 1].tolist() == [[2, 2], [6, 6], [6, 6], [6, 6]]
+    assert lists[0, 0, 2].tolist() == [2, 3, 4, 5, 0, 1, 6, 7]
 
 
 @pytest.mark.usefixtures("by_numpy")

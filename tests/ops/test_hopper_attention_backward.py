@@ -11,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import attention_gradients
+from jtile.ops import attention_gradients, dropouts
 from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
 from jtile.primitive import partition
@@ -29,10 +29,14 @@ CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
         (2, 70, 160, 2, 1, 64),
         {"lengths": (130, 159), "offsets": (60, 3), "window": (90, 0), "dtype": "float16"},
     ),
+    "dropout": (
+        (2, 70, 160, 2, 1, 128),
+        {"window": (None, 0), "ct": True, "dropout": 0.5},
+    ),  # a factor of 2 rounds as 1 does
 }
 
 
-def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=None, offsets=None):
+def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=None, offsets=None, dropout=0.0):
     """Of `gradients`. What stands behind a length is NaN."""
     batch, t, keys, heads, groups, d = sizes
     q, g = (normal(s, batch, t, heads, d, dtype=dtype) for s in (0, 3))
@@ -42,11 +46,13 @@ def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=No
     if lengths is not None:
         behind = np.arange(keys)[None, :, None, None] >= lengths[:, None, None, None]
         k, v = (np.where(behind, np.asarray(np.nan, x.dtype), x) for x in (k, v))
+    seeds = np.asarray(dropouts.seeds(np.array([3, 7], np.uint32), batch, heads)) if dropout else None
+    options = {"scale": d**-0.5, "window": window, "dropout": dropout}
     o, lse = flash_attention.interpret(
-        q, k, v, lengths, offsets, bq=64, bk=64, scale=d**-0.5, softcap=None, window=window, save=True
+        q, k, v, lengths, offsets, seeds, bq=64, bk=64, softcap=None, save=True, **options
     )
     ct = np.asarray(normal(4, batch, heads, t)) if ct else None
-    return (q, k, v, o, lse, g, ct, lengths, offsets), {"scale": d**-0.5, "window": window}
+    return (q, k, v, o, lse, g, ct, lengths, offsets, seeds), options
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +107,11 @@ def test_what_fits(d, dtype, options, why):
 
 
 def test_batches_of_vmap_become_rows(monkeypatch):
-    (q, k, v, o, lse, g, _, lengths, _), _ = arguments((2, 100, 140, 2, 1, 64), lengths=(140, 140))
+    (q, k, v, o, lse, g, _, lengths, _, _), _ = arguments((2, 100, 140, 2, 1, 64), lengths=(140, 140))
     seen = []
     monkeypatch.setattr(hopper, "of_batch", lambda *x, **_: seen.append([y.shape for y in x[:3]]) or x[:3])
-    run = hopper._of_rows(0.77, (None, None))
-    lone = lambda q, k: run(q, k, v, o, lse, g, None, lengths, None)
+    run = hopper._of_rows(0.77, (None, None), 0.0)
+    lone = lambda q, k: run(q, k, v, o, lse, g, None, lengths, None, None)
     both = jax.vmap(jax.vmap(lone, (0, None)), (0, 0))
     dq, dk, dv = evaluated(both)(np.stack([np.stack([q] * 3)] * 2), np.stack([k] * 2))
     assert seen[-1] == [(12, *q.shape[1:]), (12, *k.shape[1:]), (12, *v.shape[1:])]
@@ -134,8 +140,8 @@ def test_the_op_in_every_transformation():
 def test_along_what_devices_may_cut_it():
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     q, k, s = of("bfloat16", 4, 200, 2, 3, 64), of("bfloat16", 4, 200, 2, 64), of("float32", 4, 2, 3, 256)
-    args = q, k, k, q, s, s, of("int32", 4), of("int32", 4), of("float32", *q.shape)
-    options = {"bq": 128, "scale": 0.1, "window": (None, 0), "counted": False}
+    args = q, k, k, q, s, s, of("int32", 4), of("int32", 4), of("uint32", 4, 2, 3, 2), of("float32", *q.shape)
+    options = {"bq": 128, "scale": 0.1, "window": (None, 0), "counted": False, "dropout": 0.1}
     program = hopper.hopper_attention_backward.lower(*args, **options).program
     assert not program.io
     shard = partition.shard_program(program, (("b", 2), ("h", 2), ("n", 3))).kernel
@@ -144,18 +150,22 @@ def test_along_what_devices_may_cut_it():
     assert [set(p) for p in rule.partial] == [set(), {"n"}, {"n"}]  # of a group's heads: gradients of keys are sums
 
 
-SLOW = [(64, (None, 0), False), (64, (100, 0), False), (128, (None, None), False), (128, (None, 0), True)]
+SLOW = [
+    (64, (None, 0), False, 0), (64, (100, 0), False, 0), (128, (None, None), False, 0), (128, (None, 0), True, 0),
+    (128, (None, 0), False, 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("d", "window", "counted"), [(128, (None, 0), False), *[pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]]
+    ("d", "window", "counted", "dropout"),
+    [(128, (None, 0), False, 0.1), *[pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]],
 )
-def test_what_it_compiles_to(d, window, counted):
+def test_what_it_compiles_to(d, window, counted, dropout):
     pytest.importorskip("triton")
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     q, k, s = of("bfloat16", 2, 512, 4, 2, d), of("bfloat16", 2, 512, 4, d), of("float32", 2, 4, 2, 512)
-    args = q, k, k, q, s, s, of("int32", 2), of("int32", 2), of("float32", *q.shape)
-    options = {"bq": 8192 // d, "scale": 0.1, "window": window, "counted": counted}
+    args = q, k, k, q, s, s, of("int32", 2), of("int32", 2), of("uint32", 2, 4, 2, 2), of("float32", *q.shape)
+    options = {"bq": 8192 // d, "scale": 0.1, "window": window, "counted": counted, "dropout": dropout}
     found = hopper.hopper_attention_backward.lower(*args, target="cuda:sm_90", **options)
     assert found.launch["resources"]["spills"] <= 128  # bytes a thread, outside of what every round does
     for what in ("HGMMA", "UTMALDG", "UTMAREDG", "UTMASTG", "SYNCS", "USETMAXREG"):

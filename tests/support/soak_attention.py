@@ -106,7 +106,7 @@ def attention_saved(draw: Draw) -> Case:
         tiles = flash_attention._tiles(q.shape[1], k.shape[1], q.shape[3], 2, bounds[1] is not None, "lengths" in given)
         lengths, offsets = map(given.get, ("lengths", "offsets"))
         more = dict(scale=scale, softcap=None, window=bounds, save=True)
-        return flash_attention._run(q, k, v, lengths, offsets, **more, **tiles)
+        return flash_attention._run(q, k, v, lengths, offsets, None, **more, **tiles)
 
     def reference(q, k, v, *rest):
         args = jnp.nan_to_num(k), jnp.nan_to_num(v)

@@ -49,7 +49,7 @@ def attention(
     kv = jax.ShapeDtypeStruct((batch, keys, groups, d), dtype)
     rows = jax.ShapeDtypeStruct((batch,), jnp.int32) if lengths else None
     meta = {"bq": tile[0], "bk": tile[1], "scale": d**-0.5, "softcap": softcap, "window": window, "save": save}
-    return _ATTENTION.lower(q, kv, kv, rows, None, **meta).kernel
+    return _ATTENTION.lower(q, kv, kv, rows, None, None, **meta).kernel
 
 
 def gated(m: int, n: int, k: int, *, tile=(128, 64, 32), tb=False, save=False) -> Kernel:

@@ -1,0 +1,140 @@
+"""Attention with functions for scores and masks by lists of blocks: of the keys that a tile of queries sees, those that
+all of its queries see come first, without a mask."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import dropouts
+from jtile.ops._shapes import sums_in
+from jtile.ops.attention_windows import LOG2_E, Window
+
+NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
+EMPTY = 1e30  # the log-sum-exp of no scores
+NONE, SOME, ALL = 0, 1, 2  # what the queries of a tile see of a block of keys
+BOTH = 1 << 16  # more than there are blocks
+FEW = 16
+SPREAD = 128  # programs that run at one time, or fewer
+
+
+def seen(b, h, i, j, extras, *, mask, window: Window, s: int):
+    """bool [bq, bk]: which keys j [1, bk] the queries i [bq, 1] see."""
+    left, right = window
+    found = jnp.broadcast_to(j < s, (i.shape[0], j.shape[1]))
+    found = found if right is None else found & (j <= i + right)
+    found = found if left is None else found & (j >= i - left)
+    return found if mask is None else found & mask(b, h, i, j, *extras)
+
+
+def _tiles(extras, *, by: tuple[bool, bool], sizes: tuple[int, int, int, int], bq: int, bk: int, **_):
+    """The batch rows and heads that have lists of their own, the tiles of queries, and blocks of keys."""
+    batch, heads, t, s = sizes
+    return batch if by[0] else 1, heads if by[1] else 1, jt.cdiv(t, bq), jt.cdiv(s, bk)
+
+
+def _lists(*args, chunk: int = 4, **meta):
+    del chunk
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    tiles = _tiles(*args, **meta)
+    return of(*tiles), of(*tiles), of(*tiles[:3], 2)
+
+
+@jt.kernel(
+    out_type=_lists,
+    grid=lambda *x, chunk=4, **meta: (*_tiles(*x, **meta)[:3], jt.cdiv(_tiles(*x, **meta)[3], chunk)),
+)
+def mask_lists(
+    extras, kinds, lists, counts,
+    *, by: tuple[bool, bool], sizes: tuple[int, int, int, int], bq: int, bk: int, mask, window: Window,
+    chunk: int = 4,
+):  # fmt: skip
+    """For every tile of queries, lists [batch or 1, heads or 1, tiles, blocks]: the blocks of keys that all of its
+    queries see, then those that some see any of, then the others; and counts [..., 2]: how many the first are, and the
+    first two. kinds [..., tiles, blocks] is what the queries see of each block.
+
+    sizes: batch, heads, queries and keys; `by`: whether the mask reads the numbers of batch rows and heads;
+    `chunk`: blocks of keys that one program looks at.
+    """
+    b, h, i, part = (jt.program_id(axis) for axis in range(4))
+    t, s = sizes[2:]
+    blocks = kinds.shape[3]
+    few = FEW if bq % FEW == 0 else bq  # rows at a time: a thread has few predicates
+    for j in jt.range(part * chunk, jnp.minimum(part * chunk + chunk, blocks)):
+        pairs = jt.zeros((few, bk), jnp.int32)
+        for n in jt.range(bq // few):
+            rows = i * bq + n * few + jt.arange(few)[:, None]
+            found = seen(b, h, rows, j * bk + jt.arange(bk)[None, :], extras, mask=mask, window=window, s=s)
+            pairs = pairs + (found & (rows < t)).astype(jnp.int32)
+        pairs = pairs.sum(0).sum()  # along rows first, which a thread has several of
+        every = pairs == jnp.minimum(t - i * bq, bq) * bk
+        kinds[b, h, i, j] = jnp.where(every, ALL, jnp.where(pairs > 0, SOME, NONE)).astype(jnp.int32)
+    if jt.arrive(jt.counters("rows", kinds.shape[:3]), (b, h, i), jt.cdiv(blocks, chunk)):
+        # Both sums in one: blocks that all queries see count BOTH, blocks that some see count 1.
+        kind, n = kinds[b, h, i, :], jt.arange(blocks)
+        one = jnp.where(kind == ALL, BOTH, jnp.where(kind == SOME, 1, 0))
+        before, total = jnp.cumsum(one) - one, one.sum()
+        whole, some = total // BOTH, total % BOTH
+        first, second = before // BOTH, before % BOTH
+        last = whole + some + n - first - second
+        place = jnp.where(kind == ALL, first, jnp.where(kind == SOME, whole + second, last))
+        lists[b, h, i, place] = n
+        counts[b, h, i, 0] = whole
+        counts[b, h, i, 1] = whole + some
+
+
+def types(q, *_, save: bool, **__):
+    """The types of o and, with `save`, of the log-sum-exp of every query's scores, in powers of two."""
+    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
+    return (jt.like(q), lse) if save else jt.like(q)
+
+
+@jt.kernel(
+    out_type=types, grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq))
+)  # fmt: skip
+def listed_attention(
+    q, k, v, extras, lists, counts, seeds, o, lse=None,
+    *, bq: int, bk: int, scale: float, softcap: float | None, score, mask, window: Window, dropout: float, save: bool,
+    precision: str | None = None,
+):  # fmt: skip
+    """`flex_attention` by the lists and counts of `mask_lists`; all else is as there."""
+    # Every 132nd program is on the same multiprocessor: it gets long lists and short ones where lists differ by the
+    # tile of queries, as they do in causal masks and in documents of equal length.
+    b, h, tiles = jt.program_id(0), jt.program_id(1), jt.cdiv(q.shape[1], bq)
+    i = (jt.program_id(2) + (b * q.shape[2] + h) * tiles // SPREAD) % tiles
+    d, kv, wide = q.shape[3], h // (q.shape[2] // k.shape[2]), sums_in(q)
+    Q, K, V, O = (x.tiles(None, n, None, d) for x, n in ((q, bq), (k, bk), (v, bk), (o, bq)))
+    q_i, rows = Q[b, i, h, 0], i * bq + jt.arange(bq)[:, None]
+    of = (b if lists.shape[0] > 1 else 0), (h if lists.shape[1] > 1 else 0), i
+    seed = None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+    queries = dropouts.places(i * bq, bq, 0)
+
+    def step(n, m, l, acc, masked: bool):
+        j = jnp.clip(lists[*of, n], 0, K.shape[1] - 1)
+        columns = j * bk + jt.arange(bk)[None, :]
+        s = jt.dot(q_i, K[b, j, kv, 0].T, precision=precision) * scale
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        if score is not None:
+            s = score(s, b, h, rows, columns, *extras).astype(wide)
+        s = s * LOG2_E
+        if masked:
+            s = jnp.where(seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1]), s, -jnp.inf)
+        top = jnp.maximum(m, s.max(1))
+        p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
+        weights = p
+        if seed is not None:
+            weights = jnp.where(dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout), p, 0.0)
+        acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None], precision=precision)
+        return top, l * fade + p.sum(1), acc
+
+    m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
+    whole, end = counts[*of, 0], counts[*of, 1]
+    for n in jt.range(whole):
+        m, l, acc = step(n, m, l, acc, masked=False)
+    for n in jt.range(whole, end):
+        m, l, acc = step(n, m, l, acc, masked=True)
+    O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, dropouts.factor(dropout) / l)[:, None]).astype(o.dtype)
+    if lse is not None:
+        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
