@@ -19,6 +19,10 @@ _START = re.compile(r"^\{\n", re.M)
 _OF_PAGES = re.compile(r"\bld\.global\.cg\b")
 _ENTRY = re.compile(r"^\s*(?:\.visible )?\.entry ", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
+_HALF = re.compile(r"^\s*mul\.(hi\.u32|lo\.s32)\s+(%r\d+), (%r\d+), (%r\d+|-?\d+);$")
+_WRITTEN = re.compile(r"^\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(%\w+)[,|]")
+_REGISTER = re.compile(r"%r\d+")
+_BLOCK_ENDS = re.compile(r"^\s*(?:\$\w+:|(?:@!?%p\d+\s+)?bra\b|\{|\})")
 FEW_PROGRAMS = 512  # of grids whose programs let the kernel behind start: see `letting`
 WAITS = clusters.WAITS
 _LETTING = f"""\t.reg .b32 %let_programs;
@@ -32,7 +36,7 @@ _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 def mended(text: str) -> str:
     """PTX of a kernel in which the defects below are worked around."""
-    return _paged(_defined(_sums_of_halves(text)))
+    return _paged(_defined(_sums_of_halves(_whole_products(text))))
 
 
 def _paged(text: str) -> str:
@@ -131,6 +135,40 @@ def _defined(text: str) -> str:
     if "setmaxnreg" not in text:
         return text
     return _SOME_LANES.sub(lambda m: f"{m[1]}mov.b{_BITS[m[3]]} {m[3]}{m[4]}, 0;\n{m[1]}{m[2]}", text)
+
+
+def _whole_products(text: str) -> str:
+    """PTX in which the high and the low half of one product of 32-bit numbers come of one instruction; ptxas finds few
+    of these pairs. Each half is taken where it was computed, so that registers hold what they held."""
+    if "mul.hi.u32" not in text:
+        return text
+    lines = text.split("\n")
+    alone: dict[tuple[str, str], re.Match[str]] = {}  # the factors -> the half of their product that is computed
+    where: dict[tuple[str, str], int] = {}
+    count = 0
+    for k, line in enumerate(lines):
+        half, written = _HALF.match(line), _WRITTEN.match(line)
+        if half is not None:
+            factors = half[3], half[4]
+            other = alone.pop(factors, None)
+            if other is not None and other[1] != half[1]:
+                lines[where[factors]] = f"\tmul.wide.u32 %jtw{count}, {', '.join(factors)};\n{_taken(other, count)}"
+                lines[k] = _taken(half, count)
+                count += 1
+            else:
+                alone[factors], where[factors] = half, k
+        if written is None and _BLOCK_ENDS.match(line):
+            alone.clear()
+        changed = _REGISTER.findall(line) if written is None else [written[1]]
+        for factors in [f for f in alone if set(f).intersection(changed)]:
+            del alone[factors]
+    made = f"\t.reg .b64 %jtw<{count}>;\n\t.reg .b32 %jtu;\n"
+    return _START.sub(lambda m: m[0] + made, "\n".join(lines), count=1) if count else text
+
+
+def _taken(half: re.Match[str], product: int) -> str:
+    pair = f"%jtu, {half[2]}" if half[1] == "hi.u32" else f"{half[2]}, %jtu"
+    return f"\tmov.b64 {{{pair}}}, %jtw{product};"
 
 
 def _sums_of_halves(text: str) -> str:

@@ -132,7 +132,7 @@ def _staged(
             if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):
                 return shared
             if name == "llir":  # equal kernels are equal bytes: the image must not name the file that the text was in
-                value = contraction.rounded_products(_unplaced(value, path))
+                value = contraction.wide_masks(contraction.rounded_products(_unplaced(value, path)))
             if texts and not isinstance(value, bytes):
                 levels[name] = str(value)
     threads = f.lanes * int(metadata["num_warps"])
