@@ -98,10 +98,13 @@ def run(q, k, v, extras, seeds, *, tiles: dict[str, int], mask: Function, window
     return (_by_lists if listed else _by_ranges)(tuple(sorted({**of, **options}.items())), (q, k, v, extras, seeds))
 
 
-def _by_ranges(options: tuple[tuple[str, Any], ...], operands):
-    """`flex_attention` with the ranges of its mask."""
+def _by_ranges(options: tuple[tuple[str, Any], ...], operands, listed: bool = False):
+    """`flex_attention` with the ranges of its mask; `listed`: by the kernel that makes lists, which is quicker."""
     q, k, v, extras, seeds = operands
-    ranges = mask_ranges(*jax.tree.map(jax.lax.stop_gradient, (extras, q, k)), **_of_mask(options))
+    if listed:
+        ranges = _lists(options, operands)[3]
+    else:
+        ranges = mask_ranges(*jax.tree.map(jax.lax.stop_gradient, (extras, q, k)), **_of_mask(options))
     return flex_attention(q, k, v, extras, ranges, seeds, **{n: x for n, x in options if n != "by"})
 
 
@@ -109,15 +112,20 @@ def _by_ranges(options: tuple[tuple[str, Any], ...], operands):
 def _by_lists(options: tuple[tuple[str, Any], ...], operands):
     """The same with lists of its mask. Derivatives, whose kernels add up over ranges, are those of `_by_ranges`."""
     q, k, v, extras, seeds = operands
-    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    _, lists, counts = tuned(mask_lists, num_warps=4)(extras, sizes=sizes, **_of_mask(options))
+    _, lists, counts, _ = _lists(options, operands)
     run = tuned(listed_attention, persistent=True)
     return run(q, k, v, extras, lists, counts, seeds, **{n: x for n, x in options if n != "by"})
 
 
 @functools.partial(_by_lists.defjvp, symbolic_zeros=True)
 def _by_lists_jvp(options, primals, tangents):
-    return derivative(functools.partial(_by_ranges, options), primals[0], tangents[0])
+    return derivative(functools.partial(_by_ranges, options, listed=True), primals[0], tangents[0])
+
+
+def _lists(options: tuple[tuple[str, Any], ...], operands):
+    q, k, _, extras, _ = operands
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    return tuned(mask_lists, num_warps=4)(jax.tree.map(jax.lax.stop_gradient, extras), sizes=sizes, **_of_mask(options))
 
 
 def _of_mask(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def _lists(*args, chunk: int = 4, **meta):
     del chunk
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     tiles = _tiles(*args, **meta)
-    return of(*tiles), of(*tiles), of(*tiles[:3], 2)
+    return of(*tiles), of(*tiles), of(*tiles[:3], 2), of(*tiles[:3], 2)
 
 
 @jt.kernel(
@@ -46,13 +46,14 @@ def _lists(*args, chunk: int = 4, **meta):
     grid=lambda *x, chunk=4, **meta: (*_tiles(*x, **meta)[:3], jt.cdiv(_tiles(*x, **meta)[3], chunk)),
 )
 def mask_lists(
-    extras, kinds, lists, counts,
+    extras, kinds, lists, counts, ranges,
     *, by: tuple[bool, bool], sizes: tuple[int, int, int, int], bq: int, bk: int, mask, window: Window,
     chunk: int = 4,
 ):  # fmt: skip
     """For every tile of queries, lists [batch or 1, heads or 1, tiles, blocks]: the blocks of keys that all of its
     queries see, then those that some see any of, then the others; and counts [..., 2]: how many the first are, and the
-    first two. kinds [..., tiles, blocks] is what the queries see of each block.
+    first two. ranges [..., 2]: as `mask_ranges` gives them. kinds [..., tiles, blocks]: what the queries see of each
+    block.
 
     sizes: batch, heads, queries and keys; `by`: whether the mask reads the numbers of batch rows and heads;
     `chunk`: blocks of keys that one program looks at.
@@ -82,6 +83,8 @@ def mask_lists(
         lists[b, h, i, place] = n
         counts[b, h, i, 0] = whole
         counts[b, h, i, 1] = whole + some
+        ranges[b, h, i, 0] = jnp.where(kind == NONE, blocks, n).min()
+        ranges[b, h, i, 1] = jnp.where(kind == NONE, 0, n + 1).max()
 
 
 def types(q, *_, save: bool, **__):

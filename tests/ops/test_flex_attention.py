@@ -97,13 +97,14 @@ def test_lists_name_whole_blocks_first():
     run = lambda x: flex_lists.mask_lists(
         (x,), by=(True, True), sizes=(1, 2, 15, 16), bq=4, bk=2, mask=mask, window=(None, None), chunk=3
     )
-    kinds, lists, counts = evaluated(run)(segments)
+    kinds, lists, counts, ranges = evaluated(run)(segments)
     assert kinds[0, 0].tolist() == [
         [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 2, 2, 1, 1, 0, 0], [0, 0, 2, 2, 2, 2, 1, 1]
     ]  # fmt: skip
     assert counts[0, 0].tolist() == [[0, 2], [0, 2], [2, 4], [4, 6]]
     assert counts[0, 1].tolist() == [[2, 2], [6, 6], [6, 6], [6, 6]]
     assert lists[0, 0, 2].tolist() == [2, 3, 4, 5, 0, 1, 6, 7]
+    assert ranges[0, 0].tolist() == [[0, 2], [2, 4], [2, 6], [2, 8]]
 
 
 @pytest.mark.usefixtures("by_numpy")
