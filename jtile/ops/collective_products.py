@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import exchanged_parts, exchanged_products, hopper_summed, hopper_travelling
+from jtile.ops import exchanged_parts, exchanged_products, hopper_gathered, hopper_summed, hopper_travelling
 from jtile.ops.collective_parts import accumulator, summed_cotangent, varying_together
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, small_tiles
 from jtile.ops.matmul import matmul
@@ -306,6 +306,13 @@ _gathered_products = _op(
     exchanged_products.misfit_of_shard,
     _gathered_in_front,
     _gathered_by_tiles,
+    Implementation(
+        "few rows that are posted while the matrix comes",
+        hopper_gathered.product,
+        hopper_gathered.misfit,
+        BLOCK_LEVEL,
+        portable=False,
+    ),
 )
 _scattered_products = _op(
     "product with scattered sums",

@@ -18,8 +18,10 @@ from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import (
     Units,
+    as_rows,
     by_the_last,
     combined,
+    of_calls,
     part_types,
     parts_of,
     place_of_part,
@@ -436,18 +438,8 @@ def mapped(scale: float, softcap: float | None, whole: bool = False):
         return of_batch(q, k, v, lengths, table, scale=scale, softcap=softcap, whole=whole)
 
     @run.def_vmap
-    def _(size: int, batched, q, k, v, lengths, table):
-        wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
-        fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
-        table, cached = None if table is None else wide(table, batched[4]), batched[1] or batched[2]
-        if table is not None and cached:  # pools of pages, one behind the other
-            pages = k.shape[1] if batched[1] else k.shape[0]
-            table = table + pages * jnp.arange(size, dtype=jnp.int32)[:, None, None]
-        if table is None or cached:
-            k, v = fold(wide(k, batched[1])), fold(wide(v, batched[2]))
-        table = None if table is None else fold(table)
-        o = run(fold(wide(q, batched[0])), k, v, fold(wide(lengths, batched[3])), table)
-        return o.reshape(size, -1, *o.shape[1:]), True
+    def _(size: int, batched, *operands):
+        return of_calls(size, run(*as_rows(size, batched, operands)))
 
     return run
 

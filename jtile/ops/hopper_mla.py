@@ -18,17 +18,28 @@ from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, share_of
+from jtile.ops.hopper_shares import (
+    Units,
+    as_rows,
+    combined,
+    logs_of_rows,
+    of_calls,
+    part_types,
+    place_of_part,
+    place_of_row,
+    share_of,
+)
 
 ROWS = 64  # queries of a program
 KEYS = 64  # keys of one role in a round; a unit of keys has those of both roles
 UNIT, ROPE = 2 * KEYS, 64
 
 
-def _types(q, cache, lengths, table, *, parts: int, rank: int, **_):
+def _types(q, cache, lengths, table, *, parts: int, rank: int, logs: bool = False, **_):
     """The types of the output, and of the parts of rows that several programs share."""
     batch, rows, _ = q.shape
-    return jt.like(q, shape=(batch, rows, rank)), *part_types(jt.cdiv(rows, ROWS) * ROWS, rank, parts)
+    tiles = jt.cdiv(rows, ROWS) * ROWS
+    return jt.like(q, shape=(batch, rows, rank)), *part_types(tiles, rank, parts, batch if logs else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +49,7 @@ class _Work:
 
     Attributes:
       q, cache, lengths, table: the operands of `hopper_mla`.
-      units, parts, heads, rank, scale: its meta-parameters.
+      units, parts, heads, rank, scale, logs: its meta-parameters.
       Q, QR: the tile of queries, as halves of the latent part, and its rotary part.
       C: slot 2 x + h holds columns [h rank / 2, ...) of the latent vectors of the keys of role x.
       R: slot x holds their rotary part; when it is used up, the weights of these keys.
@@ -59,6 +70,7 @@ class _Work:
     heads: int
     rank: int
     scale: float
+    logs: bool
     Q: jt.Shared
     QR: jt.Shared
     C: jt.Shared
@@ -227,18 +239,21 @@ def _give(w: _Work, x: int, b, turn, begins, ends, acc, l, m, o, o_part, lse_par
     w.sums[1 - x].wait(turn & 1)
     l = l + w.L[1 - x].load()
     acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
+    log = lambda: m + jnp.log2(jnp.where(l > 0, l, 1.0))
     if begins & ends:
         w.Q[x].store(acc.astype(o.dtype))
         jt.fence_shared()
         jt.role_barrier()
         jt.async_copy(w.Q[x], o.tiles(None, ROWS, half).at[b, tile, x])
+        if w.logs and x == 0:
+            lse_part.tiles(None, ROWS)[place_of_row(b, w.parts), tile] = log()
         jt.store_wait(0)
         w.q_empty[0].arrive()
     else:
         at = place_of_part(part, begins)
         o_part.tiles(None, ROWS, half)[at, tile, x] = acc
         if x == 0:
-            lse_part.tiles(None, ROWS)[at, tile] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+            lse_part.tiles(None, ROWS)[at, tile] = log()
 
 
 @jt.function
@@ -266,9 +281,10 @@ def _values(w: _Work, x: int, o, o_part, lse_part):
 @jt.kernel(out_type=_types, grid=lambda q, *_, parts, **__: parts * jt.cdiv(q.shape[1], ROWS))
 def hopper_mla(
     q, cache, lengths, table, o, o_part, lse_part,
-    *, parts: int, units: Units, heads: int, rank: int, scale: float,
+    *, parts: int, units: Units, heads: int, rank: int, scale: float, logs: bool = False,
 ):  # fmt: skip
-    """q [batch, t * heads, rank + 64]; cache, lengths and table as in `mla_splits`."""
+    """q [batch, t * heads, rank + 64]; cache, lengths and table as in `mla_splits`. logs: behind those of parts,
+    `lse_part` has the logarithms of sums of rows that one part has."""
     # s_ij = q_i . c_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij c_j[:rank] / l_i     l_i = sum_j p_ij
     half, dtype = rank // 2, q.dtype
     Q, QR = jt.alloc((ROWS, half), dtype, slots=2), jt.alloc((ROWS, ROPE), dtype, slots=1)
@@ -278,7 +294,7 @@ def hopper_mla(
     full, empty, q_full, q_empty = jt.barrier(4), jt.barrier(4), jt.barrier(1), jt.barrier(1, arrivals=2)
     maximum, weights, sums = jt.barrier(2), jt.barrier(2), jt.barrier(2)
     w = _Work(
-        q, cache, lengths, table, units, parts, heads, rank, scale,
+        q, cache, lengths, table, units, parts, heads, rank, scale, logs,
         Q, QR, C, R, M, L, S, full, empty, q_full, q_empty, maximum, weights, sums, known,
     )  # fmt: skip
     with jt.role("copies", warps=4, registers=24):  # the first: other roles address buffers cheaper if they are not
@@ -310,35 +326,36 @@ def decode(q, cache, lengths, table, scales=None, *, rank: int, scale: float):
     return mapped(rank, scale)(q, cache, lengths, table)
 
 
+def decode_with_logs(q, cache, lengths, table, *, rank: int, scale: float):
+    """The result of `decode`, and the logarithms to base 2 of its sums [batch, t, heads], for callers that know further
+    keys; that of a row without keys is `NOTHING`."""
+    return mapped(rank, scale, logs=True)(q, cache, lengths, table)
+
+
 @functools.lru_cache(maxsize=128)
-def mapped(rank: int, scale: float):
+def mapped(rank: int, scale: float, logs: bool = False):
     """A `decode` that has a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
     def run(q, cache, lengths, table):
-        return of_batch(q, cache, lengths, table, rank=rank, scale=scale)
+        return of_batch(q, cache, lengths, table, rank=rank, scale=scale, logs=logs)
 
     @run.def_vmap
-    def _(size: int, batched, q, cache, lengths, table):
-        wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
-        fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
-        table = None if table is None else wide(table, batched[3])
-        if table is not None and batched[1]:  # pools of pages, one behind the other
-            table = table + cache.shape[1] * jnp.arange(size, dtype=jnp.int32)[:, None, None]
-        if table is None or batched[1]:
-            cache = fold(wide(cache, batched[1]))
-        table = None if table is None else fold(table)
-        o = run(fold(wide(q, batched[0])), cache, fold(wide(lengths, batched[2])), table)
-        return o.reshape(size, -1, *o.shape[1:]), True
+    def _(size: int, batched, *operands):
+        return of_calls(size, run(*as_rows(size, batched, operands)))
 
     return run
 
 
-def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
-    """The result of `decode`, without its rule for vmap."""
+def of_batch(q, cache, lengths, table, *, rank: int, scale: float, logs: bool = False):
+    """The result of `decode`, or of `decode_with_logs`, without its rule for vmap."""
     batch, t, heads, width = q.shape
     rows, slots = t * heads, cache.shape[1] * (1 if table is None else table.shape[1])
     units, parts = Units(slots=slots, size=UNIT), max(1, gpu_tiles.processors() // jt.cdiv(rows, ROWS))
     options = {"parts": parts, "units": units, "heads": heads, "rank": rank, "scale": scale}
+    options |= {"logs": True} if logs else {}
     whole, o_part, lse_part = hopper_mla(q.reshape(batch, rows, width), cache, lengths, table, **options)
-    return combined(whole, o_part, lse_part, lengths, units).reshape(batch, t, heads, rank)
+    o = combined(whole, o_part, lse_part, lengths, units).reshape(batch, t, heads, rank)
+    if not logs:
+        return o
+    return o, logs_of_rows(lse_part, lengths, parts=parts, units=units)[:, :rows].reshape(batch, t, heads)

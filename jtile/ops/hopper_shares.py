@@ -96,20 +96,39 @@ def parts_of(start, n, size):
     return jax.lax.div(start, size), jax.lax.div(start + n - 1, size)
 
 
+def parts_of_row(lengths, row_and_head, parts: int, units: Units):
+    """The first and the last of the parts that have units of a row-and-head."""
+    row = row_of(row_and_head, units)
+
+    def count(k, _):
+        rows, size = units.of_rows(lengths, k)
+        return _sum(size), _sum(jnp.where(rows < row, size, 0))
+
+    total, begin = _sums(lengths, count, 2)
+    of_row = units.of(lengths[row])
+    return parts_of(begin + (row_and_head - row * units.heads) * of_row, of_row, jt.cdiv(total, parts))
+
+
 def row_of(row_and_head, units: Units):
     """The row that a row-and-head belongs to."""
     return row_and_head if units.heads == 1 else jax.lax.div(row_and_head, jnp.int32(units.heads))
 
 
-def part_types(rows: int, d: int, parts: int) -> list[jax.ShapeDtypeStruct]:
+def part_types(rows: int, d: int, parts: int, whole: int = 0) -> list[jax.ShapeDtypeStruct]:
     """The types of outputs and logarithms of sums of rows that several parts share. Each part has two: of the row that
-    ends or goes on in it, and of the row that begins in it and goes on behind it."""
-    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2 * parts, rows, d), (2 * parts, rows))]
+    ends or goes on in it, and of the row that begins in it and goes on behind it. Behind these there is room for the
+    logarithms of `whole` rows, see `place_of_row`."""
+    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2 * parts, rows, d), (2 * parts + whole, rows))]
 
 
 def place_of_part(part, begins):
     """Where a part writes a row that it shares; `begins`: the row begins in it."""
     return 2 * part + begins.astype(jnp.int32)
+
+
+def place_of_row(row_and_head, parts: int):
+    """Where the logarithms of a row that one part has are written."""
+    return 2 * parts + row_and_head
 
 
 @jt.function
@@ -154,15 +173,7 @@ def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int)
     """The output [rows times heads, queries, d] of rows that several parts share, over those that one part gave: `n`
     queries in a program."""
     b, d = jt.program_id(0), whole.shape[2]
-    row = row_of(b, units)
-
-    def count(k, _):
-        rows, size = units.of_rows(lengths, k)
-        return _sum(size), _sum(jnp.where(rows < row, size, 0))
-
-    total, begin = _sums(lengths, count, 2)
-    of_row = units.of(lengths[row])
-    first, last = parts_of(begin + (b - row * units.heads) * of_row, of_row, jt.cdiv(total, o_part.shape[0] // 2))
+    first, last = parts_of_row(lengths, b, o_part.shape[0] // 2, units)
     if last > first:
         found = put_together(o_part, lse_part, first, last, jt.program_id(1) * n, n, side_of(n, d))
         o.tiles(None, n, d)[b, jt.program_id(1), 0] = found.astype(o.dtype)
@@ -176,3 +187,49 @@ def combined(whole, o_part, lse_part, lengths, units: Units):
     most = max(min(rows * queries // _PROGRAMS, _TILE // d, queries), 1)  # a loop over queries would wait for each
     n = 1 << (most.bit_length() - 1)
     return tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=n)
+
+
+def as_rows(size: int, batched, operands):
+    """Operands (q, caches ..., lengths, table or None) of a batch of calls as those of one, whose rows are those of
+    all; batched: which of them have the axis of the batch."""
+    q, *caches, lengths, table = operands
+    wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
+    fold = lambda x, there: wide(x, there).reshape(size * x.shape[bool(there)], *x.shape[1 + bool(there) :])
+    cached = any(batched[1:-2])
+    if table is not None and cached:  # pools of pages, one behind the other
+        pages = caches[0].shape[1] if batched[1] else caches[0].shape[0]
+        table = wide(table, batched[-1]) + pages * jnp.arange(size, dtype=jnp.int32)[:, None, None]
+    if table is None or cached:
+        caches = [fold(x, there) for x, there in zip(caches, batched[1:-2], strict=True)]
+    if table is not None:
+        table = fold(table, batched[-1] or cached)
+    return fold(q, batched[0]), *caches, fold(lengths, batched[-2]), table
+
+
+def of_calls(size: int, found):
+    """What the call of `as_rows` gave, as that of each of the batch; and that all of it has the batch's axis."""
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), found), jax.tree.map(lambda _: True, found)
+
+
+@jt.kernel(
+    out_type=lambda lse_part, _, *, parts, **__: jt.like(
+        lse_part, shape=(lse_part.shape[0] - 2 * parts, lse_part.shape[1])
+    ),
+    grid=lambda lse_part, _, *, parts, **__: lse_part.shape[0] - 2 * parts,
+)
+def logs_of_rows(lse_part, lengths, o, *, parts: int, units: Units):
+    """The logarithms of the sums of all keys of each row times head, [rows times heads, queries], where `lse_part` has
+    those of whole rows, too."""
+    # o = M + log2(sum_p 2^(lse_p - M))     M = max_p lse_p
+    b, n = jt.program_id(0), jt.next_power_of_2(o.shape[1])
+    first, last = parts_of_row(lengths, b, parts, units)
+    shared, L, O = last > first, lse_part.tiles(None, n), o.tiles(None, n)
+    m, l = (
+        L[jnp.where(shared, place_of_part(first, shared), place_of_row(b, parts)), 0],
+        jt.full((n,), 1.0, jnp.float32),
+    )
+    for p in jt.range(first + 1, last + 1):
+        x = L[place_of_part(p, jnp.bool_(False)), 0]
+        top = jnp.maximum(m, x)
+        m, l = top, l * jnp.exp2(m - top) + jnp.exp2(x - top)
+    O[b, 0] = m + jnp.log2(l)

@@ -438,3 +438,49 @@ def test_what_is_posted_in_turn(talk, overlap):
     assert not np.asarray(bad).any()
     for got, want in zip(found, talk(lambda args: run("_reference", args))((arrays, cut)), strict=True):
         assert relative_error(got, np.asarray(want, np.float32)) < 6e-3
+
+
+def test_decoding_over_a_cache_in_parts(talk):
+    """By the kernels of one device, whose parts are put together: rows that several programs share and whole ones, one
+    that a device has no keys of, and one without any."""
+    n, rows, slots = talk.n, 5, 700
+    latent, k, v = (
+        normal(0, n * rows, slots, 576),
+        normal(1, n * rows, slots, 2, 128),
+        normal(2, n * rows, slots, 2, 128),
+    )
+    lengths = np.random.default_rng(0).integers(1, slots + 1, (n, rows)).astype(np.int32)
+    lengths[0, 1] = lengths[:, 3] = 0
+    ours, sinks = (normal(3, rows, 16, 576), normal(4, rows, 8, 128)), normal(5, 8)
+
+    def run(suffix, args):
+        latent, k, v, lengths = args
+        of = lambda name: getattr(ops.collectives, name + suffix)
+        decode = lambda **more: of("decode_attention")(ours[1], k, v, lengths, "x", **more)
+        return [of("mla_decode")(ours[0], latent, lengths, "x", scale=0.05), decode(), decode(sinks=sinks, softcap=9.0)]
+
+    args = latent, k, v, jnp.asarray(lengths.reshape(-1))
+    found = talk(lambda args: run("", args))(args)
+    for got, want in zip(found, talk(lambda args: run("_reference", args))(args), strict=True):
+        assert relative_error(got, np.asarray(want, np.float32)) < 1e-2
+
+
+def test_rows_that_are_gathered_while_a_matrix_comes(talk):
+    """On more than two GPUs products of few rows of all of them are one kernel: XLA's values, and the same bits."""
+    n = talk.n
+    x, w = normal(0, 64, 2048), normal(1, n * 2048, 2048)
+
+    def run(args):
+        first = ops.collectives.all_gather_matmul(*args, "x")
+
+        def turn(_, carry):
+            bad, args = carry
+            bad += (ops.collectives.all_gather_matmul(*args, "x") != first).sum()
+            return jax.lax.optimization_barrier((bad, args))  # a call behind the other
+
+        return first, jax.lax.fori_loop(0, 1000, turn, (jnp.int32(0), args))[0][None]
+
+    got, bad = talk(run)((x, w))
+    assert not np.asarray(bad).any()
+    want = talk(lambda args: ops.collectives.all_gather_matmul_reference(*args, "x"))((x, w))
+    assert relative_error(got, np.asarray(want, np.float32)) < 4e-3

@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import collective_decode
 from jtile.ops import collectives as ops
 
 DEVICES = np.array(jax.devices())
@@ -133,6 +135,30 @@ def check_decoding_over_a_cache_in_parts():
             want = attention(q[:, None], k, v, q[:, None], seen, sinks)[0][:, 0]
             of_latent = np.nan_to_num(attention(q[:, None], latent, latent, q[:, None], seen)[0][:, 0, :, :5])
         agree(got, [want, want, of_latent], 1e-6 if dtype == "float32" else 1e-2)
+
+
+def check_means_of_devices_put_together():
+    """What kernels of one device give, means and logarithms of sums, as those of all devices; one device has no keys of
+    a row, and no device has keys of another."""
+    for n, dtype in ((2, "bfloat16"), (4, "float32")):
+        q, k, v = floats(3, 4, 8), floats(3, n * 6, 2, 8), floats(3, n * 6, 2, 8)
+        lengths = RNG.integers(1, 7, (n, 3)).astype(np.int32)
+        lengths[0, 0], lengths[:, 1] = 0, 0
+
+        def means(q, k, v, lengths, dtype=dtype):
+            k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+            seen = jnp.arange(6)[None, None, :] < lengths[0][:, None, None]
+            p = jnp.where(seen, jnp.exp(jnp.einsum("bhd,bshd->bhs", q, k) * 8**-0.5), 0)
+            total = p.sum(-1)
+            o = jnp.einsum("bhs,bshd->bhd", p, v) / jnp.where(total > 0, total, 1)[..., None]
+            logs = jnp.where(total > 0, jnp.log2(total), -1e30)
+            return jt.same_along(collective_decode._weighed("x", o.astype(dtype)[:, None], logs[:, None]), "x")
+
+        cut = P(None, "x")
+        got = on(n, means, (P(), cut, cut, P("x")), P())(q, k, v, lengths)
+        with np.errstate(invalid="ignore", over="ignore"):
+            want = attention(q[:, None], k, v, q[:, None], held(lengths, 6))[0][:, 0]
+        agree([got], [np.nan_to_num(want)], 1e-6 if dtype == "float32" else 1e-2)
 
 
 def check_gradients_of_decoding():

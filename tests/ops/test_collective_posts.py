@@ -12,7 +12,7 @@ from jtile.ops import collective_flows as flows
 from jtile.ops import collective_norms as norms
 from jtile.ops import collective_posts as posts
 from jtile.ops import collective_row_posts as row_posts
-from jtile.ops import exchanged_parts, hopper_normed_sums, hopper_summed
+from jtile.ops import exchanged_parts, hopper_gathered, hopper_normed_sums, hopper_summed
 from jtile.ops.hopper_wide import Form
 
 
@@ -134,6 +134,39 @@ def test_products_of_few_rows(n, m, tb):
     options = dict(axis="x", bn=8, bk=16, slots=2, tb=tb, bm=32, mesh={"x": n}, seed=n)
     got = hopper_summed.summed_rows.interpret(x, w if tb else w.swapaxes(1, 2), **options)
     np.testing.assert_array_equal(got, np.broadcast_to(_products(x, w), got.shape).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("n", "m", "parts"), [(2, 32, 2), (3, 7, 4), (4, 16, 2)])
+def test_products_of_gathered_rows(n, m, parts):
+    """Fewer rows than a tile has, no multiple of those that are posted at once, and all of them."""
+    x, w = whole(n, m, 512, dtype=jnp.bfloat16), whole(n, 512, 64, dtype=jnp.bfloat16)
+    got = hopper_gathered.gathered_rows.interpret(x, w, axis="x", bn=32, parts=parts, mesh={"x": n}, seed=n)
+    want = np.einsum("rk,dkc->drc", x.reshape(-1, 512).astype(np.float32), w.astype(np.float32))
+    np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
+
+
+def test_which_products_of_gathered_rows():
+    """Those of few rows on more than two devices whose blocks fill the GPU; and what they compile to."""
+    pytest.importorskip("triton")
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    found, spec = {}, jax.sharding.PartitionSpec("x")
+
+    def look(x, n):
+        for m, k, columns in ((64 // n, 7168, 4096 // n), (64, 7168, 1024), (16, 7168, 1040), (16, 7000, 1024)):
+            found[n, m, k, columns] = hopper_gathered.misfit(of(m, k), of(k, columns), axis="x")
+        return x
+
+    with jt.config(arch="sm_90"):
+        for n in (2, 4):
+            mesh = jax.sharding.AbstractMesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+            of_n = jax.shard_map(lambda x, n=n: look(x, n), mesh=mesh, in_specs=spec, out_specs=spec)
+            jax.eval_shape(of_n, jnp.zeros(n))
+        assert [shape for shape, why in found.items() if why is None] == [(4, 16, 7168, 1024)]
+        form = hopper_gathered._form(of(16, 7168), of(7168, 1024))
+        assert form == {"bn": 32, "parts": 4}
+        kernel, options = hopper_gathered.gathered_rows, dict(axis="x", mesh={"x": 4}, target="cuda:sm_90")
+        texts = kernel.lower(of(16, 7168), of(7168, 1024), **form, **options).texts
+    assert "0 bytes spilled" in texts["resources"] and "ld.relaxed.sys.global.v4" in texts["ptx"]
 
 
 @pytest.mark.parametrize("n", [2, 3])

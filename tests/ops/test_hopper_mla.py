@@ -64,6 +64,28 @@ def test_in_the_interpreter(name, monkeypatch):
         assert relative_error(got, want) < 4e-3
 
 
+def logs_of(q, cache, lengths, table, rank):
+    """The logarithms to base 2 of the sums of exponentials [batch, t, heads], in float64."""
+    cache = cache if table is None else cache[table].reshape(q.shape[0], -1, rank + 64)
+    cache, t, slots = np.where(np.isnan(cache), 0, cache).astype(float), q.shape[1], cache.shape[1]
+    s = np.einsum("bthd,bsd->bths", q.astype(float), cache) * 0.07
+    seen = np.arange(slots) <= (lengths[:, None] - t + np.arange(t))[:, :, None]
+    with np.errstate(divide="ignore"):
+        return np.log2(np.where(seen[:, :, None], np.exp(s), 0).sum(-1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logarithms_of_sums(name, monkeypatch):
+    sizes, processors, page = CASES[name]
+    args, rank = arguments(*sizes, page=page), sizes[4]
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: processors * jt.cdiv(sizes[1] * sizes[2], 64))
+    monkeypatch.setattr(hopper_mla, "hopper_mla", hopper_mla.hopper_mla.interpret)
+    o, logs = hopper_mla.of_batch(*args, rank=rank, scale=0.07, logs=True)
+    assert relative_error(o, reference(*args, rank)) < 4e-3
+    want = logs_of(*args, rank)
+    np.testing.assert_allclose(np.where(want == -np.inf, -1e30, want), logs, rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("page", [None, 64])
 def test_batches_of_vmap_become_rows(page, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
