@@ -43,7 +43,7 @@ class CopyIn:
         crew.machine.touch(op, self.buffer, self.lanes, "read")
         out = full_array(op.pad, self.lanes.active.shape, op.buffer.dtype)
         out[self.lanes.active] = self.buffer.data[self.lanes.elements]
-        self.view.data[...] = out.reshape(self.lanes.shape)
+        self.view.data[...] = out.reshape(self.view.data.shape)
         self.view.defined[...] = True
         crew.landed(self)
         barrier.receive(nbytes(op.buffer.type), self.access)

@@ -17,7 +17,7 @@ from jtile._errors import (
     RaceError,
     UninitializedReadError,
 )
-from jtile.ir import Kernel, Op, Value
+from jtile.ir import AsyncLoad, AsyncStore, Kernel, Op, Value
 from jtile.ir.shapes import full_array
 from jtile.ir.types import DTYPES
 
@@ -145,7 +145,8 @@ class Machine:
         mask = None if getattr(op, "mask", None) is None else self.env[op.mask]
         lanes = resolve(op.index, values, buffer.shape, mask)
         if self.check and (mask.any() if mask is not None else math.prod(lanes.shape)):
-            why = violation(op.index, values, buffer.shape, beyond=bool(self.crew and self.crew.role))
+            copied, inside = isinstance(op, AsyncLoad | AsyncStore), bool(self.crew and self.crew.role)
+            why = violation(op.index, values, buffer.shape, beyond=inside, before=copied)
             if why:
                 error = self.error(OutOfBoundsError, op, f"{op.mnemonic} out of bounds: {why}", op.ref)
                 raise self._seen(error, op, buffer, mask)

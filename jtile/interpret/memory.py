@@ -166,9 +166,11 @@ def tile_count(n: int, step: int) -> int:
     return max(-(-n // step), 1)
 
 
-def violation(index: Index, values: list[np.ndarray], shape: tuple[int, ...], beyond: bool = False) -> str | None:
+def violation(
+    index: Index, values: list[np.ndarray], shape: tuple[int, ...], beyond: bool = False, before: bool = False
+) -> str | None:
     """Why the bounds rule forbids this access, or None; `beyond`: spans and tiles may start behind the end, as those of
-    roles do, which share a tile that hangs over.
+    roles do, which share a tile that hangs over; `before`: spans may start in front of it, as those of copies do.
 
     An element index must lie in the array, a span must start in `[0, n]`, a tile index in `[0, tile_count)`. What hangs
     over the end, and gathers, are legal: those lanes read the pad and are not written.
@@ -177,7 +179,7 @@ def violation(index: Index, values: list[np.ndarray], shape: tuple[int, ...], be
         n, i = shape[k], 0 if isinstance(d, Take) else int(v)
         if isinstance(d, At) and not 0 <= i < n:
             return f"index {i} is outside axis {k}, which has {n} elements"
-        if beyond and i >= 0 and isinstance(d, Span | Tile):
+        if (beyond and i >= 0 and isinstance(d, Span | Tile)) or (before and i < 0 and isinstance(d, Span)):
             continue
         if isinstance(d, Span) and not 0 <= i <= n:
             return f"a span that starts at {i} leaves axis {k}, which has {n} elements"

@@ -8,6 +8,7 @@ Each card has the meaning of one hardware mechanism of Hopper: tensor-map copies
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from .core import Block, Index, Kernel, Op, Value, tile
 from .memory import access
@@ -35,6 +36,13 @@ def predicate(v: Value | None) -> None:
     """Raises TypeError where v is neither None nor a bool scalar."""
     if v is not None and v.type != BOOL:
         raise TypeError(f"a predicate is a bool scalar, got {v.type}")
+
+
+def holds(buffer: tuple[int, ...], box: tuple[int, ...]) -> bool:
+    """Whether a buffer of a shape has the elements of a box of an array, in their order: it has its sides, or is a
+    matrix whose rows are those of a box of more axes."""
+    rows = len(buffer) == 2 < len(box) and (math.prod(box[:-1]), box[-1]) == buffer
+    return rows or buffer == box
 
 
 def nbytes(t: SharedType) -> int:
@@ -282,8 +290,8 @@ class KernelsWait(Op):
 
 @dataclasses.dataclass(eq=False)
 class AsyncLoad(Op):
-    """Start to copy a tile of a Ref into a buffer by a tensor map; its bytes, all of the buffer's, count on
-    `barrier[at]` when they have come. Lanes outside the array give zeros (`pad=nan`: NaN).
+    """Start to copy a tile of a Ref into a buffer that `holds` it, by a tensor map; its bytes, all of the buffer's,
+    count on `barrier[at]` when they have come. Lanes outside the array give zeros (`pad=nan`: NaN).
 
     `evict`: how soon a cache of the device may forget what was read, before other things ("first") or after them
     ("last"); results do not depend on it.
@@ -309,7 +317,7 @@ class AsyncLoad(Op):
         predicate(self.when)
         if self.evict not in (None, "first", "last"):
             raise ValueError(f"what a copy read is forgotten 'first' or 'last' (None: as usual), got {self.evict!r}")
-        if (t.shape, t.dtype) != (b.shape, b.dtype):
+        if t.dtype != b.dtype or not holds(b.shape, t.shape):
             raise TypeError(f"this copy brings {t}, the buffer is {b}")
         return ()
 
@@ -332,7 +340,7 @@ class Prefetch(Op):
     def infer(self):
         t, b = access(self.ref, self.index, None), shared(self.buffer)
         predicate(self.when)
-        if (t.shape, t.dtype) != (b.shape, b.dtype):
+        if t.dtype != b.dtype or not holds(b.shape, t.shape):
             raise TypeError(f"this would bring {t}, the buffer is {b}")
         return ()
 
@@ -356,7 +364,7 @@ class AsyncStore(Op):
         t, b = access(self.ref, self.index, None), shared(self.buffer)
         if self.fn not in ("set", "add", "min", "max"):
             raise ValueError(f"an asynchronous store sets, adds, or takes min or max; got {self.fn!r}")
-        if (t.shape, t.dtype) != (b.shape, b.dtype):
+        if t.dtype != b.dtype or not holds(b.shape, t.shape):
             raise TypeError(f"this copy writes {t}, the buffer is {b}")
         return ()
 

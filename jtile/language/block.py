@@ -16,6 +16,7 @@ import numpy as np
 
 from jtile import ir
 from jtile._errors import KernelSyntaxError, KernelTypeError, KernelValueError
+from jtile.ir.block import holds
 from jtile.language import _block_primitives as prims
 from jtile.language import _level
 from jtile.language._index import Access, Span, Take
@@ -147,7 +148,8 @@ def async_copy(
 
     Args:
       src, dst: a place in an array (`v.at[i, k]` of a tile view, `x.at[jt.ds(r, n), :]` of a Ref) and a buffer, in this
-        or the other order.
+        or the other order. The buffer has the shape of the tile, or is a matrix with the rows of a tile of more axes,
+        one below the other.
       barrier: to a buffer: `bar[s]` or `bar.at(it)`, where the bytes of the buffer count when they have come.
       fn: to an array: `"set"`, or `"add"`, `"min"`, `"max"`: combine with what is there, atomic for each element.
       when: to a buffer: a bool scalar; where it is false nothing is copied.
@@ -187,10 +189,10 @@ def _place(place: Place, buffer: Shared) -> tuple[Ref | TileView, Access]:
         raise KernelTypeError(f"{what} reads axes forwards and in order, and adds none", user_place())
     if any(isinstance(d, Span) and d.stride != 1 for d in a.dims):
         raise KernelTypeError(f"{what} has steps of 1; load the elements and store them to the buffer", user_place())
-    if (a.raw_shape, x.dtype) != (buffer.shape, buffer.dtype):
+    if x.dtype != buffer.dtype or not holds(buffer.shape, tuple(a.raw_shape)):
         raise KernelTypeError(
             f"{what} is {x.dtype.name}{list(a.raw_shape)}, the buffer is {buffer.dtype.name}{list(buffer.shape)}; make "
-            "them the same",
+            "them the same, or take a matrix that has the rows of a tile of more axes one below the other",
             user_place(),
         )
     return x, a

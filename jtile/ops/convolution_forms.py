@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch
+from jtile.ops import convolution_boxes, dispatch
 from jtile.ops._shapes import fit, machine, tuned
 from jtile.ops.convolution_kernels import (
     Sides,
@@ -184,6 +184,10 @@ convolution_op = dispatch.Op(
     dispatch.Implementation("windows below each other", _of_padded(_in_patches), _whatever_pads(_not_in_patches)),
     dispatch.Implementation("rows of the window, points of the result", _in_row_points, _not_in_row_points),
     dispatch.Implementation("rows of the window", _of_padded(_in_rows), _whatever_pads(_not_in_rows)),
+    dispatch.Implementation(
+        "boxes of points", convolution_boxes.convolved, convolution_boxes.not_convolved, dispatch.BLOCK_LEVEL,
+        portable=False,
+    ),
     dispatch.Implementation("points of the result", _in_points, not_in_points),
     dispatch.Implementation("points of the window", _of_padded(_in_tiles)),
-)
+)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch
+from jtile.ops import convolution_boxes, dispatch
 from jtile.ops._shapes import fit, known, machine, tuned
 from jtile.ops.convolution_forms import convolution_op, cut, not_in_points, padded
 from jtile.ops.convolution_kernels import (
@@ -36,6 +37,47 @@ Phase = tuple[slice, int, int]
 def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int, low: Sides | None = None):
     """dx of `shape` = [batch, ..., c], in front of which the convolution had `low` points of padding: a convolution of
     g for each remainder of the points by the stride, or one for all remainders of few channels."""
+    low = low or (0,) * len(stride)
+    options = {"stride": stride, "dilation": dilation, "groups": groups, "low": low}
+    if not all(isinstance(n, int) for n in (*shape, *g.shape)):
+        return _dx_of_remainders(g, w, shape=shape, **options)
+    return _linear_dx(_Of(shape=tuple(shape), **options), g, w)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Of:
+    """The options of `convolution_dx`."""
+
+    shape: Sides
+    stride: Sides
+    dilation: Sides
+    groups: int
+    low: Sides
+
+    def pads(self, points: Sides, window: Sides) -> Pads:
+        """The padding of the convolution of an array of `shape` that has so many points; behind it may be less than
+        none, where the window does not reach the last points."""
+        sides = zip(points, window, self.stride, self.dilation, self.shape[1:-1], self.low, strict=True)
+        return tuple((lo, (m - 1) * s + (k - 1) * d + 1 - n - lo) for m, k, s, d, n, lo in sides)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_dx(of: _Of, g, w):
+    """`convolution_dx`, whose derivatives are those of the convolution that it is the transpose of."""
+    return _dx(g, w, **of.__dict__)
+
+
+def _linear_dx_backward(of: _Of, residuals, ct):
+    g, w = residuals
+    x, pads = cut(ct, of.pads(g.shape[1:-1], w.shape[:-2]))
+    options = {"stride": of.stride, "dilation": of.dilation, "groups": of.groups, "pads": pads}
+    return convolution_op(x, w, **options), convolution_dw(x, g, w.shape[:-2], w.dtype, **options)
+
+
+_linear_dx.defvjp(lambda of, g, w: (_linear_dx(of, g, w), (g, w)), _linear_dx_backward)
+
+
+def _dx_of_remainders(g, w, *, shape, stride: Sides, dilation: Sides, groups: int, low: Sides):
     # dx[s u + r - p] = sum_t g[u + (r - d a) / s] w[a]     a = a_0 + s t: d a = r modulo s
     *window, channels, outputs = w.shape
     rank = len(window)
@@ -43,7 +85,6 @@ def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int, 
     turned = turned.transpose(*range(rank), rank + 2, rank + 1, rank)
     turned = turned.reshape(*window, outputs // groups, groups * channels)
     sides = [jt.cdiv(n, s) for n, s in zip(shape[1:-1], stride, strict=True)]
-    low = low or (0,) * rank
     phases = [[_phase(r + low[k], window[k], stride[k], dilation[k]) for r in range(stride[k])] for k in range(rank)]
     if groups == 1 and _together(g, shape[-1], stride, dilation):
         whole = _all_phases(g, turned, sides, phases)
@@ -52,6 +93,15 @@ def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int, 
         whole = _stacked(part, phases, ()) if math.prod(stride) > 1 else part(*(of[0] for of in phases))
     whole = whole.reshape(shape[0], *(n * s for n, s in zip(sides, stride, strict=True)), shape[-1])
     return whole[(slice(None), *(slice(0, n) for n in shape[1:-1]))]
+
+
+_dx = dispatch.Op(
+    "gradient of the points of a convolution",
+    dispatch.Implementation(
+        "boxes of points", convolution_boxes.dx, convolution_boxes.not_dx, dispatch.BLOCK_LEVEL, portable=False
+    ),
+    dispatch.Implementation("a convolution for each remainder", _dx_of_remainders),
+)
 
 
 def _phase(r: int, taps: int, stride: int, dilation: int) -> Phase:
@@ -131,10 +181,16 @@ def _all_phases(g, turned, sides, phases: list[list[Phase]]):
 
 def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, groups: int, pads: Pads):
     """dw [*window, channels / groups, outputs] of x without its padding and of g."""
-    options = {"stride": stride, "dilation": dilation}
+    options = {"window": tuple(window), "stride": stride, "dilation": dilation, "groups": groups, "pads": pads}
+    dw = _dw(x, g, **options)
+    return dw.reshape(*window, x.shape[-1] // groups, g.shape[-1]).astype(dtype)
+
+
+def _dw_in_shares(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+    options, dtype = {"stride": stride, "dilation": dilation}, x.dtype
     like = jax.ShapeDtypeStruct((*window, x.shape[-1] // groups, g.shape[-1]), dtype)
     if not_in_points(x, like, groups=groups) is None:
-        return _dw_in_points(x, g, window, **options, pads=pads).reshape(like.shape).astype(dtype)
+        return _dw_in_points(x, g, window, **options, pads=pads)
     x, channels, outputs = padded(x, pads), x.shape[-1] // groups, g.shape[-1] // groups
     narrow = x.dtype.itemsize < 4
     bh, bw = points_of_tile(*g.shape[-3:-1], 64 if narrow else 32)
@@ -145,7 +201,16 @@ def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides
     splits = min(known(tiles), jt.cdiv(machine().programs, programs))
     more = {"groups": groups, "window": window, "splits": splits}
     dw = convolution_weight_tiles(x, g, bh=bh, bw=bw, bc=bc, bo=bo, **more, **options)
-    return (dw[0] if splits == 1 else dw.sum(0)).astype(dtype)
+    return dw[0] if splits == 1 else dw.sum(0)
+
+
+_dw = dispatch.Op(
+    "gradient of the weight of a convolution",
+    dispatch.Implementation(
+        "boxes of points", convolution_boxes.dw, convolution_boxes.not_dw, dispatch.BLOCK_LEVEL, portable=False
+    ),
+    dispatch.Implementation("shares of the points", _dw_in_shares),
+)
 
 
 _SUMS = 4 * 64 * 64  # of the products of one program of 4 warps, at most

@@ -79,19 +79,22 @@ def _fills(kernel: ir.Kernel, ring: ir.Value) -> int:
 
 
 def _times(block: ir.Block, ring: ir.Value, kind: type[ir.Wait | ir.Arrive], loop: ir.For | None = None) -> int:
-    """How often a block of ops waits, or arrives, at the barriers of a ring; -1 where that is not known."""
-    times = 0
+    """How often a block of ops, the body of `loop` if there is one, in all rounds of that waits, or arrives, at the
+    barriers of a ring; -1 where that is not known."""
+    always, later = 0, 0  # in every round; in every round but the first
     for op in block.ops:
         if isinstance(op, ir.Wait | ir.Arrive) and isinstance(op, kind) and op.barrier is ring:
             if op.when is not None and not _not_first(op.when, loop):
                 return -1
-            times += rounds(loop) - (op.when is not None) if loop else 1
+            always, later = always + (op.when is None), later + (op.when is not None)
         inner = op if isinstance(op, ir.For) else None
         inside = [_times(b, ring, kind, inner) for b in op.blocks()]
-        if any(inside) and (inner is None or loop is not None or min(inside) < 0 or not rounds(inner)):
+        if any(inside) and (inner is None or min(inside) < 0):
             return -1
-        times += sum(inside)
-    return times
+        always += sum(inside)
+    if loop is None or not (always or later):
+        return always
+    return rounds(loop) * always + (rounds(loop) - 1) * later if rounds(loop) else -1
 
 
 def rounds(loop: ir.For) -> int:
@@ -103,10 +106,12 @@ def rounds(loop: ir.For) -> int:
 def _not_first(when: ir.Value, loop: ir.For | None) -> bool:
     """Whether a condition holds in all rounds of a loop but the first."""
     op = when.op
-    if loop is None or not isinstance(op, ir.Map) or op.fn != "ne" or op.args[0] is not loop.body.params[0]:
+    if loop is None or not isinstance(op, ir.Map) or op.args[0] is not loop.body.params[0]:
         return False
-    first, lo = op.args[1].op, loop.lo.op
-    return isinstance(first, ir.Full) and isinstance(lo, ir.Full) and first.value == lo.value
+    first, lo, step = op.args[1].op, loop.lo.op, loop.step.op
+    up = isinstance(step, ir.Full) and isinstance(step.value, int) and step.value > 0
+    then = op.fn == "ne" or (op.fn == "gt" and up)
+    return then and isinstance(first, ir.Full) and isinstance(lo, ir.Full) and first.value == lo.value
 
 
 def _part(op: ir.AsyncLoad, blocks: int) -> tuple[int, int] | None:

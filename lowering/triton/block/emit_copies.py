@@ -32,7 +32,7 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
         return _shared_load(em, op, nan)
     else:
         handle, where = _box(em, op, nan=nan)
-    m, ring = em.env[op.buffer], em.env[op.barrier]
+    m, ring = _in_box(em, op), em.env[op.barrier]
     b = slot(em, ring, em.env[op.at])
     go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
     names = f"{handle.name}[{where}] {m.name}, {b.name}, {go.name}"
@@ -74,7 +74,7 @@ def _prefetch(em: BlockEmitter, op: ir.Prefetch) -> None:
     if op.ref.type.role == "symmetric" or not rings:  # type: ignore[union-attr]
         return
     handle, where = _box(em, op, nan=False)
-    m, b = em.env[op.buffer], slot(em, em.env[rings[0]], em.code.i32(0))
+    m, b = _in_box(em, op), slot(em, em.env[rings[0]], em.code.i32(0))
     go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
     names = f"{handle.name}[{where}] {m.name}, {b.name}, {go.name}"
     em.code.do(f"ttng.async_tma_copy_global_to_local {names} : {handle.elem}, {b.type} -> {m.type}")
@@ -84,7 +84,7 @@ def _prefetch(em: BlockEmitter, op: ir.Prefetch) -> None:
 def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
     if op.fn != "set" and op.ref.dtype not in REDUCED[op.fn]:
         em.refuse(op, f"asynchronous stores with {op.fn} of {', '.join(REDUCED[op.fn])}, got {op.ref.dtype}")
-    m = em.env[op.buffer]
+    m = _in_box(em, op)
     kind = "copy_local_to_global" if op.fn == "set" else f"reduce {op.fn},"
     store = lambda handle, where: em.code.do(
         f"ttng.async_tma_{kind} {handle.name}[{where}] {m.name} : {handle.elem}, {m.type}"
@@ -101,6 +101,19 @@ def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
         with em.code.region():
             store(handle, where)
         em.code.do("}")
+
+
+def _in_box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore | ir.Prefetch) -> Mem:
+    """The buffer of a copy, with the axes of the box: swizzles go by rows, whichever axes these are counted along."""
+    m, box = em.env[op.buffer], ir.index_shape(op.index)
+    if m.shape == box:
+        return m
+    if m.whole is not None or not isinstance(m.layout, Swizzled):
+        em.refuse(op, f"a tile of {len(box)} axes comes to, or from, all of a buffer of rows, not a part of one")
+    layout = dataclasses.replace(m.layout, rank=len(box))
+    out = dataclasses.replace(m, name=em.code.name(), shape=box, layout=layout)
+    em.code.do(f"{out.name} = ttg.memdesc_reinterpret {m.name} : {m.type} -> {out.type}")
+    return out
 
 
 @emits(ir.StoreWait)

@@ -1,0 +1,298 @@
+"""Which convolutions, and gradients of them, Hopper computes by boxes of points (`hopper_convolution`), and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import gpu_tiles
+from jtile.ops.convolution_points import Pads, Sides, points_of
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.hopper_convolution import ROOM, ROWS, Axis, Form, hopper_convolution
+from jtile.ops.hopper_convolution_sums import SumForm, hopper_convolution_sums
+
+_RANK = 5  # axes of a tensor map
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+def axes_of(sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads) -> tuple[Axis, ...]:
+    """The axes of a convolution."""
+    points = points_of(sides, window, stride, dilation, pads)
+    every = zip(points, window, stride, dilation, pads, strict=True)
+    return tuple(Axis(n, k, (k,), (0,), (-lo,), step=d, stride=s) for n, k, s, d, (lo, _) in every)
+
+
+def axes_of_dx(sides: Sides, window: Sides, stride: Sides, dilation: Sides, low: Sides) -> tuple[Axis, ...]:
+    """The axes of what turns cotangents of a convolution into those of its x, which has these sides."""
+    return tuple(map(_axis_of_dx, sides, window, stride, dilation, low))
+
+
+def _axis_of_dx(side: int, window: int, stride: int, dilation: int, low: int) -> Axis:
+    # dx[s u + r] = sum_k g[u + (r + low - d a) / s] w[a]     a = first_r + every k: d a = r + low modulo s
+    every = stride // math.gcd(stride, dilation)
+    fits = lambda r: [a for a in range(window) if (dilation * a - r - low) % stride == 0]
+    first = [next(iter(fits(r)), 0) for r in range(stride)]
+    return Axis(
+        points=jt.cdiv(side, stride),
+        window=window,
+        counts=tuple(len(fits(r)) for r in range(stride)),
+        first=tuple(first),
+        starts=tuple((r + low - dilation * a) // stride for r, a in enumerate(first)),
+        every=every,
+        step=-(dilation * every // stride),
+    )
+
+
+def _apart(x, axes: tuple[Axis, ...]):
+    """x as the remainders of its points by the strides, as `hopper_convolution` takes it."""
+    inner = [(n // a.stride, a.stride) if a.stride > 1 else (n,) for n, a in zip(x.shape[1:-2], axes)]
+    last = axes[-1].stride
+    return x.reshape(x.shape[0], *itertools.chain(*inner), x.shape[-2] // last, last * x.shape[-1])
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def box_of(sides: Sides, rows: int = ROWS) -> Sides:
+    """The sides of a box of `rows` images and points, the first of which are images, by which the fewest cover arrays
+    of these sides: powers of two. Of several, the one whose points are the most neighbours of a row."""
+    powers = [1 << k for k in range(rows.bit_length())]
+    boxes = [box for box in itertools.product(powers, repeat=len(sides)) if math.prod(box) == rows]
+    return min(boxes, key=lambda box: (math.prod(map(jt.cdiv, sides, box)), box[0], tuple(-n for n in box[::-1])))
+
+
+def _columns(outputs: int, most: int) -> int:
+    """Outputs of a tile: the power of two by which the fewest are computed in vain, of several the largest."""
+    sides = [n for n in (16, 32, 64, 128, 256) if n <= most]
+    return min(sides, key=lambda n: (jt.cdiv(outputs, n) * n, -n))
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(
+    sides: Sides, outputs: int, terms: int, groups: int, axes: tuple[Axis, ...], processors: int
+) -> tuple[Form, float]:
+    """How programs compute a convolution with so many images and points, and outputs and terms of a group, and in how
+    many thousand cycles about."""
+    apart = groups > 1 or axes[-1].phases > 1  # what hangs over the outputs of a group is another's
+    width = math.gcd(outputs, 64) if apart else 64
+    deep, box = _terms(terms, groups > 1 or axes[-1].stride > 1), box_of(sides)
+    found = []
+    for columns in (n for n in reversed(_REGISTERS) if n < 2 * outputs and (n >= 64 or n >= outputs)):
+        for consumers in _REGISTERS[columns]:
+            form = Form(box, columns, deep, consumers, width=min(columns, width))
+            form = dataclasses.replace(form, slots=_slots(form), registers=_REGISTERS[columns][consumers])
+            found.append(_shared_out(form, sides, outputs, terms, groups, axes, processors))
+    return min(found, key=lambda of: of[1])
+
+
+# Registers of a consumer's thread, by the columns of a tile and how many consumers it has.
+_FEW = {2: 240, 4: 104}
+_REGISTERS = {16: _FEW, 32: _FEW, 64: _FEW, 128: {2: 240, 4: 120}, 256: {2: 240}}
+# Cycles of a multiprocessor: operands come at so many bytes in each, products take 4096 terms in two; besides, a tile
+# takes this long, and a launch. Fitted to convolutions of an H200.
+_BYTES, _LEAVES, _STARTS = 40, 1500, 6000
+
+
+def _shared_out(form: Form, sides, outputs: int, terms: int, groups: int, axes, processors: int) -> tuple[Form, float]:
+    """A form with as many tiles of a program as keep all multiprocessors busy, and the thousands of cycles it takes."""
+    parts = groups * jt.cdiv(outputs, form.columns) * math.prod(a.phases for a in axes)
+    taps = [math.prod(k) for k in itertools.product(*(a.counts for a in axes))]
+    tiles, rounds = jt.cdiv(math.prod(form.boxes(sides)), form.consumers), jt.cdiv(terms, form.terms)
+    if len(set(taps)) == 1:  # else remainders take unequal times: programs are many, and come one after the other
+        form = dataclasses.replace(form, tiles=jt.cdiv(tiles, max(1, processors // parts)))
+    rows = form.consumers * ROWS
+    one = form.terms * max(rows * form.columns / 2048, 2 * (rows + form.columns) / _BYTES)
+    of_program = form.tiles * (sum(taps) / len(taps) * rounds * one + _LEAVES)
+    return form, (_STARTS + jt.cdiv(parts * form.programs(sides), processors) * of_program) / 1e3
+
+
+def _terms(terms: int, whole: bool) -> int:
+    """Terms of a round; `whole`: what hangs over is not zero."""
+    sides = [n for n in (16, 32, 64) if not whole or terms % n == 0]
+    return min(sides, key=lambda n: (jt.cdiv(terms, n) * n, -n))
+
+
+def _slots(form: Form, itemsize: int = 2) -> int:
+    """Slots that rings have room for, beside what leaves."""
+    buffers = min(form.buffers, form.columns // form.width)
+    leaving = form.consumers * buffers * ROWS * form.width * itemsize
+    return min(8, (ROOM - leaving) // ((form.consumers * ROWS + form.columns) * form.terms * itemsize))
+
+
+def sum_form_of(sides: Sides, outputs: int, channels: int, taps: int, groups: int) -> SumForm:
+    """How programs compute the gradient of a weight."""
+    columns, units = _columns(outputs, 256), taps * jt.cdiv(channels, ROWS)
+    consumers = 2 if columns > 128 or units < 3 or units % 3 else 3
+    registers = 240 if consumers == 2 else 152
+    slots = min(8, ROOM // ((consumers * ROWS + columns) * ROWS * 2))
+    form = SumForm(box_of(sides), columns, consumers, slots=slots, registers=registers)
+    programs = groups * jt.cdiv(outputs, columns) * jt.cdiv(units, consumers)
+    boxes, processors = math.prod(form.boxes(sides)), gpu_tiles.processors()
+    most = max(1, min(boxes // 8, 4 * processors // programs))
+    took = lambda n: jt.cdiv(programs * n, processors) * (jt.cdiv(boxes, n) + 16)
+    return dataclasses.replace(form, splits=min(range(1, most + 1), key=took))
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def _misfit(x, others, axes: tuple[Axis, ...], sizes: Sides, groups: int) -> str | None:
+    """Why boxes of points do not compute what has these axes, and channels and outputs (`sizes`) of all groups."""
+    channels, strides = x.shape[-1], [a.stride for a in axes]
+    lines = all(n % (8 * groups) == 0 for n in sizes)
+    steps = sum(s > 1 for s in strides[:-1]) + sum(a.phases > 1 for a in axes[:-1])
+    return first_unmet(
+        (
+            x.dtype in (jnp.bfloat16, jnp.float16) and others.dtype == x.dtype,
+            "the operands are not 16-bit floats alike",
+        ),
+        (gpu_tiles.on_one_device(), "images may be shared out among several devices"),
+        (lines, f"{sizes[0]} channels or {sizes[1]} outputs are no lines of copies"),
+        (min(sizes) // groups >= 16, "there are few channels"),
+        (groups == 1 or all(n // groups % 16 == 0 for n in sizes), "channels of groups are no parts of 16"),
+        (len(axes) + 2 + steps <= _RANK, "points that are apart are of more axes than a tensor map has"),
+        (all(n % s == 0 for n, s in zip(x.shape[1:-1], strides)), "the stride does not divide the sides of x"),
+        (strides[-1] == 1 or channels // groups % 16 == 0, "channels of neighbouring points would meet"),
+    )
+
+
+_FEWEST = 64  # boxes of points that are worth sums of their own
+
+
+def _form(images: int, axes: tuple[Axis, ...], outputs: int, terms: int, groups: int) -> Form:
+    """The form of what has these axes, and outputs and terms of a group."""
+    sides = images, *(a.points for a in axes)
+    return form_of(sides, outputs, terms, groups, axes, gpu_tiles.processors())[0]
+
+
+def _few_programs(images: int, axes: tuple[Axis, ...], outputs: int, terms: int, groups: int) -> str | None:
+    """Why other kernels are quicker, where programs are too few; None where they are many."""
+    form = _form(images, axes, outputs, terms, groups)
+    parts = groups * jt.cdiv(outputs, form.columns) * math.prod(a.phases for a in axes)
+    programs = parts * form.programs((images, *(a.points for a in axes)))
+    return f"it is {programs} programs" if 2 * programs < gpu_tiles.processors() else None
+
+
+def _known(*arrays) -> bool:
+    return all(isinstance(n, int) and n > 0 for array in arrays for n in array.shape)
+
+
+# -- what runs ---------------------------------------------------------------------------------------------------------
+
+
+def _of_images(run, *operands):
+    """`run` of arrays, of which the first has images and the others have none: under `jax.vmap` an axis of the first
+    alone is one of more images, since tensor maps have no axis to spare, and others are taken one after the other."""
+    mapped = jax.custom_batching.custom_vmap(run)
+
+    @mapped.def_vmap
+    def rule(size, batched, first, *others):
+        if batched[0] and not any(batched[1:]):
+            y = _of_images(run, first.reshape(-1, *first.shape[2:]), *others)
+            return y.reshape(size, -1, *y.shape[1:]), True
+        return _one_by_one(run, size, batched, first, *others)
+
+    return mapped(*operands)
+
+
+def _one_by_one(run, size: int, batched, *operands):
+    """`run` for each element of an axis in front of those that are `batched`."""
+    every = [x if whole else jnp.broadcast_to(x, (size, *x.shape)) for x, whole in zip(operands, batched, strict=True)]
+    return jax.lax.map(lambda one: _of_pairs(run, *one), tuple(every)), True
+
+
+def _of_pairs(run, *operands):
+    """`run` of arrays that are all taken one after the other under `jax.vmap`."""
+    mapped = jax.custom_batching.custom_vmap(run)
+    mapped.def_vmap(lambda size, batched, *x: _one_by_one(run, size, batched, *x))
+    return mapped(*operands)
+
+
+def convolved(x, w, **options) -> jax.Array:
+    """The convolution of x [batch, *sides, c] with w [*window, c / groups, o]."""
+    return _of_images(functools.partial(_convolved, **options), x, w)
+
+
+def _convolved(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+    axes = axes_of(x.shape[1:-1], w.shape[:-2], stride, dilation, pads)
+    *_, terms, outputs = w.shape
+    form = _form(x.shape[0], axes, outputs // groups, terms, groups)
+    run = hopper_convolution.with_options(**form.options)
+    given = {"axes": axes, "form": form, "groups": groups, "turned": False}
+    return run(_apart(x, axes), w.reshape(-1, terms, outputs), **given)
+
+
+def not_convolved(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pads) -> str | None:
+    """Why `convolved` does not compute a convolution, None where it does and is the quickest."""
+    if not _known(x, w):
+        return "sizes are 0, or not known"
+    axes = axes_of(x.shape[1:-1], w.shape[:-2], stride, dilation, pads)
+    plain = math.prod(w.shape[:-2]) == 1 and {*stride} == {1} and not any(map(any, pads))
+    if plain and groups == 1:
+        return "it is a product of matrices"
+    why = _misfit(x, w, axes, (x.shape[-1], w.shape[-1]), groups)
+    return why or _few_programs(x.shape[0], axes, w.shape[-1] // groups, w.shape[-2], groups)
+
+
+def dx(g, w, *, shape: Sides, **options) -> jax.Array:
+    """What `convolution_dx` gives for cotangents g and w [*window, c / groups, o]."""
+    return _of_images(functools.partial(_dx, sides=shape[1:-1], **options), g, w)
+
+
+def _dx(g, w, *, sides: Sides, stride: Sides, dilation: Sides, groups: int, low: Sides):
+    axes = axes_of_dx(sides, w.shape[:-2], stride, dilation, low)
+    *_, channels, outputs = w.shape
+    form = _form(g.shape[0], axes, channels, outputs // groups, groups)
+    run = hopper_convolution.with_options(**form.options)
+    y = run(g, w.reshape(-1, channels, outputs), axes=axes, form=form, groups=groups, turned=True)
+    y = y.reshape(g.shape[0], *(a.points * a.phases for a in axes), groups * channels)
+    return y[(slice(None), *(slice(0, n) for n in sides))]
+
+
+def not_dx(g, w, *, shape: Sides, stride: Sides, dilation: Sides, groups: int, low: Sides) -> str | None:
+    """Why `dx` does not compute the cotangents of x, None where it does and is the quickest."""
+    if not _known(g, w) or 0 in shape:
+        return "sizes are 0, or not known"
+    axes = axes_of_dx(shape[1:-1], w.shape[:-2], stride, dilation, low)
+    why = _misfit(g, w, axes, (g.shape[-1], shape[-1]), groups)
+    return why or _few_programs(shape[0], axes, w.shape[-2], w.shape[-1] // groups, groups)
+
+
+def dw(x, g, **options) -> jax.Array:
+    """The gradient [points of the window, c / groups, o] of the weight, in float32."""
+    return _of_pairs(functools.partial(_dw, **options), x, g)
+
+
+def _dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+    axes, channels = _axes_of_dw(x, g, window, stride, dilation, pads), x.shape[-1] // groups
+    form = sum_form_of(g.shape[:-1], g.shape[-1] // groups, channels, math.prod(window), groups)
+    run = hopper_convolution_sums.with_options(**form.options)
+    sums = run(_apart(x, axes), g, axes=axes, form=form, groups=groups)
+    return sums[0] if form.splits == 1 else sums.sum(0)
+
+
+def _axes_of_dw(x, g, window, stride, dilation, pads) -> tuple[Axis, ...]:
+    axes = axes_of(x.shape[1:-1], window, stride, dilation, pads)
+    return tuple(dataclasses.replace(a, points=n) for a, n in zip(axes, g.shape[1:-1], strict=True))
+
+
+def not_dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads) -> str | None:
+    """Why `dw` does not compute the gradient of the weight, None where it does and is the quickest."""
+    if not _known(x, g):
+        return "sizes are 0, or not known"
+    axes = _axes_of_dw(x, g, window, stride, dilation, pads)
+    whole = groups == 1 or (g.shape[-1] // groups) % _columns(g.shape[-1] // groups, 256) == 0
+    why = None if whole else "outputs of a group are no tile"
+    why = why or _misfit(x, g, axes, (x.shape[-1], g.shape[-1]), groups)
+    if why is None and math.prod(box_of(g.shape[:-1])) * _FEWEST > math.prod(g.shape[:-1]):
+        why = "there are few points"
+    return why

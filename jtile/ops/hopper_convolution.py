@@ -1,0 +1,328 @@
+"""Convolutions on Hopper at the block level: products whose rows tensor maps find in the array as it is.
+
+A consumer has 64 points of the result that are a box: of images, rows and columns. What the box reads at a point of the
+window is a box of x, moved, whose rows lie one below the other in shared memory, as those of a matrix do; what is
+outside of x is zero. So a convolution is a product with as many rounds as points of the window times parts of the
+channels, and x is neither padded nor copied out.
+
+A transposed convolution is one for each remainder of the points by its stride, with the points of the window that reach
+these; programs of one launch have one remainder each, and their results go to their places in the whole. Where the
+points of x are apart (a convolution with a stride), x is seen as the remainders of its points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops.convolution_points import Sides, apart
+from jtile.ops.hopper_columns import piece
+
+ROWS = 64  # points of a consumer's box
+LEAVING = 64  # columns of the result that leave together
+ROOM = 225 << 10  # bytes of shared memory for rings and what leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """How points of the result find those of x along an axis, by their remainder.
+
+    Point u of remainder r reads, with the k-th of the `counts[r]` points of the window that reach it, number
+    `first[r] + every k` of the window, the point `stride u + starts[r] + step k` of x.
+
+    Attributes:
+      points: of each remainder. window: points of the window.
+    """
+
+    points: int
+    window: int
+    counts: Sides
+    first: Sides
+    starts: Sides
+    every: int = 1
+    step: int = 1
+    stride: int = 1
+
+    @property
+    def phases(self) -> int:
+        """How many remainders the result has."""
+        return len(self.counts)
+
+    @property
+    def before(self) -> int:
+        """A multiple of the stride by which no point that is read lies in front of x."""
+        ends = [s + self.step * k for s, n in zip(self.starts, self.counts) for k in (0, max(n - 1, 0))]
+        return -(min(0, *ends) // self.stride) * self.stride
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a program computes its part of the result.
+
+    Attributes:
+      box: sides of a consumer's box of images and points, powers of two, 64 in all.
+      columns: outputs of a program. terms: channels of a round.
+      consumers: boxes of a tile. tiles: of a program, one after the other.
+      slots: of the rings. buffers: of each consumer, for pieces of results that leave.
+      share: neighbours that bring the weight together.
+      registers: of a consumer's thread.
+    """
+
+    box: Sides
+    columns: int
+    terms: int = 64
+    consumers: int = 2
+    tiles: int = 1
+    slots: int = 4
+    buffers: int = 2
+    share: int = 1
+    registers: int = 240
+    width: int = LEAVING
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the compiler that put neighbours into clusters."""
+        return {"multicast": self.share} if self.share > 1 else {}
+
+    def boxes(self, sides: Sides) -> Sides:
+        """How many boxes cover images and points of these sides."""
+        return tuple(map(jt.cdiv, sides, self.box))
+
+    def programs(self, sides: Sides) -> int:
+        """Programs that share out the points of one remainder."""
+        found = jt.cdiv(jt.cdiv(math.prod(self.boxes(sides)), self.consumers), self.tiles)
+        return jt.cdiv(found, self.share) * self.share
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Numbers of a product.
+
+    Attributes:
+      sides: how many images, and points of one remainder along each axis.
+      outputs: of all groups. of_group: of one. terms: channels of a group.
+    """
+
+    sides: Sides
+    outputs: int
+    of_group: int
+    terms: int
+
+    @staticmethod
+    def of(x, w, axes: tuple[Axis, ...], groups: int, turned: bool) -> _Sizes:
+        outputs = w.shape[1] * groups if turned else w.shape[2]
+        terms = w.shape[2] // groups if turned else w.shape[1]
+        return _Sizes((x.shape[0], *(a.points for a in axes)), outputs, outputs // groups, terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Buffers and barriers of a program.
+
+    Attributes:
+      rows: for each consumer the ring of its points. columns: the ring of the weight.
+      leaving: for each consumer buffers of results on their way.
+      full, empty: a round has come; has been read.
+    """
+
+    rows: list[jt.Shared]
+    columns: jt.Shared
+    leaving: list[list[jt.Shared]]
+    full: jt.Barrier
+    empty: jt.Barrier
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What a program computes.
+
+    Attributes:
+      group: of channels. column: the first output of a program in its group. output: that of all groups.
+      phase: the remainder along each axis. number: of the program, among those that share out its points.
+    """
+
+    group: jax.Array | int
+    column: jax.Array | int
+    output: jax.Array | int
+    phase: list
+    number: jax.Array
+
+
+def result_shape(batch: int, axes: tuple[Axis, ...], outputs: int) -> Sides:
+    """The shape of the result: behind the points of an axis their remainders; those of the last axis stand in front of
+    the outputs, together with which they are one axis."""
+    inner = [(a.points, a.phases) if a.phases > 1 else (a.points,) for a in axes[:-1]]
+    return batch, *itertools.chain(*inner), axes[-1].points, axes[-1].phases * outputs
+
+
+def _pick(values: Sides, r):
+    """values[r] of a computed r."""
+    if len(set(values)) == 1:
+        return values[0]
+    return sum((jnp.where(r == k, v, 0) for k, v in enumerate(values)), jnp.int32(0))
+
+
+def _counts(axes: tuple[Axis, ...], phase: list) -> list:
+    return [_pick(a.counts, r) for a, r in zip(axes, phase)]
+
+
+def _rounds(axes: tuple[Axis, ...], phase: list, terms: int, form: Form):
+    return math.prod(_counts(axes, phase), start=jt.cdiv(terms, form.terms))
+
+
+def split_up(n, sides: list) -> list:
+    """`apart` for sides that may be computed, without the first index."""
+    found = []
+    for side in reversed(sides):
+        side = jnp.asarray(side, jnp.int32)
+        found.insert(0, jax.lax.rem(n, side))
+        n = jax.lax.div(n, side)
+    return found
+
+
+def corner_of(form, number, sides: Sides) -> list:
+    """Where box `number` of a form begins: image and points."""
+    first, *others = apart(number, form.boxes(sides)[1:])
+    return [at * side for at, side in zip((first, *others), form.box)]
+
+
+def box_of_x(x, axes: tuple[Axis, ...], phase: list, taps: list, corner: list, channel, box: Sides, terms: int):
+    """What a box of the result reads at a point of the window, in so many channels from `channel` on."""
+    image, *points = corner
+    index = [jt.ds(image, box[0])]
+    for k, (a, r, tap, at) in enumerate(zip(axes, phase, taps, points)):
+        from_start = _pick(a.starts, r) + a.step * tap
+        if a.stride == 1:
+            index.append(jt.ds(at + from_start, box[1 + k]))
+            continue
+        ahead, stride = from_start + a.before, jnp.int32(a.stride)
+        here, remainder = jax.lax.div(ahead, stride) - a.before // a.stride, jax.lax.rem(ahead, stride)
+        index.append(jt.ds(at + here, box[1 + k]))
+        if k + 1 < len(axes):
+            index.append(remainder)
+        else:
+            channel = remainder * (x.shape[-1] // a.stride) + channel
+    return x.at[(*index, jt.ds(channel, terms))]
+
+
+def _box_of_w(w, axes, place: _Place, taps: list, term, form: Form, sizes: _Sizes, turned: bool):
+    """The weight of a round."""
+    number = 0
+    for a, r, tap in zip(axes, place.phase, taps):
+        number = number * a.window + _pick(a.first, r) + a.every * tap
+    if turned:
+        return w.at[number, jt.ds(place.column, form.columns), jt.ds(place.group * sizes.terms + term, form.terms)]
+    return w.at[number, jt.ds(term, form.terms), jt.ds(place.output, form.columns)]
+
+
+@jt.function
+def _fill(x, w, mem: _Memory, place: _Place, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
+    """The role that fills the rings: the boxes of all consumers, and their weight."""
+    parts, counts = jt.cdiv(sizes.terms, form.terms), _counts(axes, place.phase)
+    nbytes = len(mem.rows) * mem.rows[0].nbytes + mem.columns.nbytes
+    it = jnp.int32(0)
+    for t in jt.range(form.tiles):
+        number = t * form.programs(sizes.sides) + place.number
+        corners = [corner_of(form, number * form.consumers + h, sizes.sides) for h in range(form.consumers)]
+        for u in jt.range(_rounds(axes, place.phase, sizes.terms, form)):
+            *taps, part = split_up(u, [*counts, parts])
+            term = part * form.terms
+            mem.empty.at(it).wait(before=True)
+            mem.full.at(it).expect(nbytes)
+            for h, corner in enumerate(corners):
+                channel = place.group * sizes.terms + term
+                box = box_of_x(x, axes, place.phase, taps, corner, channel, form.box, form.terms)
+                jt.async_copy(box, mem.rows[h].at(it), mem.full.at(it))
+            weight = _box_of_w(w, axes, place, taps, term, form, sizes, turned)
+            jt.async_copy(weight, mem.columns.at(it), mem.full.at(it))
+            it += 1
+
+
+@jt.function
+def _sum(mem: _Memory, rows, rounds, it, form: Form, turned: bool):
+    """The sums of a consumer's box over rounds `it` to `it + rounds` of the ring, and the next round."""
+    total, last = jt.zeros((ROWS, form.columns), jnp.float32), mem.full.count - 1
+    for k in jt.range(rounds):
+        mem.full.at(it).wait()
+        right = mem.columns.at(it).T if turned else mem.columns.at(it)
+        total = jt.dot_wait(jt.dot_async(rows.at(it), right, total, keep=k > 0), pending=1)
+        mem.empty.at(it + last).arrive(when=k > 0)
+        it += 1
+    total = jt.dot_wait(total)
+    mem.empty.at(it + last).arrive(when=None if isinstance(rounds, int) else rounds > 0)
+    return it, total
+
+
+@jt.function
+def _leave(total, y, leaving: list, place: _Place, corner: list, axes, form: Form, sizes: _Sizes) -> None:
+    """Write the sums of a box to their places in the result."""
+    image, *points = corner
+    index = [jt.ds(image, form.box[0])]
+    for k, (a, r, at) in enumerate(zip(axes, place.phase, points)):
+        index += [jt.ds(at, form.box[1 + k])] + ([r] if a.phases > 1 and k + 1 < len(axes) else [])
+    output = place.output + (place.phase[-1] * sizes.outputs if axes[-1].phases > 1 else 0)
+    width, whole = leaving[0].shape[1], sizes.of_group % form.columns == 0
+    for p, at in enumerate(range(0, form.columns, width)):
+        buffer = leaving[p % len(leaving)]
+        jt.store_wait(len(leaving) - 1 if whole else 0)
+        buffer.store(piece(total, at, width).astype(y.dtype))
+        jt.fence_shared()
+        if whole or place.column + at < sizes.of_group:
+            jt.async_copy(buffer, y.at[(*index, jt.ds(output + at, width))])
+
+
+@jt.function
+def _consume(y, mem: _Memory, h: int, place: _Place, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
+    """The role that multiplies the boxes number h of all tiles."""
+    it, rounds = jnp.int32(0), _rounds(axes, place.phase, sizes.terms, form)
+    for t in jt.range(form.tiles):
+        it, total = _sum(mem, mem.rows[h], rounds, it, form, turned)
+        number = t * form.programs(sizes.sides) + place.number
+        corner = corner_of(form, number * form.consumers + h, sizes.sides)
+        _leave(total, y, mem.leaving[h], place, corner, axes, form, sizes)
+    jt.store_wait()
+
+
+def _grid(x, w, *, axes, form: Form, groups: int, turned: bool):
+    sizes = _Sizes.of(x, w, axes, groups, turned)
+    columns = groups * jt.cdiv(sizes.of_group, form.columns)
+    return columns, math.prod(a.phases for a in axes), form.programs(sizes.sides)
+
+
+def _out(x, w, *, axes, groups: int, turned: bool, **_):
+    return jt.like(x, shape=result_shape(x.shape[0], axes, _Sizes.of(x, w, axes, groups, turned).outputs))
+
+
+@jt.kernel(out_type=_out, grid=_grid)
+def hopper_convolution(x, w, y, *, axes: tuple[Axis, ...], form: Form, groups: int, turned: bool):
+    """x [batch, *points, c], or, with a stride, the remainders of the points as in `result_shape`; w [points of the
+    window, c / groups, o] or, `turned`, [points of the window, o / groups, c]; y: see `result_shape`."""
+    # y[n, u, r, o] = sum_k sum_c x[n, stride u + starts_r + step k, c] w[first_r + every k, c, o]
+    column, phase, number = (jt.program_id(axis) for axis in range(3))
+    sizes = _Sizes.of(x, w, axes, groups, turned)
+    group, column = apart(column, (jt.cdiv(sizes.of_group, form.columns),)) if groups > 1 else (0, column)
+    column = column * form.columns
+    _, *remainders = apart(phase, tuple(a.phases for a in axes))
+    place = _Place(group, column, group * sizes.of_group + column, remainders, number)
+    width = min(form.columns, form.width)
+    buffers = min(form.buffers, form.columns // width)
+    mem = _Memory(
+        rows=[jt.alloc((ROWS, form.terms), x.dtype, slots=form.slots) for _ in range(form.consumers)],
+        columns=jt.alloc((form.columns, form.terms) if turned else (form.terms, form.columns), x.dtype,
+                         slots=form.slots),
+        leaving=[[jt.alloc((ROWS, width), y.dtype) for _ in range(buffers)] for _ in range(form.consumers)],
+        full=jt.barrier(form.slots),
+        empty=jt.barrier(form.slots, arrivals=form.consumers),
+    )  # fmt: skip
+    for h in range(form.consumers):
+        with jt.role(f"consumer{h}", warps=4, registers=form.registers, early=True):
+            jt.wait_for_kernels()
+            _consume(y, mem, h, place, axes, form, sizes, turned)
+    with jt.role("producer", warps=1, registers=24, early=True):
+        jt.wait_for_kernels()
+        _fill(x, w, mem, place, axes, form, sizes, turned)

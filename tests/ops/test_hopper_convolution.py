@@ -1,0 +1,184 @@
+"""Convolutions, and gradients of them, by boxes of points at the block level: interpreted, and as machine code."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+from sass import spills_of_products
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelTypeError
+from jtile.ops import convolution_boxes as boxes
+from jtile.ops.convolution_points import points_of
+from jtile.ops.convolutions import convolution_reference
+from jtile.ops.hopper_convolution import Form, hopper_convolution
+from jtile.ops.hopper_convolution_sums import hopper_convolution_sums
+from jtile.testing import relative_error
+
+CASES = {  # shapes of x and of the weight, and what differs from strides, gaps and groups of 1 and no padding
+    "one axis": ((2, 41, 32), (5, 32, 48), {"pads": ((2, 2),)}),
+    "one axis, a stride": ((2, 40, 16), (4, 16, 32), {"pads": ((1, 1),), "stride": (2,)}),
+    "two axes": ((3, 9, 11, 24), (3, 3, 24, 40), {"pads": ((1, 1), (1, 1))}),
+    "gaps": ((2, 9, 8, 16), (2, 3, 16, 16), {"dilation": (3, 2), "pads": ((1, 2), (0, 3))}),
+    "strides": ((2, 9, 8, 32), (3, 4, 32, 16), {"stride": (3, 2), "pads": ((2, 2), (1, 3))}),
+    "strides, no tap for some": ((2, 8, 6, 16), (2, 1, 16, 16), {"stride": (4, 2)}),
+    "strides and gaps": (
+        (1, 12, 8, 16),
+        (3, 2, 16, 16),
+        {"stride": (3, 2), "dilation": (2, 3), "pads": ((0, 1), (1, 0))},
+    ),
+    "groups": ((2, 5, 6, 64), (3, 3, 32, 96), {"groups": 2, "pads": ((1, 1), (1, 1))}),
+    "groups, a stride": ((1, 6, 8, 96), (3, 2, 48, 32), {"groups": 2, "stride": (2, 2), "pads": ((1, 1), (0, 1))}),
+    "three axes": ((1, 4, 5, 6, 16), (2, 3, 2, 16, 24), {"pads": ((0, 1), (1, 1), (1, 0))}),
+    "many channels": ((1, 5, 4, 136), (2, 2, 136, 264), {}),
+}
+
+
+def arguments(name, dtype=jnp.float16):
+    """x, the weight, cotangents, and the options."""
+    shape, window, more = CASES[name]
+    rank = len(shape) - 2
+    options = {"stride": (1,) * rank, "dilation": (1,) * rank, "groups": 1, "pads": ((0, 0),) * rank, **more}
+    points = points_of(shape[1:-1], window[:-2], *(options[k] for k in ("stride", "dilation", "pads")))
+    shapes = shape, window, (shape[0], *points, window[-1])
+    return *(normal(k, *s).astype(dtype) for k, s in enumerate(shapes)), options
+
+
+def reference(name, dtype=jnp.float16):
+    """What `results` gives, in lax."""
+    x, w, g, options = arguments(name, dtype)
+    of = {**options, "padding": options["pads"]}
+    y, back = jax.vjp(functools.partial(convolution_reference, **{k: v for k, v in of.items() if k != "pads"}), x, w)
+    return y, *back(g)
+
+
+def results(name, dtype=jnp.float16):
+    """The convolution, and its gradients by both operands."""
+    x, w, g, options = arguments(name, dtype)
+    of_dx = {k: v for k, v in options.items() if k != "pads"} | {"low": tuple(lo for lo, _ in options["pads"])}
+    of_dw = options | {"window": w.shape[:-2]}
+    dw = boxes.dw(x, g, **of_dw).reshape(w.shape).astype(dtype)
+    return boxes.convolved(x, w, **options), boxes.dx(g, w, shape=x.shape, **of_dx), dw
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_interpreter(name):
+    want = reference(name)
+    with jt.config(arch="sm_90", interpret=True, seed=len(name)):
+        found = results(name)
+    for one, other in zip(found, want, strict=True):
+        assert one.shape == other.shape and relative_error(one, other) < 2e-3
+
+
+@pytest.mark.parametrize("batched", [(0, None), (None, 0), (0, 0)])
+def test_mapped(batched):
+    """Tensor maps of arrays with another axis in front may have too many."""
+    x, w, g, options = arguments("strides and gaps")
+    of_dx = {k: v for k, v in options.items() if k != "pads"} | {"low": (0, 1), "shape": x.shape}
+    more = lambda z, axis: z if axis is None else jnp.stack([z, -2 * z])
+    runs = (
+        (boxes.convolved, (x, w), options), (boxes.dx, (g, w), of_dx), (boxes.dw, (x, g), options | {"window": (3, 2)})
+    )  # fmt: skip
+    with jt.config(arch="sm_90", interpret=True):
+        for run, operands, given in runs:
+            run = functools.partial(run, **given)
+            one, many = run(*operands), jax.vmap(run, batched)(*map(more, operands, batched))
+            scale = -2.0 if None in batched else 4.0
+            assert relative_error(many[0], one) < 1e-6 and relative_error(many[1], scale * one) < 2e-3
+
+
+def test_boxes_cover_points_with_few_in_vain():
+    assert boxes.box_of((64, 2048)) == (1, 64)
+    assert boxes.box_of((64, 56, 56)) == (1, 8, 8)
+    assert math.prod(map(jt.cdiv, (64, 28, 28), boxes.box_of((64, 28, 28)))) * 64 == 64 * 28 * 28
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_choices():
+    def of(shape, window, dtype=jnp.bfloat16, op=ops.convolution, **o):
+        like = (jax.ShapeDtypeStruct(s, dtype) for s in (shape, window))
+        with jt.config(arch="sm_90"):
+            return ops.choices(functools.partial(op, **o), *like)[0].implementation
+
+    assert of((64, 2048, 256), (5, 256, 256)) == "boxes of points"
+    assert of((64, 28, 28, 128), (4, 4, 64, 128), op=ops.convolution_transpose, stride=2) == "boxes of points"
+    assert of((64, 2048, 256), (5, 256, 256), jnp.float32) == "points of the window"
+    assert of((64, 57, 57, 128), (3, 3, 128, 128), stride=2) == "points of the result"  # no remainders of equal size
+    assert of((64, 28, 28, 256), (1, 1, 256, 512)) == "points of the result"  # a product of matrices
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name):
+    want = reference(name, jnp.bfloat16)
+    run = jax.jit(functools.partial(results, name, jnp.bfloat16))
+    found = run()
+    for again in (run() for _ in range(3)):
+        assert all(map(np.array_equal, found, again))
+    for one, other in zip(found, want, strict=True):
+        assert relative_error(one, other) < 6e-3
+
+
+of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_neighbours_share_the_weight(share):
+    """A copy of a box of images and points is one instruction; with `share`, parts of the weight go to both."""
+    pytest.importorskip("triton")
+    axes = boxes.axes_of((28, 28), (3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
+    form = Form((4, 4, 4), 128, tiles=3, slots=4, share=share)
+    given = {"axes": axes, "form": form, "groups": 1, "turned": False, "target": "cuda:sm_90"}
+    found = hopper_convolution.with_options(**form.options).lower(of(64, 28, 28, 64), of(9, 64, 128), **given)
+    assert found.texts["ptx"].count("cp.async.bulk.tensor.4d.shared") == form.consumers
+    assert ("multicast::cluster" in found.texts["ptx"]) == (share > 1)
+    assert not spills_of_products(found.texts["sass"])
+
+
+@pytest.mark.slow
+def test_sums_have_no_spills():
+    pytest.importorskip("triton")
+    axes = boxes.axes_of((2048,), (5,), (1,), (1,), ((2, 2),))
+    form = boxes.sum_form_of((64, 2048), 256, 256, 5, 1)
+    given = {"axes": axes, "form": form, "groups": 1, "target": "cuda:sm_90"}
+    found = hopper_convolution_sums.lower(of(64, 2048, 256), of(64, 2048, 256), **given)
+    assert not spills_of_products(found.texts["sass"])
+
+
+# -- copies of boxes of more axes than their buffer has ----------------------------------------------------------------
+
+
+def _moved(start: int, rows: int = 8):
+    """A kernel that copies a box of x [3, 4, 8] that begins at (start, start) into a matrix, and the matrix out."""
+
+    def body(x, o):
+        buffer = jt.alloc((rows, 8), x.dtype)
+        full = jt.barrier()
+        with jt.role("copies", warps=4):
+            full[0].expect(buffer.nbytes)
+            at = jt.program_id(0) + start
+            jt.async_copy(x.at[jt.ds(at, 2), jt.ds(at, 4), :], buffer, full[0])
+            full.at(0).wait()
+            jt.async_copy(buffer, o.at[jt.ds(1, 2), jt.ds(0, 4), :])
+            jt.store_wait()
+
+    return jt.call(body, out_type=jax.ShapeDtypeStruct((3, 4, 8), jnp.float32), grid=(1,))
+
+
+@pytest.mark.parametrize("start", [-1, 0, 1])
+def test_rows_of_a_box(start):
+    """What lies in front of an array, or behind it, is zero."""
+    x = np.asarray(normal(0, 3, 4, 8))
+    y = np.asarray(_moved(start).interpret(x))
+    around = np.pad(x, ((1, 4), (1, 4), (0, 0)))[1 + start :][:2, 1 + start :][:, :4]
+    assert np.array_equal(y[1:3], around)
+
+
+def test_a_box_with_other_rows_is_refused():
+    with pytest.raises(KernelTypeError, match="the rows of a tile of more axes"):
+        _moved(0, rows=4).interpret(np.zeros((3, 4, 8), np.float32))
