@@ -104,22 +104,44 @@ def _filters(tiny: bool) -> Iterator[Case]:
 
 
 def _convolutions(tiny: bool) -> Iterator[Case]:
-    """Convolutions against cuDNN, which XLA calls."""
+    """Convolutions against cuDNN, which XLA calls, and torch."""
     batch = 1 if tiny else 64
     for name in list(zoo.CONVOLUTIONS)[2:3] if tiny else zoo.CONVOLUTIONS:
         make = lambda seed, name=name: zoo.convolution_case(name, batch, "bfloat16", seed)[2]
         ours, xla, args, flops = zoo.convolution_case(name, 1, "bfloat16")
         given: dict[str, Any] = {"config": f"{batch} x {name}", "dtype": "bfloat16", "make": make}
         moved = batch * args[0].size + args[1].size
+        torch = {"torch": Torch(functools.partial(_torch_convolution, name))}
         yield Case(
-            "convolution", ours=ours, peers={"xla": xla}, reference=_exact(xla), bytes=2 * moved, flops=batch * flops,
-            **given,
+            "convolution", ours=ours, peers={"xla": xla, **torch}, reference=_exact(xla), bytes=2 * moved,
+            flops=batch * flops, prepare={"torch": lambda x, w: (x, jnp.moveaxis(w, -1, 0))}, **given,
         )  # fmt: skip
         given["make"] = lambda seed, make=make, ours=ours: (jax.vjp(ours, *make(seed))[0], *make(seed))
         yield Case(
             "convolution_gradient", ours=pulled(ours, 2), peers={"xla": pulled(xla, 2)}, bytes=6 * moved,
             reference=_exact(pulled(xla, 2)), flops=2 * batch * flops, **given,
         )  # fmt: skip
+
+
+def _torch_convolution(name: str, torch, x, w):
+    """A convolution of the suite by torch, channels last in memory: w [outputs, *window, channels], or, transposed,
+    [channels, *window, outputs]. A window along one axis is one along two, of which one side is 1: that is quicker."""
+    window, options = zoo.CONVOLUTIONS[name][1], dict(zoo.CONVOLUTIONS[name][2])
+    torch.backends.cudnn.benchmark = True
+    stride, rank = options.get("stride", 1), max(2, x.dim() - 2)
+    if x.dim() == 3:
+        x, w, window = x[:, None], w[:, None], (1, *window)
+    x, w = (z.movedim(-1, 1) for z in (x, w))
+    if options.get("transposed"):
+        pad = [(k - stride) // 2 for k in window[:rank]]
+        return torch.nn.functional.conv_transpose2d(x, w, stride=stride, padding=pad).movedim(1, -1)
+    over = [max(k - (stride if n % stride == 0 else n % stride), 0) for n, k in zip(x.shape[2:], window)]
+    if any(n % 2 for n in over):
+        x = torch.nn.functional.pad(x, [side for n in reversed(over) for side in (n // 2, n - n // 2)])
+        over = [0] * rank
+    run = torch.nn.functional.conv2d if rank == 2 else torch.nn.functional.conv3d
+    y = run(x, w, stride=stride, padding=[n // 2 for n in over], groups=options.get("groups", 1)).movedim(1, -1)
+    return y[:, 0] if len(zoo.CONVOLUTIONS[name][0]) == 2 else y
 
 
 def _muon(x):
