@@ -127,8 +127,10 @@ def scattered(
                         total = piece
                         for _ in range(n - 1):
                             full.at(it).wait()
-                            total = total + A[c].at(it).load().astype(total.dtype)
+                            part = A[c].at(it).load()
+                            jt.fence_shared()  # the next copy to this slot comes behind what threads still read from it
                             empty.at(it).arrive()
+                            total = total + part.astype(total.dtype)
                             it += 1
                         send(C[c], p, total, o.tiles(half, bk).at[2 * i + c, j * wide + p])
             if before >= 0:
