@@ -135,13 +135,13 @@ SHAPES = {
 }
 
 
-def decoding(lm):
-    """The jaxpr of a loop of steps of one row."""
-    a, choice = models.attention_of(lm), Choice.of(Sampling(), 1, lm.config.vocab_size, (), False)
-    entry = (jnp.zeros((1, 100, a.kv_heads, a.head_dim), lm.dtype),) * 2
-    begin = lambda: kv.from_prefill([entry] * lm.config.num_layers, jnp.full((1,), 100, jnp.int32), kv.Layout(128))
+def decoding(lm, rows: int = 1):
+    """The jaxpr of a loop of steps of so many rows."""
+    a, choice = models.attention_of(lm), Choice.of(Sampling(), rows, lm.config.vocab_size, (), False)
+    entry = (jnp.zeros((rows, 100, a.kv_heads, a.head_dim), lm.dtype),) * 2
+    begin = lambda: kv.from_prefill([entry] * lm.config.num_layers, jnp.full((rows,), 100, jnp.int32), kv.Layout(128))
     memory, of = programs.Memory(jax.eval_shape(begin), {}), jax.ShapeDtypeStruct
-    args = memory, of((1,), jnp.int32), of((1,), jnp.bool_), np.int32(0), np.int32(0), choice.numbers, choice.ends
+    args = memory, of((rows,), jnp.int32), of((rows,), jnp.bool_), np.int32(0), np.int32(0), choice.numbers, choice.ends
     programs.decode.clear_cache()
     options = dict(chunk=CHUNK, steps=choice.steps, logprobs=False)
     return programs.decode.trace(lm._structure, lm._weights, *args, **options).jaxpr.jaxpr
@@ -173,3 +173,20 @@ def test_no_early_read_of_what_it_writes(name, monkeypatch):
             found = launch_order.hazards(launch_order.launches(decoding(lm)))
             assert found and all("hopper_step" in text and "next_tokens" in text for text in found)
     programs.decode.clear_cache()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(jax.device_count() > 1, reason="kernels that read early are for one device")
+def test_early_reads_in_steps_of_many_rows(monkeypatch):
+    """The kernels of 40 rows; attention reads keys early that the kernel in front does not append, which is all that
+    the order of arrays finds."""
+    monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    monkeypatch.setattr(hopper_largest, "FORM", hopper_largest.Form(8, 1, 2))
+    shape = models.SHAPES["Llama-3.1-8B"] | dict(num_hidden_layers=1, vocab_size=2048, intermediate_size=4096)
+    with jt.config(arch="sm_90"):
+        order = launch_order.launches(decoding(models.make(shape), 40))
+    names = [one.name for one in order]
+    assert names.count("hopper_largest") == names.count("tokens_of_largest") == names.count("hopper_append") == 2
+    assert "next_tokens" not in names
+    found = {found.split(" (")[0] + found.split("what")[1].split(" (")[0] for found in launch_order.hazards(order)}
+    assert found == {"hopper_decode hopper_append"}
