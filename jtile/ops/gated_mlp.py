@@ -12,7 +12,7 @@ from jtile.ops import dispatch, gpu_tiles, hopper_gemv, hopper_rows, hopper_wide
 from jtile.ops._shapes import sums_in, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_derivative
-from jtile.ops.matmul import product, tiles
+from jtile.ops.matmul import in_parts, product, tiles
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 
@@ -107,7 +107,7 @@ def _run(x, gate, up, *, tb, bm, bn, bk, save=False, **meta):
 
 def _in_tiles(x, gate, up, *, activation: str, tb: bool):
     (m, k), n = x.shape, gate.shape[0 if tb else 1]
-    sizes = tiles(m, n, k, x.dtype.itemsize, gates=2, transposed=tb)
+    sizes = tiles(m, n, k, x.dtype.itemsize, gates=2, transposed=tb, parts=in_parts(x, gate, m, n, k))
     return _run(x, gate, up, activation=activation, tb=tb, **sizes)
 
 

@@ -116,14 +116,18 @@ def _check_kinds(a, b, activation) -> None:
         )
 
 
-def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, **of) -> dict[str, int]:
+def tiles(
+    m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, parts: bool = False, **of
+) -> dict[str, int]:
     """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the target at hand.
 
-    `transposed`: the right operand lies in memory as [n, k]; `of`: see `gpu_tiles.product`.
+    `transposed`: the right operand lies in memory as [n, k]; `parts`: see `in_parts`; `of`: see `gpu_tiles.product`.
     """
     m, n, k = known(m), known(n), known(k)
     if small_tiles():
         return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
+    if parts:
+        return {**products.in_parts_on_cpu(m, n, os.cpu_count() or 1), "bk": 0}
     return {**products.on_cpu(m, n, k, os.cpu_count() or 1), "bk": 0}
 
 
@@ -131,8 +135,16 @@ def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
     """The tile sizes of op(a) op(b), for arrays [batch or 1, rows, columns]."""
     m, n, k = _sides(a, b, ta, tb)
     of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
-    of |= dict(left=ta, fast=_whole(a), cut=True) if small_tiles() else {}
+    of |= dict(left=ta, fast=_whole(a), cut=True) if small_tiles() else dict(parts=not ta and in_parts(a, b, m, n, k))
     return tiles(m, n, k, a.dtype.itemsize, **of)
+
+
+def in_parts(a, b, m: int, n: int, k: int) -> bool:
+    """Whether float32 rows [m, k] of `a` meet a bfloat16 matrix in tile registers, on CPUs that have such: as sums of
+    three bfloat16 numbers each."""
+    matrices = {shape[3] for shape in jt.target().matrix_shapes if shape[0] > 1}
+    fits = known(m) >= 12 and known(n) % 16 == 0 and known(k) % 32 == 0
+    return (a.dtype, b.dtype) == (jnp.float32, jnp.bfloat16) and fits and "bfloat16" in matrices
 
 
 def _whole(a) -> bool:

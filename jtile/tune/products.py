@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from jtile.tune.warpgroups import cdiv
 
 LONG = 8192  # terms from which on a sum of few rows counts as long
+_ROWS_IN_PARTS = 128
 EVEN = 1.05  # how many times as many tiles as there are the cores of a CPU may have room for in as many rounds
 SIDE = 256  # side of a tile of the result on a CPU: panels of both operands stay in the second-level cache
 
@@ -125,6 +126,14 @@ def attention_on_gpu(t: int, s: int, d: int, itemsize: int, causal: bool, little
 def warps_of_attention(d: int, itemsize: int) -> dict[str, int]:
     """`num_warps` of attention on a GPU of NVIDIA, where the compiler's own choice does not hold the tiles."""
     return {"num_warps": 8} if itemsize >= 4 and 64 < d <= 128 else {}
+
+
+def in_parts_on_cpu(m: int, n: int, cores: int) -> dict[str, int]:
+    """`bm` and `bn` of a product of float32 rows with a bfloat16 matrix on a CPU with tile registers: each program
+    takes its rows apart, so that it has as many columns as leave every core two programs."""
+    bm = even(m, _ROWS_IN_PARTS)
+    count = cdiv(2 * cores, cdiv(m, bm))
+    return {"bm": bm, "bn": min(n, max(-(-n // count // 32) * 32, 64))}
 
 
 @functools.lru_cache(maxsize=1024)

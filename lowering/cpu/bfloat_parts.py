@@ -69,10 +69,16 @@ class PartsSpec:
         return [(i, j) for j in range(self.parts[1]) for i in range(self.parts[0]) if i + j < parts]
 
 
-def spec_of(isa: Isa, op: ir.Dot) -> PartsSpec | None:
-    """How this product is computed here; None: it is not. C is then overwritten."""
+def narrow(v: ir.Value) -> ir.Value:
+    """The bfloat16 numbers that were cast to these of float32, or the numbers themselves."""
+    cast = isinstance(v.op, ir.Cast) and (v.op.x.dtype, v.dtype) == ("bfloat16", "float32")
+    return v.op.x if cast else v
+
+
+def spec_of(isa: Isa, op: ir.Dot, dtypes: tuple[str, str] | None = None) -> PartsSpec | None:
+    """How this product is computed here, perhaps with operands of other dtypes; None: it is not. C is overwritten."""
     _, m, n, k = op.sizes()
-    dtypes = op.a.dtype, op.b.dtype
+    dtypes = dtypes or (narrow(op.a).dtype, narrow(op.b).dtype)
     if not fits(isa) or m < _LEAST_ROWS or n % ROWS or k % STEP or 0 in (n, k) or op.trans_a:
         return None
     if sorted(dtypes) == ["bfloat16", "float32"]:

@@ -32,9 +32,11 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
         return
     batch, m, n, k = op.sizes()
     _unpack(em, op.b)
-    in_parts = bfloat_parts.spec_of(em.isa, op)
+    narrow = lambda v: bfloat_parts.narrow(v) if isinstance(em.rep(v), Lazy) else v
+    operands = narrow(op.a), narrow(op.b)
+    in_parts = bfloat_parts.spec_of(em.isa, op, (operands[0].dtype, operands[1].dtype))
     if in_parts is not None:
-        _product_in_parts(em, op, in_parts)
+        _product_in_parts(em, op, operands, in_parts)
         return
     a, ta = matrix(em, operand(em, op.a), op.trans_a)
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
@@ -121,13 +123,15 @@ def _of_rows(em: Emitter, scale: ir.Value) -> Buffer:
     return dataclasses.replace(buf, shape=(buf.shape[0], 1), strides=(buf.strides[0], 1))
 
 
-def _product_in_parts(em: Emitter, op: ir.Dot, spec: bfloat_parts.PartsSpec) -> None:
-    """The product by `bfloat_parts`."""
+def _product_in_parts(
+    em: Emitter, op: ir.Dot, operands: tuple[ir.Value, ir.Value], spec: bfloat_parts.PartsSpec
+) -> None:
+    """The product by `bfloat_parts`, of operands that may be narrower than those of the op."""
     batch = op.sizes()[0]
-    a, ta = matrix(em, op.a, False)
-    b, tb = matrix(em, op.b, op.trans_b)
+    a, ta = matrix(em, operands[0], False)
+    b, tb = matrix(em, operands[1], op.trans_b)
     if ta:
-        a = em.copy(op.a, em.new_buffer(op.a.shape, op.a.dtype))
+        a = em.copy(operands[0], em.new_buffer(operands[0].shape, operands[0].dtype))
     target = _store_target(em, op, most=math.inf)
     out, accumulate = (target, False) if target is not None else _output(em, op)
     spec = dataclasses.replace(spec, trans_b=tb, accumulate=accumulate)

@@ -3,12 +3,14 @@ loss, and in two parts with float32 where `precision="high"` allows it. Elsewher
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fenced import Fenced
 
 import jtile as jt
+from jtile import ops
 from jtile.ffi import run_image
 from jtile.lowering.cpu import bfloat_parts
 from jtile.lowering.cpu.isa import host_isa
@@ -31,7 +33,7 @@ def operands(m: int, n: int, k: int, a: str, b: str, turned: bool, batch: tuple[
 
 
 def expected(a, b, c, turned: bool, add: bool, precision: str | None = None):
-    a, b, c = (np.asarray(x.astype(jnp.float32)).astype(np.float64) for x in (a, b, c))
+    a, b, c = (np.asarray(jnp.asarray(x, jnp.float32)).astype(np.float64) for x in (a, b, c))
     return a @ (b.swapaxes(-1, -2) if turned else b) + c * add
 
 
@@ -59,6 +61,32 @@ def test_three_parts_are_all_of_a_float32(m, n, k, a, b, add, turned):
     assert relative_error(product(*given, **meta), expected(*given, **meta)) < 5e-7
     assert ("@bfloat_parts_" in product.lower(*given, **meta).texts["llvm"]) == TILES
     assert "@bfloat_parts_" not in product.lower(*given, target="cpu:avx512", **meta).texts["llvm"]
+
+
+@jt.kernel(out_type=lambda a, b: jax.ShapeDtypeStruct((16, 32), jnp.float32), grid=lambda *_: 1)
+def of_casts(a, b, y):
+    y[...] = jt.dot(a[...], b[...].astype(jnp.float32).T)
+
+
+def test_a_matrix_that_was_cast_is_one_part():
+    a, b, _ = operands(16, 32, 64, "float32", "bfloat16", True)
+    text = of_casts.lower(a, b).texts["llvm"]
+    assert ("@bfloat_parts_16x32x64_float32_bfloat16_3_1_t" in text) == TILES
+    assert relative_error(of_casts(a, b), expected(a, b, 0 * a[:, :32], True, False)) < 5e-7
+
+
+@pytest.mark.parametrize("op", [ops.matmul, ops.gated_mlp])
+def test_ops(op):
+    """Rows of 700 numbers have programs of their own, and no tiles; of 704 they have wide programs."""
+    for m, n, k in ((300, 208, 704), (12, 64, 64), (70, 96, 700)):
+        x, w, _ = operands(m, n, k, "float32", "bfloat16", True)
+        if op is ops.matmul:
+            got, want = ops.matmul(x, w, transpose_b=True, out_dtype=jnp.float32), expected(x, w, 0, True, False)
+        else:
+            got = ops.gated_mlp(x, w, w, activation="relu", transpose=True, out_dtype=jnp.float32)
+            want = expected(x, w, 0, True, False)
+            want = np.maximum(want, 0) * want
+        assert relative_error(got, want) < 1e-6
 
 
 @pytest.mark.parametrize(("m", "n", "k", "a", "b"), [
