@@ -15,8 +15,7 @@ NOTHING = -1e30  # the running maximum before the first key: finite, so that no 
 EMPTY = 1e30  # the log-sum-exp of no scores
 NONE, SOME, ALL = 0, 1, 2  # what the queries of a tile see of a block of keys
 BOTH = 1 << 16  # more than there are blocks
-FEW = 16
-SPREAD = 128  # programs that run at one time, or fewer
+FEW = 16  # rows
 
 
 def seen(b, h, i, j, extras, *, mask, window: Window, s: int):
@@ -102,10 +101,7 @@ def listed_attention(
     precision: str | None = None,
 ):  # fmt: skip
     """`flex_attention` by the lists and counts of `mask_lists`; all else is as there."""
-    # Every 132nd program is on the same multiprocessor: it gets long lists and short ones where lists differ by the
-    # tile of queries, as they do in causal masks and in documents of equal length.
-    b, h, tiles = jt.program_id(0), jt.program_id(1), jt.cdiv(q.shape[1], bq)
-    i = (jt.program_id(2) + (b * q.shape[2] + h) * tiles // SPREAD) % tiles
+    b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, kv, wide = q.shape[3], h // (q.shape[2] // k.shape[2]), sums_in(q)
     Q, K, V, O = (x.tiles(None, n, None, d) for x, n in ((q, bq), (k, bk), (v, bk), (o, bq)))
     q_i, rows = Q[b, i, h, 0], i * bq + jt.arange(bq)[:, None]

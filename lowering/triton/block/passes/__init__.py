@@ -106,7 +106,7 @@ def _taken(kernel: Kernel, machine: Machine, options: Mapping[str, Any], each: b
             step("widen", "tile", widen.run)
         step("scales", "tile", lambda k: dce.run(scales.run(k)))
         chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)
-        step("persist", "tile", lambda k: small(cse.run(persist(k, chosen.blocks, machine.cache)), SMALL))
+        step("persist", "tile", lambda k: small(cse.run(persist(k, chosen.blocks, machine.cache, chosen.mixed)), SMALL))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("join", "block", lambda k: dce.run(join.run(k)))
         step("pairs", "block", pairs.run)

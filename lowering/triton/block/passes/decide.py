@@ -148,6 +148,10 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
         outputs=outputs,
         shared=machine.shared - room,
         turns=n > 2 and _chained(kernel, found),
+        mixed=blocks < tiles
+        and not _even(kernel)
+        and uneven(kernel, machine.cache) is None
+        and _chained(kernel, found),
         evict=copy_hints(kernel, blocks, machine),
     )
 

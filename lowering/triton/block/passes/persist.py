@@ -14,6 +14,7 @@ from .feeds import tile_bytes
 from .uneven import Uneven, shared, uneven
 from .uneven import ids as uneven_ids
 
+APART = 128  # tiles of which no two are one block's: blocks are as many or more
 LONGER = 1.5  # how many times the bytes along the rows of a wave of tiles may be those along its columns
 
 
@@ -26,7 +27,14 @@ class Bands:
     rows: int
 
 
-Order = Uneven | Bands | None  # tiles by length, in bands, or as they come
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """Tiles as they come, but each block has tiles from all over the last axis of the grid: of those of one place along
+    it, the tiles that one block would get next are moved. How long tiles take is known only when they run, and is often
+    alike for tiles of one place."""
+
+
+Order = Uneven | Bands | Mixed | None  # tiles by length, in bands, or as they come
 
 
 def bands(kernel: Kernel, blocks: int) -> Bands | None:
@@ -48,11 +56,12 @@ def bands(kernel: Kernel, blocks: int) -> Bands | None:
     return Bands(*axes, -(-height // -(-height // rows)))
 
 
-def persist(kernel: Kernel, blocks: int, cache: int) -> Kernel:
+def persist(kernel: Kernel, blocks: int, cache: int, mixed: bool = False) -> Kernel:
     """The kernel as a grid of `blocks` programs: each takes every `blocks`-th of the tiles, which are the programs of
-    the old grid; one each where there are no more tiles than blocks. `cache`: see `plan.Machine`."""
+    the old grid; one each where there are no more tiles than blocks. `cache`: see `plan.Machine`; `mixed`:
+    see `Mixed`."""
     tiles = math.prod(kernel.grid)
-    order = uneven(kernel, cache) or bands(kernel, min(blocks, tiles))
+    order = Mixed() if mixed else uneven(kernel, cache) or bands(kernel, min(blocks, tiles))
     walk = Rewriter(kernel, Rules())
     b = walk.b
     b.loc = kernel.loc
@@ -89,11 +98,17 @@ def _inlined(walk: Rewriter, kernel: Kernel, ids: list[Value]) -> None:
     walk.inline(kernel.body)
 
 
-def _ids(b: Builder, grid: tuple[int, ...], tile: Value, banded: Bands | None) -> list[Value]:
+def _ids(b: Builder, grid: tuple[int, ...], tile: Value, banded: Bands | Mixed | None) -> list[Value]:
     """The program ids of a tile: the last axis fastest, or bands of the rows of a matrix product."""
     ids: dict[int, Value] = {}
     rest = tile
-    if banded:
+    if isinstance(banded, Mixed):
+        last = len(grid) - 1
+        rest, place = _divided(b, tile, grid[last], math.prod(grid[:last]))
+        side = b.index(grid[last])
+        moved = b.map("div", b.map("mul", rest, side), b.index(APART))
+        ids[last] = b.map("rem", b.map("add", place, moved), side)
+    elif banded:
         i, j = banded.i, banded.j
         rest, inner = _divided(b, tile, grid[i] * grid[j], math.prod(grid[:i]))
         ids[i], ids[j] = _banded(b, inner, grid[i], grid[j], banded.rows)

@@ -97,6 +97,7 @@ class Plan:
       blocks: blocks of the grid; where they are fewer than `tiles`, each takes several.
       stages: slots of a ring; resident: slots of rings whose tiles stay for a loop.
       rings: what the rings hold, as texts for readers.
+      mixed: tiles of blocks that take several come from all over an axis; see `persist.Mixed`.
       turns: consumers whose products wait for each other start them one after the other.
       outputs: position of a parameter -> how its store goes through shared memory; others go through pointers.
       evict: position of a parameter -> how soon the second-level cache forgets what copies read of it; see `evict.py`.
@@ -114,6 +115,7 @@ class Plan:
     outputs: Mapping[int, Output]
     shared: int
     turns: bool = False
+    mixed: bool = False
     evict: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -124,6 +126,7 @@ class Plan:
         roles = f"{self.consumers} consumer{'s' * (self.consumers > 1)} of {self.warps} warps"
         roles += " in turns" * self.turns
         order = f"{self.blocks} blocks{' for ' + str(self.tiles) + ' tiles' if self.persistent else ''}"
+        order += ", mixed" * self.mixed
         slots = f"{self.stages} slots" + (f", resident {self.resident}" if "resident" in " ".join(self.rings) else "")
         out = ", ".join(f"{o.buffers} of {o.columns} columns" for o in self.outputs.values()) or "by pointers"
         return (
