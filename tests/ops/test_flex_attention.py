@@ -89,6 +89,19 @@ def test_lists_of_blocks_on_a_gpu(options):
         assert relative_error(ours, exact) < 1.5e-2
 
 
+def test_layers_share_lists():
+    """The mask of a step is evaluated once: XLA finds that the calls are one."""
+
+    def layers(q, k, v, x):
+        for _ in range(3):
+            q = ops.attention(q, k, v, mask=documents, extras=(x,))
+        return q
+
+    with jt.config(arch="sm_90"):
+        text = jax.jit(layers).lower(*operands(dtype="bfloat16", d=64), SEGMENTS).compile().as_text()
+    assert text.count(" custom-call(") == 4
+
+
 @pytest.mark.usefixtures("by_numpy")
 def test_lists_name_whole_blocks_first():
     """Causal documents of 4 and 12 positions, of two heads; the second sees all of its document. 15 queries."""
