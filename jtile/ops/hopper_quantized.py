@@ -99,7 +99,7 @@ def _scales(tiles, kind: str, dtype) -> list:
     return [d.astype(dtype), *((m * (1 / DOWN)).astype(dtype) for m in shift)]
 
 
-def _cover(array, inner: int) -> tuple[int, int]:
+def cover_of(array, inner: int) -> tuple[int, int]:
     """How many scales of a row belong to a round, and how many a buffer has: 16 bytes at least, as tensor maps ask."""
     of_round = array.shape[-1] * DEPTH // inner
     return of_round, max(of_round, 16 // array.dtype.itemsize)
@@ -160,7 +160,7 @@ class Memory:
 
 
 def memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: int, x_slots: int, pieces: int):
-    covers = [_cover(a, x.shape[1]) for a in blocks]
+    covers = [cover_of(a, x.shape[1]) for a in blocks]
     return Memory(
         words=[[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)],
         of_blocks=[
@@ -208,13 +208,17 @@ def bring(mem: Memory, slot, k, codes: jt.Ref, blocks: list[jt.Ref], places: lis
 
 
 @jt.function
-def consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, first):
+def consume(
+    mem, i: int, first_round: int, rounds: int, step: int, kind: str, first, taken: tuple[int, int] | None = None
+):
     """The sums [64, columns] of a bᵀ, for 64 rows a of W and the rows b of x, over every `step`-th round; `first`: see
-    `_round`. Numbers are made while other roles' products run; making those of the next piece while the role's own
-    product runs gained nothing for 16, 64 and 256 rows of x."""
+    `_round`; `taken`: the first of the rows of x and the one behind the last, where not all are taken. Numbers are made
+    while other roles' products run; making those of the next piece while the role's own product runs gained nothing
+    for 16, 64 and 256 rows of x."""
     x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
     pieces = x.shape[1] // PIECE
-    acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
+    begin, end = taken or (0, x.shape[0])
+    acc = jt.zeros((ROWS, end - begin), jnp.float32)
     for k in jt.range(first_round, rounds, step):
         mem.full.at(k).wait()
         words, scales = _round(mem, i, k, first, kind, dtype)
@@ -226,6 +230,7 @@ def consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, fi
                 mem.x_full.at(at).wait()
             b = x.at(at)
             b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
+            b = b if end - begin == x.shape[0] else b[begin:end]
             acc = jt.dot_async(a, b.T, acc)
             if p % pieces == pieces - 1:
                 acc = jt.dot_wait(acc)
@@ -268,7 +273,7 @@ def hopper_quantized_product(
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
-    the next. x comes `pieces` pieces of 64 at a time.
+    the next. x comes `pieces` pieces of 64 at a time. A block prepares itself while the kernel in front of it ends.
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
@@ -280,7 +285,8 @@ def hopper_quantized_product(
     rounds, each = jt.cdiv(codes.shape[1], WORDS * wide) // splits, DEPTH // PIECE // pieces
     for j in range(deep):
         for i in range(high):
-            with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
+            with jt.role(f"consumer{j}{i}", warps=4, registers=registers, early=True):
+                jt.wait_for_kernels()
                 acc = consume(mem, i, j, rounds, deep, kind, split * rounds)
                 if j:
                     mem.partial[j - 1][i].store(acc)
@@ -290,11 +296,15 @@ def hopper_quantized_product(
                     acc = acc * jnp.float32(DOWN) if dtype == jnp.bfloat16 else acc
                     acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if last else acc
                     _write(acc, mem, y, split, column, tile * high + i, i, rounds)
-    with jt.role("producer", warps=1, registers=24):
+    with jt.role("producer", warps=1, registers=24, early=True):
+        jt.wait_for_kernels()
         for k in jt.range(rounds):
             mem.empty.at(k).wait(before=True)
             bring(mem, k, split * rounds + k, codes, blocks, [(tile * high + i,) for i in range(high)])
-    with jt.role("feeder", warps=1, registers=24):  # copies x, whose ring has fewer rounds: words do not wait for it
+    with jt.role(
+        "feeder", warps=1, registers=24, early=True
+    ):  # copies x, whose ring has fewer rounds: words do not wait for it
+        jt.wait_for_kernels()
         for k in jt.range(rounds * each):
             mem.x_empty.at(k).wait(before=True)
             mem.x_full.at(k).expect(mem.x.nbytes)
@@ -319,13 +329,44 @@ def _splits(tiles: int, rounds: int, processors: int, least: int) -> int:
     return max(fits, default=1)
 
 
+# Columns of a tile of 128 rows of W -> microseconds of a round of it on an H200; what rounds take in addition where all
+# multiprocessors work, since power lowers the clock; what a kernel takes besides its rounds; and bytes that sums of
+# parts, written, read and added up, move in a microsecond.
+ROUND, POWER, START, ADDED = {256: 2.05, 128: 1.21, 64: 0.61}, 0.49, 3.3, 4.8e6
+BETTER = 0.96  # of the time of larger tiles, at most
+
+
+def predicted_us(programs: int, rounds: int, one: float, processors: int) -> float:
+    """Predicted microseconds of a kernel of so many programs with so many rounds, one of which takes `one`."""
+    waves = jt.cdiv(programs, processors)
+    return START + waves * rounds * one * (1 + POWER * programs / (waves * processors))
+
+
+def tiles_of_many(m: int, out: int, inner: int, processors: int) -> tuple[int, int, float]:
+    """(columns, splits, predicted microseconds) of the tiles for more than 64 rows of x."""
+    best, rounds = (0, 0, float("inf")), jt.cdiv(inner, DEPTH)
+    for columns in ROUND:
+        tiles = jt.cdiv(out, 2 * ROWS) * jt.cdiv(m, columns)
+        for n in (1, 2, 4) if columns <= jt.next_power_of_2(m) else ():
+            if n > 1 and (rounds % n or n * tiles > processors or n * _LONG > rounds):
+                continue
+            sums = m * out * (8 * n + 2) / ADDED if n > 1 else 0.0
+            us = predicted_us(n * tiles, rounds // n, ROUND[columns], processors) + sums
+            if us < best[2] * (1 if columns == best[0] else BETTER):
+                best = columns, n, us
+    return best
+
+
 @functools.lru_cache(maxsize=1024)
 def _choice(m: int, out: int, inner: int, kind: str, processors: int) -> dict[str, Any]:
-    columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
+    columns, four = max(jt.next_power_of_2(m), 8), kind in FOUR_BIT
+    many = tiles_of_many(m, out, inner, processors) if columns > 64 else (columns, 1, 0.0)
+    if many[0] > 64:
+        return dict(high=2, deep=1, columns=many[0], splits=many[1], slots=4 if four else 2,
+                    x_slots=1024 // many[0], pieces=1, registers=232)  # fmt: skip
     if columns > 64:
-        tiles = jt.cdiv(out, 2 * ROWS) * jt.cdiv(m, columns)
-        return dict(high=2, deep=1, columns=columns, splits=_splits(tiles, jt.cdiv(inner, DEPTH), processors, _LONG),
-                    slots=4 if four else 2, x_slots=1024 // columns, pieces=1, registers=232)  # fmt: skip
+        slots = 6 if four else 2 if kind == "q8_0" else 4
+        return dict(high=2, deep=2, columns=64, splits=many[1], slots=slots, x_slots=8, pieces=1, registers=112)
     high = 2 if jt.cdiv(out, 2 * ROWS) >= processors // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
@@ -353,7 +394,7 @@ def misfit(x, weight: Weight, kind: str) -> str | None:
 
 def _copied(array, inner: int) -> bool:
     """Whether tensor maps copy the scales of a round in lines of 16 bytes, two at most, or in one of several rounds."""
-    of_round, cover = _cover(array, inner)
+    of_round, cover = cover_of(array, inner)
     whole = of_round > 0 and cover % of_round == 0 and cover * array.dtype.itemsize <= 32
     return whole and array.shape[-1] * array.dtype.itemsize % 16 == 0
 

@@ -22,6 +22,7 @@ from jtile.ops import (
     float8_rows,
     hopper_gemv,
     hopper_quantized,
+    hopper_quantized_shares,
     k_products,
     quantized_lanes,
     quantized_rows,
@@ -281,7 +282,16 @@ def _hopper_backward(residuals, ct, *, kind, **_):
     return _dx(ct[0].astype(jnp.float32), weight, kind, x.shape[1]).astype(x.dtype), None
 
 
+def _shares_forward(x, weight: Weight, **meta):
+    return hopper_quantized_shares.hopper_quantized_shares(x, weight, **meta), (x, weight)
+
+
+def _shares_backward(residuals, ct, **meta):
+    return _hopper_backward(residuals, ct[None], **meta)
+
+
 hopper_quantized.hopper_quantized_product.defvjp(_hopper_forward, _hopper_backward)
+hopper_quantized_shares.hopper_quantized_shares.defvjp(_shares_forward, _shares_backward)
 quantized_lanes.quantized_gemv_lanes.defvjp(_grouped_forward, _grouped_backward)
 quantized_lanes.quantized_gemm_lanes.defvjp(_lanes_forward, _lanes_backward)
 for _kernel, _single in ((_gemv, _gemv), (_gemm, _gemm), (_gated_gemv, _gemv), (_gated_gemm, _gemm)):
@@ -317,7 +327,7 @@ def _not_on_warpgroups(x, weight, *, kind, **_) -> str | None:
 # The product with one packed weight, without an epilogue.
 _packed_product = Op(
     "product with a packed weight",
-    Implementation("warpgroups", hopper_quantized.product, _not_on_warpgroups, BLOCK_LEVEL, portable=False),
+    Implementation("warpgroups", hopper_quantized_shares.product, _not_on_warpgroups, BLOCK_LEVEL, portable=False),
     Implementation("dequantised halves in lanes", _many_rows_in_lanes),
 )
 

@@ -11,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import hopper_quantized, quantized
+from jtile.ops import hopper_quantized, hopper_quantized_shares, quantized
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
@@ -180,3 +180,44 @@ def test_packed_weights_elsewhere(arch):
     with jt.config(arch=arch):
         for fn, y in ((f, x), (g, np.asarray(x)[:1]), (lambda x, w: ops.gated_mlp(x, w, up), x)):
             assert relative_error(*(evaluated(fn)(y, v) for v in (w.packed(), w))) < 1e-6
+
+
+SHARED = {  # squares of a program, rows of x; of W, in; dtype of the result: tiles that hang over either way
+    "five": (5, 300, 384, 512, "bfloat16"),
+    "six": (6, 250, 320, 256, "float32"),
+    "seven": (7, 256, 448, 512, "bfloat16"),
+    "seven, hanging over": (7, 200, 328, 256, "float32"),
+}
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "int8"])
+@pytest.mark.parametrize("case", SHARED)
+def test_shares_of_tiles(case, kind):
+    """They give the bits of whole tiles."""
+    squares, m, out, inner, dtype = SHARED[case]
+    (w, p), x = packed(kind, out, inner), np.asarray(normal(2, m, inner)).astype(jnp.bfloat16)
+    operand, options = Weight(p.codes, w.scale, w.scale), dict(kind=kind, out_dtype=dtype, seed=squares)
+    rings = dict(slots=2, x_slots=4, registers=hopper_quantized_shares.REGISTERS[squares])
+    y = hopper_quantized_shares.hopper_quantized_shares.interpret(x, operand, squares=squares, **rings, **options)
+    meta = hopper_quantized.choice(m, out, inner, kind) | {"columns": 256, "deep": 1, "splits": 1, "x_slots": 4}
+    want = hopper_quantized.hopper_quantized_product.interpret(x, operand, **meta, **options)
+    np.testing.assert_array_equal(y, want[0])
+
+
+def test_where_programs_have_shares():
+    """Where whole tiles would leave many of the 132 multiprocessors idle; elsewhere tiles get narrower."""
+    squares = lambda *sizes: hopper_quantized_shares.squares(*sizes, 132)
+    assert squares(256, 10240, 4096) == 5 and squares(256, 11008, 4096) == 6 and squares(512, 6144, 4096) == 6
+    assert squares(256, 14336, 4096) is None and squares(256, 4096, 4096) is None and squares(128, 11008, 4096) is None
+    form = lambda *sizes: hopper_quantized.tiles_of_many(*sizes, 132)[:2]
+    assert form(256, 14336, 4096) == (256, 1) and form(256, 8192, 8192) == (256, 2)
+    assert form(256, 4096, 4096) == (64, 1) and form(512, 4096, 4096) == (128, 1) and form(128, 14336, 4096) == (128, 1)
+
+
+def test_shares_called():
+    x, w = jax.ShapeDtypeStruct((256, 4096), jnp.bfloat16), weight("q4_0", 64, 256)
+    shapes = lambda a, rows, inner: jax.ShapeDtypeStruct((rows, a.shape[1] * inner // 256), a.dtype)
+    large = jax.tree.map(lambda a: shapes(a, 10240, 4096), w.packed())
+    with jt.config(arch="sm_90"):
+        called = str(jax.make_jaxpr(ops.quantized_matmul)(x, large))
+    assert "hopper_quantized_shares" in called

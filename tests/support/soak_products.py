@@ -242,4 +242,5 @@ def quantized_rows(draw: Draw) -> Case:
 
 def quantized_products(draw: Draw) -> Case:
     """Many rows of x."""
-    return _packed(draw, draw.of(16, 64, 256, draw.size(3, 600)), ("hopper_quantized_product",))
+    kernels = ("hopper_quantized_product", "hopper_quantized_shares")
+    return _packed(draw, draw.of(16, 64, 256, draw.size(3, 600)), kernels)
