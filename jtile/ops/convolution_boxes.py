@@ -96,7 +96,7 @@ def form_of(
 
 # Registers of a consumer's thread, by the columns of a tile and how many consumers it has.
 _FEW = {2: 240, 4: 104}
-_REGISTERS = {16: _FEW, 32: _FEW, 64: _FEW, 128: {2: 240, 4: 120}, 256: {2: 240}}
+_REGISTERS = {16: _FEW, 32: _FEW, 64: _FEW, 128: {2: 240}, 256: {2: 240}}
 # Cycles of a multiprocessor: operands come at so many bytes in each, products take 4096 terms in two; besides, a tile
 # takes this long, and a launch. Fitted to convolutions of an H200.
 _BYTES, _LEAVES, _STARTS = 40, 1500, 6000
@@ -107,8 +107,10 @@ def _shared_out(form: Form, sides, outputs: int, terms: int, groups: int, axes, 
     parts = groups * jt.cdiv(outputs, form.columns) * math.prod(a.phases for a in axes)
     taps = [math.prod(k) for k in itertools.product(*(a.counts for a in axes))]
     tiles, rounds = jt.cdiv(math.prod(form.boxes(sides)), form.consumers), jt.cdiv(terms, form.terms)
-    if len(set(taps)) == 1:  # else remainders take unequal times: programs are many, and come one after the other
-        form = dataclasses.replace(form, tiles=jt.cdiv(tiles, max(1, processors // parts)))
+    at_once = max(1, processors // parts)
+    if len(set(taps)) > 1:  # remainders take unequal times: programs are more than run at once
+        at_once = max(1, 3 * processors // (2 * parts))
+    form = dataclasses.replace(form, tiles=jt.cdiv(tiles, at_once))
     rows = form.consumers * ROWS
     one = form.terms * max(rows * form.columns / 2048, 2 * (rows + form.columns) / _BYTES)
     of_program = form.tiles * (sum(taps) / len(taps) * rounds * one + _LEAVES)
@@ -174,14 +176,6 @@ def _form(images: int, axes: tuple[Axis, ...], outputs: int, terms: int, groups:
     return form_of(sides, outputs, terms, groups, axes, gpu_tiles.processors())[0]
 
 
-def _few_programs(images: int, axes: tuple[Axis, ...], outputs: int, terms: int, groups: int) -> str | None:
-    """Why other kernels are quicker, where programs are too few; None where they are many."""
-    form = _form(images, axes, outputs, terms, groups)
-    parts = groups * jt.cdiv(outputs, form.columns) * math.prod(a.phases for a in axes)
-    programs = parts * form.programs((images, *(a.points for a in axes)))
-    return f"it is {programs} programs" if 2 * programs < gpu_tiles.processors() else None
-
-
 def _known(*arrays) -> bool:
     return all(isinstance(n, int) and n > 0 for array in arrays for n in array.shape)
 
@@ -239,8 +233,7 @@ def not_convolved(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pa
     plain = math.prod(w.shape[:-2]) == 1 and {*stride} == {1} and not any(map(any, pads))
     if plain and groups == 1:
         return "it is a product of matrices"
-    why = _misfit(x, w, axes, (x.shape[-1], w.shape[-1]), groups)
-    return why or _few_programs(x.shape[0], axes, w.shape[-1] // groups, w.shape[-2], groups)
+    return _misfit(x, w, axes, (x.shape[-1], w.shape[-1]), groups)
 
 
 def dx(g, w, *, shape: Sides, **options) -> jax.Array:
@@ -263,12 +256,11 @@ def not_dx(g, w, *, shape: Sides, stride: Sides, dilation: Sides, groups: int, l
     if not _known(g, w) or 0 in shape:
         return "sizes are 0, or not known"
     axes = axes_of_dx(shape[1:-1], w.shape[:-2], stride, dilation, low)
-    why = _misfit(g, w, axes, (g.shape[-1], shape[-1]), groups)
-    return why or _few_programs(shape[0], axes, w.shape[-2], w.shape[-1] // groups, groups)
+    return _misfit(g, w, axes, (g.shape[-1], shape[-1]), groups)
 
 
 def dw(x, g, **options) -> jax.Array:
-    """The gradient [points of the window, c / groups, o] of the weight, in float32."""
+    """The gradient [*window, c / groups, o] of the weight, in float32."""
     return _of_pairs(functools.partial(_dw, **options), x, g)
 
 
@@ -277,7 +269,7 @@ def _dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pad
     form = sum_form_of(g.shape[:-1], g.shape[-1] // groups, channels, math.prod(window), groups)
     run = hopper_convolution_sums.with_options(**form.options)
     sums = run(_apart(x, axes), g, axes=axes, form=form, groups=groups)
-    return sums[0] if form.splits == 1 else sums.sum(0)
+    return (sums[0] if form.splits == 1 else sums.sum(0)).reshape(*window, channels, g.shape[-1])
 
 
 def _axes_of_dw(x, g, window, stride, dilation, pads) -> tuple[Axis, ...]:

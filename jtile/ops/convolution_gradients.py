@@ -182,15 +182,14 @@ def _all_phases(g, turned, sides, phases: list[list[Phase]]):
 def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, groups: int, pads: Pads):
     """dw [*window, channels / groups, outputs] of x without its padding and of g."""
     options = {"window": tuple(window), "stride": stride, "dilation": dilation, "groups": groups, "pads": pads}
-    dw = _dw(x, g, **options)
-    return dw.reshape(*window, x.shape[-1] // groups, g.shape[-1]).astype(dtype)
+    return _dw(x, g, **options).astype(dtype)
 
 
 def _dw_in_shares(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
     options, dtype = {"stride": stride, "dilation": dilation}, x.dtype
     like = jax.ShapeDtypeStruct((*window, x.shape[-1] // groups, g.shape[-1]), dtype)
     if not_in_points(x, like, groups=groups) is None:
-        return _dw_in_points(x, g, window, **options, pads=pads)
+        return _dw_in_points(x, g, window, **options, pads=pads).reshape(like.shape)
     x, channels, outputs = padded(x, pads), x.shape[-1] // groups, g.shape[-1] // groups
     narrow = x.dtype.itemsize < 4
     bh, bw = points_of_tile(*g.shape[-3:-1], 64 if narrow else 32)

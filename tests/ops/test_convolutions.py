@@ -88,7 +88,8 @@ def test_what_computes_a_convolution():
     with jt.config(arch="sm_90"):
         assert of((1, 9, 9, 3), (3, 3, 3, 4)) == "rows of the window"
         assert of((1, 9, 9, 32), (3, 3, 32, 4)) == "points of the window"
-        assert of((1, 9, 9, 32), (3, 3, 32, 32), dtype=jnp.bfloat16) == "points of the result"
+        assert of((1, 9, 9, 32), (3, 3, 32, 32), dtype=jnp.bfloat16) == "boxes of points"
+        assert of((1, 9, 9, 32), (3, 3, 32, 32), dtype=jnp.bfloat16, stride=2) == "points of the result"
         assert of((1, 9, 9, 4), (3, 3, 1, 4), groups=4) == "channels for themselves, by rows"
 
 

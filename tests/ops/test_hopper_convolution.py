@@ -62,7 +62,7 @@ def results(name, dtype=jnp.float16):
     x, w, g, options = arguments(name, dtype)
     of_dx = {k: v for k, v in options.items() if k != "pads"} | {"low": tuple(lo for lo, _ in options["pads"])}
     of_dw = options | {"window": w.shape[:-2]}
-    dw = boxes.dw(x, g, **of_dw).reshape(w.shape).astype(dtype)
+    dw = boxes.dw(x, g, **of_dw).astype(dtype)
     return boxes.convolved(x, w, **options), boxes.dx(g, w, shape=x.shape, **of_dx), dw
 
 
@@ -110,6 +110,17 @@ def test_choices():
     assert of((64, 2048, 256), (5, 256, 256), jnp.float32) == "points of the window"
     assert of((64, 57, 57, 128), (3, 3, 128, 128), stride=2) == "points of the result"  # no remainders of equal size
     assert of((64, 28, 28, 256), (1, 1, 256, 512)) == "points of the result"  # a product of matrices
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_stands_in_elsewhere_gives_the_same_shapes(name):
+    x, w, g, options = arguments(name)
+    given = {k: v for k, v in options.items() if k != "pads"} | {"padding": options["pads"]}
+    back = lambda g, x, w: jax.vjp(functools.partial(ops.convolution, **given), x, w)[1](g)
+    turned = lambda g, x, w: jax.vjp(functools.partial(ops.convolution_transpose, **given), g, w)[0]
+    with jt.config(arch="sm_90"):
+        assert [z.shape for z in jax.eval_shape(back, g, x, w)] == [x.shape, w.shape]
+        assert jax.eval_shape(turned, g, x, w).shape[-1] == x.shape[-1]
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from soak_attention import (
     latent_prefill,
     mixed,
 )
+from soak_convolutions import convolutions
 from soak_products import (
     few_rows,
     gated,
@@ -35,6 +36,6 @@ FAMILIES: dict[str, Callable[[Draw], Case]] = {
     for f in (
         products, products_of_bytes, scaled_products, few_rows, gated, grouped, grouped_gradients, attention,
         attention_saved, attention_gradients, decode, latent_decode, latent_prefill, latent_gradients, quantized_rows,
-        quantized_products, long_sums, mixed,
+        quantized_products, long_sums, mixed, convolutions,
     )
 }  # fmt: skip
