@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from typing import NamedTuple
 
@@ -410,6 +411,19 @@ def test_what_is_posted(talk, dtype, overlap):
         assert relative_error(got, np.asarray(want, np.float32)) < (2e-6 if dtype == "float32" else 6e-3), k
 
 
+def in_a_row(f, args, calls: int):
+    """What `f(args)` gives, and how many numbers have other bits in so many further calls, one behind the other."""
+    first = f(args)
+
+    def turn(_, carry):
+        bad, args = carry
+        bits = lambda y: jax.lax.bitcast_convert_type(y, {2: jnp.int16, 4: jnp.int32}[y.dtype.itemsize])
+        pairs = zip(jax.tree.leaves(f(args)), jax.tree.leaves(first), strict=True)
+        return jax.lax.optimization_barrier((bad + sum((bits(x) != bits(y)).sum() for x, y in pairs), args))
+
+    return first, jax.lax.fori_loop(0, calls, turn, (jnp.int32(0), args))[0][None]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_posted_in_turn(talk, overlap):
     """Large sums and exchanges of odd sizes: XLA's values, and a hundred calls in a row with the same bits."""
@@ -422,19 +436,8 @@ def test_what_is_posted_in_turn(talk, overlap):
         of = lambda name: getattr(ops.collectives, name + suffix)
         return [*(of("all_reduce")(x, "x") for x in args[0]), of("all_to_all")(args[1], "x")]
 
-    def many(args):
-        first = run("", args)
-
-        def turn(_, carry):
-            bad, args = carry
-            bits = lambda y: jax.lax.bitcast_convert_type(y, {2: jnp.int16, 4: jnp.int32}[y.dtype.itemsize])
-            bad += sum((bits(x) != bits(y)).sum() for x, y in zip(run("", args), first, strict=True))
-            return jax.lax.optimization_barrier((bad, args))  # a call behind the other
-
-        return first, jax.lax.fori_loop(0, 100, turn, (jnp.int32(0), args))[0][None]
-
     with jt.config(overlap=overlap):
-        found, bad = talk(many)((arrays, cut))
+        found, bad = talk(functools.partial(in_a_row, functools.partial(run, ""), calls=100))((arrays, cut))
     assert not np.asarray(bad).any()
     for got, want in zip(found, talk(lambda args: run("_reference", args))((arrays, cut)), strict=True):
         assert relative_error(got, np.asarray(want, np.float32)) < 6e-3
@@ -467,20 +470,17 @@ def test_decoding_over_a_cache_in_parts(talk):
 
 def test_rows_that_are_gathered_while_a_matrix_comes(talk):
     """On more than two GPUs products of few rows of all of them are one kernel: XLA's values, and the same bits."""
-    n = talk.n
-    x, w = normal(0, 64, 2048), normal(1, n * 2048, 2048)
-
-    def run(args):
-        first = ops.collectives.all_gather_matmul(*args, "x")
-
-        def turn(_, carry):
-            bad, args = carry
-            bad += (ops.collectives.all_gather_matmul(*args, "x") != first).sum()
-            return jax.lax.optimization_barrier((bad, args))  # a call behind the other
-
-        return first, jax.lax.fori_loop(0, 1000, turn, (jnp.int32(0), args))[0][None]
-
-    got, bad = talk(run)((x, w))
+    args = normal(0, 64, 2048), normal(1, talk.n * 2048, 2048)
+    run = lambda args: ops.collectives.all_gather_matmul(*args, "x")
+    got, bad = talk(functools.partial(in_a_row, run, calls=1000))(args)
     assert not np.asarray(bad).any()
-    want = talk(lambda args: ops.collectives.all_gather_matmul_reference(*args, "x"))((x, w))
+    want = talk(lambda args: ops.collectives.all_gather_matmul_reference(*args, "x"))(args)
     assert relative_error(got, np.asarray(want, np.float32)) < 4e-3
+
+
+def test_sums_of_products_many_times(talk):
+    """What others have sent is loaded before the next copy comes to its place: over four devices one call of a thousand
+    was wrong where nothing waited for these loads."""
+    args = normal(0, talk.n * 2048, 1024), normal(1, talk.n * 1024, 4096)
+    run = lambda args: ops.collectives.matmul_reduce_scatter(*args, "x")
+    assert not np.asarray(talk(functools.partial(in_a_row, run, calls=20_000))(args)[1]).any()
