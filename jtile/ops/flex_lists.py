@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import dropouts
 from jtile.ops._shapes import sums_in
-from jtile.ops.attention_windows import LOG2_E, Window
+from jtile.ops.attention_windows import LOG2_E, Window, scores
 
 NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
 EMPTY = 1e30  # the log-sum-exp of no scores
@@ -112,12 +112,12 @@ def listed_attention(
     def step(n, m, l, acc, masked: bool):
         j = jnp.clip(lists[*of, n], 0, K.shape[1] - 1)
         columns = j * bk + jt.arange(bk)[None, :]
-        s = jt.dot(q_i, K[b, j, kv, 0].T, precision=precision) * scale
-        if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
-        if score is not None:
-            s = score(s, b, h, rows, columns, *extras).astype(wide)
-        s = s * LOG2_E
+        s = jt.dot(q_i, K[b, j, kv, 0].T, precision=precision)
+        if score is None:
+            s = scores(s, scale if softcap is not None else scale * LOG2_E, softcap, short=q.dtype.itemsize == 2)
+        else:
+            s = s * scale if softcap is None else softcap * jnp.tanh(s * (scale / softcap))
+            s = score(s, b, h, rows, columns, *extras).astype(wide) * LOG2_E
         if masked:
             s = jnp.where(seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1]), s, -jnp.inf)
         top = jnp.maximum(m, s.max(1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 
-from jtile.ir import Block, Dot, If, Op, Select, Value
-from jtile.passes.rewrite import Copier, Form, is_pure, users_of
+from jtile.ir import Block, Dot, If, Load, Op, RefType, Select, Value
+from jtile.passes.rewrite import Copier, Form, is_pure, reads_only, users_of
 
 # Builds the condition under which a mask is needed.
 Needed = Callable[[Copier], Value]
@@ -32,11 +32,13 @@ def _branch(mask: Select, needed: Needed, own: list[Op], copier: Copier) -> tupl
 
 
 def _own(mask: Select, body: Block, masks: Collection[Op]) -> list[Op]:
-    """Ops of the body that make the mask, in order, and are needed for masks alone; scalars cost nothing."""
-    users = users_of(body)
+    """Ops of the body that make the mask, in order, and are needed for masks alone; scalars cost nothing. Loads of the
+    kernel's inputs are such ops, too, where the round writes nothing that they could read."""
+    users, reading = users_of(body), all(map(reads_only, body.ops))
     masking: set[Op] = set()
     for op in reversed(body.ops):
-        pure = is_pure(op) and not op.blocks() and not isinstance(op, Dot) and any(r.shape for r in op.results)
+        alone = is_pure(op) or (reading and isinstance(op, Load) and _is_input(op.ref))
+        pure = alone and not op.blocks() and not isinstance(op, Dot) and any(r.shape for r in op.results)
         only = all(
             u in masking or (isinstance(u, Select) and u in masks and r is not u.a)
             for r in op.results
@@ -52,3 +54,7 @@ def _own(mask: Select, body: Block, masks: Collection[Op]) -> list[Op]:
             needed.update(op.operands())
             out.append(op)
     return out[::-1]
+
+
+def _is_input(ref: Value) -> bool:
+    return isinstance(ref.type, RefType) and ref.type.role == "in"

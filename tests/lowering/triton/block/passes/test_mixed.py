@@ -7,7 +7,7 @@ import pytest
 from machines import machine
 
 from jtile.interpret import interpret
-from jtile.ir import parse_kernel, verify
+from jtile.ir import If, Load, parse_kernel, verify
 from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.block.passes.persist import persist
 from jtile.ops.flex_lists import listed_attention
@@ -50,16 +50,22 @@ def test_attention_by_lists():
     q = jax.ShapeDtypeStruct((2, 384, 2, 64), jnp.bfloat16)
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     options = {"scale": 0.125, "softcap": None, "score": None, "window": (None, None), "dropout": 0.0, "save": False}
+    mask = lambda b, h, i, j, x: (j <= i) & (x[b, i] == x[b, j])
     kernel = listed_attention.lower(
-        q, q, q, (), of(1, 1, 3, 6), of(1, 1, 3, 2), None, mask=lambda b, h, i, j: j <= i, bq=128, bk=64, **options
+        q, q, q, (of(2, 384),), of(1, 1, 3, 6), of(1, 1, 3, 2), None, mask=mask, bq=128, bk=64, **options
     ).kernel
     rng = np.random.default_rng(0)
     x = [np.asarray(jnp.asarray(rng.standard_normal(q.shape), jnp.bfloat16)) for _ in range(3)]
     lists = np.array([[0, 1, 2, 3, 4, 5], [1, 2, 3, 0, 4, 5], [3, 0, 4, 5, 1, 2]], np.int32)[None, None]
     counts = np.array([[0, 2], [1, 3], [2, 4]], np.int32)[None, None]
+    x += [np.stack([np.arange(384) // 100, np.arange(384) // 50]).astype(np.int32), lists, counts]
     planned = steps(kernel, machine(processors=3), {"persistent": True})
     assert planned.plan.mixed and ", mixed" in str(planned.plan)
-    want = interpret(kernel, [*x, lists, counts])[0].astype(np.float32)
+    want = interpret(kernel, x)[0].astype(np.float32)
+    loads = [op for op in planned.kernel.body.walk() if isinstance(op, Load) and op.ref is planned.kernel.inputs[3]]
+    branches = [op for op in planned.kernel.body.walk() if isinstance(op, If)]
+    inside = {op for b in branches for side in (b.then, b.orelse) for op in side.ops}
+    assert loads and inside.issuperset(loads)  # what only a mask needs is read where there is one
     for seed in range(2):
-        got = interpret(planned.kernel, [*x, lists, counts], seed=seed)[0].astype(np.float32)
+        got = interpret(planned.kernel, x, seed=seed)[0].astype(np.float32)
         assert relative_error(got, want) < 1e-2
