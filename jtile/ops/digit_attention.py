@@ -8,6 +8,7 @@ tile.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -37,7 +38,6 @@ def digit_attention(
     [batch, s, kv heads] and of blocks of values [batch, s / bk, kv heads]."""
     b, kv, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, keys, group = q.shape[3], k_high.shape[1], q.shape[2] // k_high.shape[2]
-    keys = keys if window[1] is None else min(keys, q.shape[1] + window[1])  # that a query sees
     rows = bq * group
     Q = q.tiles(None, bq, group, d)[b, i, kv, 0].reshape(rows, d) * (scale * LOG2_E)
     q_high, q_low, q_scale = digit_rows.digits(Q)
@@ -81,30 +81,37 @@ def attention(q, k, v, lengths, offsets, *, scale: float, softcap, window: Windo
     group, keys = q.shape[2] // k.shape[2], k.shape[1]
     rows, bk = next(_TILES[least] for least in sorted(_TILES, reverse=True) if keys >= least)
     bq = max(rows // group // 16, 1) * 16
-    of_values = _value_digits(v, bk=bk)
-    return digit_attention(q, *_digits(k), *of_values, bq=bq, bk=bk, scale=scale, window=window)
+    seen = keys if window[1] is None else min(keys, q.shape[1] + window[1])  # by queries: others may be zeros to come
+    of_keys, of_values = _key_digits(k, bk=bk, keys=seen), _value_digits(v, bk=bk, keys=seen)
+    return digit_attention(q, *of_keys, *of_values, bq=bq, bk=bk, scale=scale, window=window)
 
 
-def _digits(x):
-    """Both digits of x [batch, s, kv heads, d], and the scales of its rows [batch, s, kv heads]."""
-    high, low, scale = digit_rows.of_rows(x.reshape(-1, x.shape[-1]))
-    return high.reshape(x.shape), low.reshape(x.shape), scale.reshape(x.shape[:-1])
+def _digit_types(x, *, keys: int, bk: int, each: bool = True):
+    bytes_of = jax.ShapeDtypeStruct((x.shape[0], keys, *x.shape[2:]), jnp.int8)
+    scales = keys if each else jt.cdiv(keys, bk)
+    return bytes_of, bytes_of, jax.ShapeDtypeStruct((x.shape[0], scales, x.shape[2]), jnp.float32)
 
 
-def _value_types(v, *, bk: int):
-    bytes_of = jax.ShapeDtypeStruct(v.shape, jnp.int8)
-    return bytes_of, bytes_of, jax.ShapeDtypeStruct((v.shape[0], jt.cdiv(v.shape[1], bk), v.shape[2]), jnp.float32)
+def _blocks(x, *, keys: int, bk: int):
+    return x.shape[0], jt.cdiv(keys, bk), x.shape[2]
 
 
-@jt.kernel(
-    out_type=_value_types, grid=lambda v, *, bk: (v.shape[0], jt.cdiv(v.shape[1], bk), v.shape[2]), name="value_digits"
-)
-def _value_digits(v, high, low, scale, *, bk: int):
-    """Both digits of v [batch, s, kv heads, d], and the scales of blocks of `bk` positions [batch, s / bk, kv
+@jt.kernel(out_type=_digit_types, grid=_blocks, name="key_digits")
+def _key_digits(x, high, low, scale, *, keys: int, bk: int):
+    """Both digits of the first `keys` of x [batch, s, kv heads, d], and a scale for each [batch, keys, kv heads]."""
+    b, j, h = (jt.program_id(axis) for axis in range(3))
+    tile = lambda ref: ref.tiles(None, bk, None, x.shape[3])
+    tile(high)[b, j, h, 0], tile(low)[b, j, h, 0], scales = digit_rows.digits(tile(x)[b, j, h, 0])
+    scale.tiles(None, bk, None)[b, j, h] = scales[:, 0]
+
+
+@jt.kernel(out_type=functools.partial(_digit_types, each=False), grid=_blocks, name="value_digits")
+def _value_digits(x, high, low, scale, *, keys: int, bk: int):
+    """Both digits of the first `keys` of x [batch, s, kv heads, d], and a scale for `bk` of them [batch, keys / bk, kv
     heads]."""
     b, j, h = (jt.program_id(axis) for axis in range(3))
-    tile = lambda x: x.tiles(None, bk, None, v.shape[3])
-    X = tile(v)[b, j, h, 0]
+    tile = lambda ref: ref.tiles(None, bk, None, x.shape[3])
+    X = tile(x)[b, j, h, 0]
     top = digit_rows.largest(X, (0, 1))
     tile(high)[b, j, h, 0], tile(low)[b, j, h, 0] = digit_rows.bytes_of(X * (digit_rows.TOP / top))
     scale[b, j, h] = top * (1 / digit_rows.TOP)

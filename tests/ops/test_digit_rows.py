@@ -149,7 +149,8 @@ def test_attention_is_that_of_the_interpreter():
     from jtile.ops import digit_attention
 
     q, k, v = normal(0, 1, 64, 2, 64), normal(1, 1, 64, 1, 64), normal(2, 1, 64, 1, 64)
-    given = q, *digit_attention._digits(k), *digit_attention._value_digits(v, bk=64)
+    of = dict(bk=64, keys=64)
+    given = q, *digit_attention._key_digits(k, **of), *digit_attention._value_digits(v, **of)
     options = dict(bq=16, bk=64, scale=0.125, window=(None, 0))
     want = digit_attention.digit_attention.interpret(*given, **options)
     assert relative_error(digit_attention.digit_attention(*given, **options), want) < 3e-4
@@ -170,11 +171,21 @@ def test_attention_that_is_not_in_bytes():
     assert relative_error(sinks, ops.attention(q, k, k, sinks=jnp.ones(2))) < 1e-6
 
 
+def _digits_of(k, keys: int):
+    """The numbers of the first keys, of their digits."""
+    from jtile.ops import digit_attention
+
+    high, low, scale = (np.asarray(x, np.float64) for x in digit_attention._key_digits(k, bk=64, keys=keys))
+    return (256 * high + low) * scale[..., None]
+
+
 def test_attention_over_values_of_nothing():
     """Keys and values of zeros, as those behind a prompt are, and a query beside NaN that it does not see."""
     q, k = normal(0, 1, 64, 1, 64), normal(1, 1, 128, 1, 64).at[:, 64:].set(0.0)
     v = k.at[:, 100].set(jnp.nan)
     y = ops.attention(q, k, v, causal=True, precision="fast")
     assert relative_error(y, ops.attention(q, k[:, :64], k[:, :64], causal=True)) < 5e-4
+    for keys in (_digits_of(k, 70), _digits_of(k[:, :70], 70)):
+        np.testing.assert_array_equal(keys, _digits_of(k, 128)[:, :70])
     zero = ops.attention(q, k, 0 * k, causal=True, precision="fast")
     assert (zero == 0).all()
