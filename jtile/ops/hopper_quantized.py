@@ -273,7 +273,8 @@ def hopper_quantized_product(
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
-    the next. x comes `pieces` pieces of 64 at a time. A block prepares itself while the kernel in front of it ends.
+    the next. x comes `pieces` pieces of 64 at a time. A block prepares itself while the kernel in front of it ends;
+    the one behind may start then, whose early roles so see what stands in front of this one (a step's lengths).
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
@@ -286,7 +287,7 @@ def hopper_quantized_product(
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers, early=True):
-                jt.wait_for_kernels()
+                jt.wait_for_kernels(hold=True)
                 acc = consume(mem, i, j, rounds, deep, kind, split * rounds)
                 if j:
                     mem.partial[j - 1][i].store(acc)
@@ -297,14 +298,12 @@ def hopper_quantized_product(
                     acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if last else acc
                     _write(acc, mem, y, split, column, tile * high + i, i, rounds)
     with jt.role("producer", warps=1, registers=24, early=True):
-        jt.wait_for_kernels()
+        jt.wait_for_kernels(hold=True)
         for k in jt.range(rounds):
             mem.empty.at(k).wait(before=True)
             bring(mem, k, split * rounds + k, codes, blocks, [(tile * high + i,) for i in range(high)])
-    with jt.role(
-        "feeder", warps=1, registers=24, early=True
-    ):  # copies x, whose ring has fewer rounds: words do not wait for it
-        jt.wait_for_kernels()
+    with jt.role("feeder", warps=1, registers=24, early=True):  # its ring has fewer rounds: words do not wait for x
+        jt.wait_for_kernels(hold=True)
         for k in jt.range(rounds * each):
             mem.x_empty.at(k).wait(before=True)
             mem.x_full.at(k).expect(mem.x.nbytes)

@@ -118,18 +118,18 @@ def hopper_quantized_shares(
     rounds = jt.cdiv(codes.shape[1], WORDS * wide)
     for i, share in enumerate(mine):
         with jt.role(f"consumer{i}", warps=4, registers=registers[i], early=True):
-            jt.wait_for_kernels()
+            jt.wait_for_kernels(hold=True)
             acc = consume(mem, i, 0, rounds, 1, kind, 0, share.taken)
             acc = acc * jnp.float32(DOWN) if dtype == jnp.bfloat16 else acc
             acc = acc * scale.tiles(ROWS, 1)[share.row, 0] if last else acc
             _write(acc, mem, y, column, share, i, rounds)
     with jt.role("producer", warps=1, registers=24, early=True):
-        jt.wait_for_kernels()
+        jt.wait_for_kernels(hold=True)
         for k in jt.range(rounds):
             mem.empty.at(k).wait(before=True)
             bring(mem, k, k, codes, blocks, [(share.row,) for share in mine])
     with jt.role("feeder", warps=1, registers=24, early=True):
-        jt.wait_for_kernels()
+        jt.wait_for_kernels(hold=True)
         for k in jt.range(rounds * (DEPTH // PIECE)):
             mem.x_empty.at(k).wait(before=True)
             mem.x_full.at(k).expect(mem.x.nbytes)
