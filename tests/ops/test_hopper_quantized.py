@@ -10,7 +10,7 @@ import pytest
 from library import normal
 
 import jtile as jt
-from jtile import ops
+from jtile import ir, ops
 from jtile.ops import hopper_quantized, hopper_quantized_shares, quantized
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -221,3 +221,17 @@ def test_shares_called():
     with jt.config(arch="sm_90"):
         called = str(jax.make_jaxpr(ops.quantized_matmul)(x, large))
     assert "hopper_quantized_shares" in called
+
+
+@pytest.mark.parametrize("rows", [5, 256])
+def test_what_stands_behind_waits_for_what_stands_in_front(rows):
+    """All roles are early: the kernel behind, which may read lengths early, starts when these have waited."""
+    p, meta = packed("q4_0", 128, 512)[1], hopper_quantized.choice(rows, 128, 512, "q4_0")
+    x, operand = jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16), Weight(p.codes, p.scale, p.scale)
+    traced = [hopper_quantized.hopper_quantized_product.lower(x, operand, kind="q4_0", **meta)]
+    shares = dict(squares=5, slots=2, x_slots=4, registers=hopper_quantized_shares.REGISTERS[5])
+    traced.append(hopper_quantized_shares.hopper_quantized_shares.lower(x, operand, kind="q4_0", **shares))
+    for lowered in traced:
+        roles = next(op for op in lowered.program.kernel.body.ops if isinstance(op, ir.Roles))
+        waits = [[op for op in body.ops if isinstance(op, ir.KernelsWait)] for body in roles.bodies]
+        assert all(roles.early) and all(len(ops) == 1 and ops[0].hold for ops in waits)
