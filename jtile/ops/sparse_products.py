@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, machine, sums_in, wide
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, machine, sums_in, tuned, wide
 
 
 @jt.kernel(
@@ -201,8 +201,11 @@ def bsr_matmul(data: jax.Array, columns: jax.Array, starts: jax.Array, b: jax.Ar
         raise KernelValueError(f"{op}: b has a multiple of {c} rows, as blocks have columns, got {b.shape[0]}")
     if 0 in (data.size, b.size, starts.shape[0] - 1):
         return jnp.zeros(((starts.shape[0] - 1) * r, b.shape[1]), b.dtype)
-    bn = fit(b.shape[1], 256 if machine().whole else 128 if max(r, c) <= 64 else 64)
-    return bsr_rows(data, columns.astype(jnp.int32), starts.astype(jnp.int32), b, bn=bn, turned=False)
+    # Three programs of 64 columns in float32, whose operands are cut in parts in registers, hide each other's waits.
+    small, single = max(r, c) <= 64, b.dtype == jnp.float32
+    bn = fit(b.shape[1], 256 if machine().whole else 128 if small and not single else 64)
+    run = tuned(bsr_rows, num_warps=4, num_stages=2, specialize=False) if small and single else bsr_rows
+    return run(data, columns.astype(jnp.int32), starts.astype(jnp.int32), b, bn=bn, turned=False)
 
 
 def bsr_matmul_reference(data, columns, starts, b):
