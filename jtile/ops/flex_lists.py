@@ -3,6 +3,8 @@ all of its queries see come first, without a mask."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -15,16 +17,18 @@ NOTHING = -1e30  # the running maximum before the first key: finite, so that no 
 EMPTY = 1e30  # the log-sum-exp of no scores
 NONE, SOME, ALL = 0, 1, 2  # what the queries of a tile see of a block of keys
 BOTH = 1 << 16  # more than there are blocks
-FEW = 16  # rows
+FEW = 8  # rows
 
 
-def seen(b, h, i, j, extras, *, mask, window: Window, s: int):
-    """bool [bq, bk]: which keys j [1, bk] the queries i [bq, 1] see."""
+def seen(b, h, i, j, extras, *, mask, window: Window, s: int, hangs: bool = True):
+    """bool [bq, bk]: which keys j [1, bk] the queries i [bq, 1] see. `hangs`: whether j may be behind the s keys."""
     left, right = window
-    found = jnp.broadcast_to(j < s, (i.shape[0], j.shape[1]))
-    found = found if right is None else found & (j <= i + right)
-    found = found if left is None else found & (j >= i - left)
-    return found if mask is None else found & mask(b, h, i, j, *extras)
+    parts = [j < s] if hangs else []
+    parts += [] if right is None else [j <= i + right]
+    parts += [] if left is None else [j >= i - left]
+    parts += [] if mask is None else [mask(b, h, i, j, *extras)]
+    shape = i.shape[0], j.shape[1]
+    return jnp.broadcast_to(functools.reduce(lambda x, y: x & y, parts), shape) if parts else jnp.ones(shape, bool)
 
 
 def _tiles(extras, *, by: tuple[bool, bool], sizes: tuple[int, int, int, int], bq: int, bk: int, **_):
@@ -61,15 +65,14 @@ def mask_lists(
     t, s = sizes[2:]
     blocks = kinds.shape[3]
     few = FEW if bq % FEW == 0 else bq  # rows at a time: a thread has few predicates
-    for j in jt.range(part * chunk, jnp.minimum(part * chunk + chunk, blocks)):
-        pairs = jt.zeros((few, bk), jnp.int32)
-        for n in jt.range(bq // few):
-            rows = i * bq + n * few + jt.arange(few)[:, None]
-            found = seen(b, h, rows, j * bk + jt.arange(bk)[None, :], extras, mask=mask, window=window, s=s)
-            pairs = pairs + (found & (rows < t)).astype(jnp.int32)
-        pairs = pairs.sum(0).sum()  # along rows first, which a thread has several of
-        every = pairs == jnp.minimum(t - i * bq, bq) * bk
-        kinds[b, h, i, j] = jnp.where(every, ALL, jnp.where(pairs > 0, SOME, NONE)).astype(jnp.int32)
+    columns, pairs = part * chunk * bk + jt.arange(chunk * bk)[None, :], jt.zeros((few, chunk * bk), jnp.int32)
+    for n in jt.range(bq // few):
+        rows = i * bq + n * few + jt.arange(few)[:, None]
+        found = seen(b, h, rows, columns, extras, mask=mask, window=window, s=s, hangs=s % (chunk * bk) != 0)
+        pairs = pairs + (found if t % bq == 0 else found & (rows < t)).astype(jnp.int32)
+    pairs = pairs.sum(0).reshape(chunk, bk).sum(1)  # along rows first, which a thread has several of
+    every = pairs == jnp.minimum(t - i * bq, bq) * bk
+    kinds.tiles(None, None, None, chunk)[b, h, i, part] = jnp.where(every, ALL, jnp.where(pairs > 0, SOME, NONE))
     if jt.arrive(jt.counters("rows", kinds.shape[:3]), (b, h, i), jt.cdiv(blocks, chunk)):
         # Both sums in one: blocks that all queries see count BOTH, blocks that some see count 1.
         kind, n = kinds[b, h, i, :], jt.arange(blocks)
@@ -119,7 +122,9 @@ def listed_attention(
             s = s * scale if softcap is None else softcap * jnp.tanh(s * (scale / softcap))
             s = score(s, b, h, rows, columns, *extras).astype(wide) * LOG2_E
         if masked:
-            s = jnp.where(seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1]), s, -jnp.inf)
+            keys = k.shape[1]
+            visible = seen(b, h, rows, columns, extras, mask=mask, window=window, s=keys, hangs=keys % bk != 0)
+            s = jnp.where(visible, s, -jnp.inf)
         top = jnp.maximum(m, s.max(1))
         p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
         weights = p
