@@ -398,11 +398,28 @@ def _copied(array, inner: int) -> bool:
     return whole and array.shape[-1] * array.dtype.itemsize % 16 == 0
 
 
+_ROOM = 225 << 10  # bytes of shared memory for rings and partial sums
+
+
+def row_bytes(weight: Weight, kind: str, inner: int) -> int:
+    """Bytes of words, scales and minima of a row of W that come for a round."""
+    blocks = () if weight.scaled_last(kind) else weight.of_blocks
+    return 4 * WORDS * (1 if kind in FOUR_BIT else 2) + sum(cover_of(a, inner)[1] * a.dtype.itemsize for a in blocks)
+
+
+def _slots(meta: dict[str, Any], row: int, itemsize: int) -> int:
+    """As many slots of the ring of words as are chosen and have room, where scales are wide."""
+    high, deep, columns = (meta[name] for name in ("high", "deep", "columns"))
+    taken = meta["x_slots"] * columns * PIECE * meta["pieces"] * itemsize + (deep - 1) * high * ROWS * columns * 4
+    return min(meta["slots"], (_ROOM - taken) // (high * ROWS * row) // deep * deep)
+
+
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:
     """The product [m, out] of x [m, in] and a packed weight."""
     # fp8 has the tiles of the kind of one-byte integers whose scales lie like its own.
     like = kind if kind != "fp8" else "int8" if weight.scaled_last(kind) else "q8_0"
     meta = choice(x.shape[0], weight.codes.shape[0], x.shape[1], like)
+    meta["slots"] = _slots(meta, row_bytes(weight, kind, x.shape[1]), x.dtype.itemsize)
     whole = meta["splits"] == 1
     meta |= {"out_dtype": jnp.dtype(out_dtype if whole else jnp.float32).name}
     if weight.minimum is None:  # all kinds have one signature

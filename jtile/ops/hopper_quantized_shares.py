@@ -157,12 +157,8 @@ def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array
     found = squares(m, out, inner, gpu_tiles.processors())
     if found is None:
         return hopper_quantized.product(x, weight, kind=kind, out_dtype=out_dtype)
-    four, blocks = kind in hopper_quantized.FOUR_BIT, () if weight.scaled_last(kind) else weight.of_blocks
-    row = 4 * WORDS * (1 if four else 2) + sum(
-        hopper_quantized.cover_of(a, inner)[1] * a.dtype.itemsize for a in blocks
-    )
-    slots = 2 if not four else 3 if found == 7 else 4
-    left = ROOM - slots * len(REGISTERS[found]) * ROWS * row
+    slots = 2 if kind not in hopper_quantized.FOUR_BIT else 3 if found == 7 else 4
+    left = ROOM - slots * len(REGISTERS[found]) * ROWS * hopper_quantized.row_bytes(weight, kind, inner)
     x_slots = min(4, left // (COLUMNS * PIECE * x.dtype.itemsize))
     if weight.minimum is None:  # all kinds have one signature
         weight = weight._replace(minimum=weight.scale)

@@ -235,3 +235,16 @@ def test_what_stands_behind_waits_for_what_stands_in_front(rows):
         roles = next(op for op in lowered.program.kernel.body.ops if isinstance(op, ir.Roles))
         waits = [[op for op in body.ops if isinstance(op, ir.KernelsWait)] for body in roles.bodies]
         assert all(roles.early) and all(len(ops) == 1 and ops[0].hold for ops in waits)
+
+
+def test_room_for_wide_scales():
+    """Scales and minima in float32 are twice as wide: fewer slots, but as many as before elsewhere."""
+    for kind in ("q4_0", "q4_1", "q8_0", "int8"):
+        w = packed(kind, 8, 4096)[1]
+        of = Weight(w.codes, w.scale, w.minimum)
+        for m in (16, 64, 128, 256):
+            meta = hopper_quantized.choice(m, 4096, 4096, kind)
+            assert hopper_quantized._slots(meta, hopper_quantized.row_bytes(of, kind, 4096), 2) == meta["slots"]
+    wide = Weight(w.codes, *(jnp.ones((8, 128), jnp.float32),) * 2)
+    meta = hopper_quantized.choice(256, 4096, 4096, "q4_1")
+    assert hopper_quantized._slots(meta, hopper_quantized.row_bytes(wide, "q4_1", 4096), 2) == 4 < meta["slots"]
