@@ -285,6 +285,8 @@ def not_dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, 
     whole = groups == 1 or (g.shape[-1] // groups) % _columns(g.shape[-1] // groups, 256) == 0
     why = None if whole else "outputs of a group are no tile"
     why = why or _misfit(x, g, axes, (x.shape[-1], g.shape[-1]), groups)
-    if why is None and math.prod(box_of(g.shape[:-1])) * _FEWEST > math.prod(g.shape[:-1]):
-        why = "there are few points"
-    return why
+    channels, points = x.shape[-1] // groups, math.prod(g.shape[:-1])
+    return why or first_unmet(
+        (3 * jt.cdiv(channels, ROWS) * ROWS <= 4 * channels, f"{channels} channels fill little of their products"),
+        (points >= _FEWEST * math.prod(box_of(g.shape[:-1])), "there are few points"),
+    )
