@@ -15,7 +15,7 @@ from .loops import Loop
 from .products import ProductKernel
 from .row_scatters import RowScatter, RowScatterKernel
 from .steps import MOVES, Step, Value
-from .sums import Sums, shares_of
+from .sums import Sums, in_shape, shares_of
 from .tilings import Tiling, group_tiling, loop_tiling, window_tiling
 from .units import Group, Product, Unit
 from .windowed import ends_within, window_body
@@ -90,7 +90,7 @@ class GroupKernel:
         return [*map(layout.shape_of, group.loaded), *(table_shape(step, layout) for step in group.gathers)]
 
     def _packed(self, args: Sequence[Any]) -> list[Any]:
-        return [x.reshape(shape) for x, shape in zip(args, self.shapes)]
+        return [in_shape(x, shape) for x, shape in zip(args, self.shapes)]
 
     def _unpacked(self, outs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         group = self.group

@@ -18,11 +18,12 @@ from .costs import (
 from .cuts import MODELS, Cut, cut_of
 from .gathers import JOINS, is_gather, tiles_of, with_flat_indices
 from .inner import functions_of
-from .laying import laid_out, settled_of
-from .layout import Layout
+from .laying import laid_out, laid_out_by_windows, settled_of
+from .layout import Layout, Sayings
 from .loops import loop_of
 from .multiplied import take_products
 from .one_hot import with_one_hot_rows
+from .orders import sorted_order
 from .row_scatters import take_rows
 from .scatters import scatter_of
 from .steps import ELEMENTWISE, MOVES, Node, Program, Step, Value, program_of, size_of
@@ -82,7 +83,9 @@ class Cutter:
             for v in dict.fromkeys(x for x in node.ins if isinstance(x, Value)):
                 self.users.setdefault(v, []).append(k)
         self.results = {v for v in program.outputs if isinstance(v, Value)}
+        self._made_by = [self._makers(node) for node in self.nodes]
         self.above = self._ancestors()
+        self._free = [k for k, node in enumerate(self.nodes) if node.free]
         self.group_of: dict[int, int] = {}  # the first node of the group of each node
         self.members: dict[int, list[int]] = {}
         # the layouts of groups to which elementwise steps on their values can be added without a change of the layout
@@ -90,13 +93,14 @@ class Cutter:
         self.picked: set[int] = set()  # gathers that are steps of a group
         self.scattered: dict[int, Step] = {}  # scatters that are: the step of each
         self._known: dict[Any, Group | None] = {}
+        self._sayings = Sayings()
 
     def _ancestors(self) -> list[int]:
         """For each node the set of nodes that it depends on, as the bits of an int."""
         above: list[int] = []
-        for node in self.nodes:
+        for makers in self._made_by:
             bits = 0
-            for k in self._makers(node):
+            for k in makers:
                 bits |= above[k] | 1 << k
             above.append(bits)
         return above
@@ -106,8 +110,10 @@ class Cutter:
 
     def _makers_of_tiles(self, k: int) -> list[int]:
         """The nodes that make what a kernel reads for a node: not the table that a scatter adds to."""
-        made = self._makers(self.nodes[k])
-        into = self.scattered[k].ins[0] if k in self.scattered else None
+        made = self._made_by[k]
+        if k not in self.scattered:
+            return made
+        into = self.scattered[k].ins[0]
         return [m for m in made if into not in self.nodes[m].outs]
 
     def plan(self) -> Plan:
@@ -189,7 +195,7 @@ class Cutter:
     def _join(self, k: int) -> None:
         """Puts a node into the groups of what it reads, all of them together if that goes; or into one that reads the
         same array; or into one of its own."""
-        near = dict.fromkeys(self.group_of[m] for m in self._makers(self.nodes[k]) if m in self.group_of)
+        near = dict.fromkeys(self.group_of[m] for m in self._made_by[k] if m in self.group_of)
         near = sorted(near, key=lambda first: -max(self.members[first]))
         together = [[*near]] if len(near) > 1 else []
         beside = [[first] for first in self._beside(k) if first not in near]
@@ -372,7 +378,7 @@ class Cutter:
             used = {user for v in node.outs for user in self.users.get(v, ())}
             if plain and found >= used and self.results.isdisjoint(node.outs):
                 found.add(k)
-                todo.update(m for m in self._makers(node) if m not in found)
+                todo.update(m for m in self._made_by[k] if m not in found)
         return [*nodes, *sorted(found - set(nodes))]
 
     def _with(self, layout: Layout, node: Node) -> Layout | None:
@@ -427,51 +433,43 @@ class Cutter:
 
     def sorted_order(self, groups: Sequence[Sequence[int]]) -> list[int] | None:
         """An order of the groups, by number, and of the nodes in none, by -1 - number; None if there is none."""
-        unit = {k: g for g, members in enumerate(groups) for k in members}
-        of = lambda k: unit.get(k, -1 - k)
-        needs: dict[int, set[int]] = {of(k): set() for k in range(len(self.nodes))}
-        for k, node in enumerate(self.nodes):
-            needs[of(k)] |= {of(m) for m in self._makers(node)} - {of(k)}
-        makes: dict[int, list[int]] = {}
-        for u, those in needs.items():
-            for t in those:
-                makes.setdefault(t, []).append(u)
-        ready, order = [u for u, those in needs.items() if not those], []
-        missing = {u: len(those) for u, those in needs.items()}
-        while ready:
-            u = ready.pop()
-            order.append(u)
-            for after in makes.get(u, ()):
-                missing[after] -= 1
-                if not missing[after]:
-                    ready.append(after)
-        return order if len(order) == len(needs) else None
+        return sorted_order(self._made_by, groups)
 
     def group_at(self, members: Sequence[int]) -> Group | None:
         """The group of these nodes; None if no kernel takes them together. It is asked for several times, and laid out
         once."""
-        key = tuple(members), tuple(k for k in members if k in self.picked or k in self.scattered)
+        marked = self.picked or self.scattered
+        marks = [k for k in members if k in self.picked or k in self.scattered] if marked else ()
+        key = (*members, -1, *marks)
         if key not in self._known:
-            self._known[key] = self._made(members)
+            self._known[key] = self._made(members, not marks)
         return self._known[key]
 
-    def _made(self, members: Sequence[int]) -> Group | None:
-        nodes = [*self.constants_of(members), *map(self._node, members)]
+    def _made(self, members: Sequence[int], plain: bool) -> Group | None:
+        """plain: the nodes have the steps that they have in the program."""
+        constants, own = self.constants_of(members), set(members)
+        new = [self.nodes[k] if plain else self._node(k) for k in members]
+        nodes = [*constants, *new]
         steps = [step for node in nodes for step in node.steps]
         made = {v for step in steps for v in step.outs}
-        own = set(members)
-        read = dict.fromkeys(x for step in steps for x in tiles_of(step) if isinstance(x, Value) and x not in made)
-        tables = [x for step in steps if step.name == "gather" and isinstance(x := step.ins[0], Value)]
-        into = [x for step in steps if step.name in JOINS and isinstance(x := step.ins[0], Value)]
-        if not made.isdisjoint([*tables, *into]):
+        given = (x for step in steps for x in tiles_of(step) if x not in made)
+        read = dict.fromkeys([x for x in given if isinstance(x, Value)])
+        tabled = [step for step in steps if step.name == "gather" or step.name in JOINS]
+        tables = [x for step in tabled if step.name not in JOINS and isinstance(x := step.ins[0], Value)]
+        into = [x for step in tabled if step.name in JOINS and isinstance(x := step.ins[0], Value)]
+        if tabled and not made.isdisjoint([*tables, *into]):
             return None
         written = [
             v
             for k in members
             for v in self.nodes[k].outs
-            if v in self.results or any(user not in own for user in self.users.get(v, ()))
+            if v in self.results or not own.issuperset(self.users.get(v, ()))
         ]
-        layout, last = laid_out(steps, [*read], written)
+        if has_windows(steps):
+            layout, last = laid_out_by_windows(steps, written)
+        else:
+            said = self._sayings.of(tuple(members) if plain else (), constants, new)
+            layout, last = laid_out(steps, [*read], written, said)
         return None if layout is None or not written else Group(nodes, [*read, *tables, *into], written, layout, last)
 
     def _node(self, k: int) -> Node:
@@ -483,7 +481,7 @@ class Cutter:
     def constants_of(self, members: Sequence[int]) -> list[Node]:
         """The nodes that make those operands of `members` that depend on no input of the program."""
         found: set[int] = set()
-        todo = list(members)
+        todo = list(members) if self._free else []
         while todo:
             new = {m for m in self._makers_of_tiles(todo.pop()) if self.nodes[m].free} - found
             found |= new

@@ -42,55 +42,50 @@ MOST_FREE = 32  # steps that are made anew for an operand, at most
 WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+# These four are never changed once they are made. They are read so often while a program is cut that what they say of
+# their types and equations is kept beside these, and that they are not `frozen`, which makes each one cost twice.
+
+
+@dataclasses.dataclass(eq=False)
 class Value:
-    """What a step gives, or an input of the program."""
+    """What a step gives, or an input of the program. What has no elements, such as a token, has no shape."""
 
     aval: Any
+    shape: tuple[int, ...] = dataclasses.field(init=False)
+    dtype: np.dtype = dataclasses.field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.aval.dtype
+    def __post_init__(self):
+        self.shape, self.dtype = getattr(self.aval, "shape", None), getattr(self.aval, "dtype", None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Constant:
     """A number in the text of the program."""
 
     value: Any
     aval: Any
+    shape: tuple[int, ...] = dataclasses.field(init=False)
+    dtype: np.dtype = dataclasses.field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.aval.dtype
+    def __post_init__(self):
+        self.shape, self.dtype = self.aval.shape, self.aval.dtype
 
 
 Operand = Value | Constant
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Step:
-    """One equation of a jaxpr."""
+    """One equation of a jaxpr; its primitive's name and its parameters."""
 
     eqn: Any
     ins: tuple[Operand, ...]
     outs: tuple[Value, ...]
+    name: str = dataclasses.field(init=False)
+    params: Mapping[str, Any] = dataclasses.field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return self.eqn.params
+    def __post_init__(self):
+        self.name, self.params = self.eqn.primitive.name, self.eqn.params
 
     def run(self, args: Sequence[Any], **params: Any) -> Sequence[Any]:
         """The equation on other operands, with other `params`; errors name the line that it comes from."""
@@ -99,29 +94,24 @@ class Step:
         return out if self.eqn.primitive.multiple_results else [out]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Node:
-    """An equation: a step, a function with a rule whose `steps` are inside, or what no kernel takes, without steps."""
+    """An equation: a step, a function with a rule whose `steps` are inside, or what no kernel takes, without steps; the
+    name, operands and results of the equation."""
 
     eqn: Step
     steps: tuple[Step, ...]
     free: bool = False  # whether it depends on no input; every group that needs such a node makes it anew
+    name: str = dataclasses.field(init=False)
+    ins: tuple[Operand, ...] = dataclasses.field(init=False)
+    outs: tuple[Value, ...] = dataclasses.field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.eqn.name
+    def __post_init__(self):
+        self.name, self.ins, self.outs = self.eqn.name, self.eqn.ins, self.eqn.outs
 
     @property
     def ruled(self) -> bool:
         return self.name in WITH_RULES
-
-    @property
-    def ins(self) -> tuple[Operand, ...]:
-        return self.eqn.ins
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return self.eqn.outs
 
     def run(self, args: Sequence[Any]) -> Sequence[Any]:
         """The equation itself, on arrays or tracers."""

@@ -35,6 +35,11 @@ TOGETHER = {
 }
 
 
+def in_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    """An array in a shape, by no operation where it has that shape."""
+    return x if x.shape == shape else x.reshape(shape)
+
+
 def neutral(step: Step, dtype: np.dtype) -> Any:
     """The neutral element of a step that sums: 0 for sums, -inf for maxima, say."""
     kind = JOINS.get(step.name) or step.name.removeprefix("reduce_")
@@ -93,7 +98,7 @@ class Sums:
         total, step = self._joined(value, written), self._of.get(value)
         if step is not None and step.name in JOINS:
             total = TOGETHER[f"reduce_{JOINS[step.name]}"](total, tables[value].astype(total.dtype))
-        return total.astype(value.dtype).reshape(value.shape)
+        return in_shape(total if total.dtype == value.dtype else total.astype(value.dtype), value.shape)
 
     def joined(self, outs: Sequence[Any]) -> list[Any]:
         """What the kernel has written, without the programs' parts."""

@@ -427,7 +427,7 @@ class Roles(Op):
 
 def level_of(kernel: Kernel) -> str:
     """`"block"` for a kernel with roles, else `"tile"`."""
-    return "block" if any(isinstance(op, Roles) for op in kernel.body.ops) else "tile"
+    return "block" if Roles in map(type, kernel.body.ops) else "tile"
 
 
 @dataclasses.dataclass(eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -94,7 +95,8 @@ Index = tuple[Dim, ...]
 
 def dim_value(d: Dim) -> Value:
     """The traced value inside an index dimension."""
-    return d.start if isinstance(d, Span) else d.indices if isinstance(d, Take) else d.index
+    kind = type(d)
+    return d.index if kind is Tile or kind is At else d.start if kind is Span else d.indices  # type: ignore[union-attr]
 
 
 def with_dim_value(d: Dim, v: Value) -> Dim:
@@ -152,6 +154,9 @@ class Op:
     fields: ClassVar[dict[str, str]] = {}
     mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # name and kind of the fields that are no attributes
     inner: ClassVar[tuple[tuple[str, str], ...]] = ()  # name and kind of the fields that are regions
+    plain: ClassVar[tuple[str, ...]] = ()  # the fields that are one operand each
+    others: ClassVar[tuple[tuple[str, str], ...]] = ()  # those of `mapped` that are not
+    named: ClassVar[tuple[str, ...]] = ()  # the attributes
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
@@ -159,6 +164,12 @@ class Op:
         cls.fields = {n: _KINDS.get(t, "attr") for n, t in names.items() if not t.startswith("ClassVar")}
         cls.mapped = tuple((n, k) for n, k in cls.fields.items() if k != "attr")
         cls.inner = tuple((n, k) for n, k in cls.mapped if k in ("block", "blocks"))
+        cls.plain = tuple(n for n, k in cls.mapped if k == "operand")
+        cls.others = tuple((n, k) for n, k in cls.mapped if k != "operand")
+        cls.named = tuple(n for n, k in cls.fields.items() if k == "attr")
+        lists = [n for n, k in cls.others if k == "operands"]
+        if len(cls.others) == len(cls.inner) + len(lists) and len(lists) + bool(cls.plain) < 2:
+            cls.operands = _operands_of(cls.plain, *lists)  # passes ask every op for its operands, time and again
         if cls.mnemonic:
             OPS[cls.mnemonic] = cls
 
@@ -184,8 +195,8 @@ class Op:
 
     def operands(self) -> list[Value]:
         """Every value used by the op itself (not by its regions), in field order; Refs included."""
-        out: list[Value] = []
         fields = self.__dict__
+        out: list[Value] = []
         for name, kind in self.mapped:
             v = fields[name]
             if kind == "operand" or (kind == "optional" and v is not None):
@@ -203,7 +214,7 @@ class Op:
         return out
 
     def attributes(self) -> dict[str, Any]:
-        return {n: getattr(self, n) for n, k in self.fields.items() if k == "attr"}
+        return {n: getattr(self, n) for n in self.named}
 
     def clone(self, env: Callable[[Value], Value], block: Callable[[Block], Block] | None = None) -> Op:
         """A copy with operands mapped by `env` and regions by `block` (default: `copy_block`); results are fresh
@@ -211,7 +222,10 @@ class Op:
         new = object.__new__(type(self))
         fields = new.__dict__  # passes copy every op: attributes are neither looked up nor set by name
         fields.update(self.__dict__)  # attributes and location; checked when the op was first built
-        for name, kind in self.mapped:
+        if not self.others:  # as most
+            for name in self.plain:
+                fields[name] = env(fields[name])
+        for name, kind in self.mapped if self.others else ():  # in the order of the fields: `env` may go by it
             v = fields[name]
             if kind == "operand":
                 fields[name] = env(v)
@@ -225,8 +239,23 @@ class Op:
                 fields[name] = tuple([block(b) if block else copy_block(b, env) for b in v])
             else:
                 fields[name] = block(v) if block else copy_block(v, env)
-        fields["results"] = tuple([Value(r.type, r.name, new) for r in self.results])
+        results = self.results
+        fields["results"] = (
+            (Value(results[0].type, results[0].name, new),)
+            if len(results) == 1
+            else tuple([Value(r.type, r.name, new) for r in results])
+        )
         return new
+
+
+def _operands_of(names: tuple[str, ...], many: str = "") -> Callable[[Op], list[Value]]:
+    """`Op.operands` of a card whose operands are these fields, each of which is one; or those of the field `many`."""
+    if many:
+        return lambda op, read=operator.attrgetter(many): [*read(op)]
+    if not names:
+        return lambda op: []
+    read = operator.attrgetter(*names)
+    return (lambda op: [read(op)]) if len(names) == 1 else (lambda op: [*read(op)])
 
 
 @dataclasses.dataclass(eq=False)

@@ -80,9 +80,10 @@ class Namer:
         self.unnamed = 0
 
     def __call__(self, v: Value) -> str:
-        if v not in self.names:
-            self.names[v] = "%" + self._fresh(_hint(v))
-        return self.names[v]
+        name = self.names.get(v)
+        if name is None:
+            name = self.names[v] = "%" + self._fresh(_hint(v))
+        return name
 
     def _fresh(self, hint: str) -> str:
         if not hint:
@@ -97,8 +98,8 @@ class Namer:
 
 
 def _hint(v: Value) -> str:
-    name = re.sub(r"[^A-Za-z0-9_]", "_", v.name)
-    if not name.strip("0123456789_"):  # numbers are the printer's own names
+    name = re.sub(r"[^A-Za-z0-9_]", "_", v.name) if v.name else ""
+    if not name or not name.strip("0123456789_"):  # numbers are the printer's own names
         name = ""
     if not name and isinstance(v.op, Full) and v.op.shape == () and not isinstance(v.op.value, float):
         return f"c{v.op.value}".replace("-", "m").lower()
@@ -130,13 +131,10 @@ class _Printer:
         self.lines.append("  " * depth + text)
 
     def op(self, op: Op, depth: int) -> None:
-        form, first = (
-            {For: self._for, While: self._while, If: self._if, Roles: self._roles}.get(type(op)),
-            len(self.lines),
-        )
+        form, first = _FORMS.get(type(op)), len(self.lines)
         if form:
             # Results stand in front of the body in the text, so they are named here, before the values of the body.
-            form(op, f"{self.values(op.results)} = " if op.results else "", depth)
+            form(self, op, f"{self.values(op.results)} = " if op.results else "", depth)
         else:
             self._plain(op, depth)
         if self.note and (text := self.note(op)):
@@ -219,6 +217,13 @@ class _Printer:
                 return f"take({self.name(v)})"
 
 
+_FORMS: dict[type[Op], Callable[[_Printer, Any, str, int], None]] = {
+    For: _Printer._for,
+    While: _Printer._while,
+    If: _Printer._if,
+    Roles: _Printer._roles,
+}
+
 # -- the layout of a card, shared with the parser -------------------------------------------------------------------
 
 
@@ -280,13 +285,18 @@ def _defaults(card: type[Op]) -> dict[str, str]:
 
 def shown_attributes(op: Op) -> list[tuple[str, Any]]:
     """Named attributes that differ from their default."""
+    named = layout(type(op)).named
+    if not named:
+        return []
     defaults = _defaults(type(op))
-    shown = [(n, getattr(op, n)) for n in layout(type(op)).named]
+    shown = [(n, getattr(op, n)) for n in named]
     return [(n, v) for n, v in shown if literal(v) != defaults.get(n)]
 
 
 def literal(v: Any, bare: bool = False) -> str:
     """A static attribute as text: numbers, strings (JSON), tuples, `none`, `true`, `false`."""
+    if type(v) is int:  # as most
+        return repr(v)
     if isinstance(v, np.generic):
         v = v.item()
     if v is None or isinstance(v, bool):

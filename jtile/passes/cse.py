@@ -51,7 +51,7 @@ class _Numbering:
 
     def op(self, op: Op, ops: list[Op], seen: dict[Hashable, tuple[Value, ...]]) -> None:
         wrote = written(op, self.roots)
-        if op.blocks():
+        if op.inner:
             new = self.regions(op, seen, wrote)
         else:
             new = op.clone(self.look)
@@ -91,7 +91,7 @@ class _Numbering:
             operands.sort()
         attrs = tuple([(n, form(v)) for n, v in op.attributes().items() if n != "checked"])
         # An absent mask or accumulator is a difference that the list of operands does not show.
-        present = tuple(n for n, k in op.fields.items() if k == "optional" and getattr(op, n) is not None)
+        present = tuple([n for n, k in op.others if k == "optional" and getattr(op, n) is not None])
         index: tuple[Hashable, ...] = ()
         memory = None
         if isinstance(op, Load):

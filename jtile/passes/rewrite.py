@@ -150,7 +150,7 @@ class Rewriter(Copier):
 
     def op(self, op: Op) -> None:
         self.b.loc = op.loc
-        if not op.blocks():
+        if not op.inner:
             self.replace(op.results, self.emit(op.clone(self.look)))
             return
         for rule in self.rules.table.get(type(op), ()):
@@ -202,10 +202,12 @@ class _Probe(Rewriter):
     def _any(self, b: Block) -> bool:
         table = self.rules.table
         for op in b.ops:
-            self.b.loc = op.loc
-            for rule in table.get(type(op), ()):
-                if rule(op, self) is not None:
-                    return True
+            rules = table.get(type(op))
+            if rules:
+                self.b.loc = op.loc
+                for rule in rules:
+                    if rule(op, self) is not None:
+                        return True
             if op.inner and any(map(self._any, op.blocks())):
                 return True
         return False

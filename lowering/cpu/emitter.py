@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 REPEAT = 0.9  # RECOMPUTE for a reader that reads every element many times
+_AT_THE_SAME = frozenset([ir.Map, ir.Select, ir.Cast, ir.Bitcast])  # ops that read their operands at their own index
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
 Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]
@@ -254,17 +255,18 @@ class Emitter:
     def tree(self, root: ir.Value) -> list[tuple[ir.Value, bool]]:
         """The lazy expression at `root`: every value in it, and whether it is read at the reader's own index. Root
         first."""
-        seen = {(root, True): None}
+        seen, env = {(root, True): None}, self.env
         todo = [(root, True)]
         while todo:
             v, identity = todo.pop()
-            if not isinstance(self.env.get(v), Lazy):
+            if not isinstance(env.get(v), Lazy):
                 continue
-            same = identity and isinstance(v.op, ir.Map | ir.Select | ir.Cast | ir.Bitcast)
+            same = identity and type(v.op) in _AT_THE_SAME
             for a in v.op.operands():
-                if (a, same) not in seen and not isinstance(self.env.get(a), Val):
-                    seen[a, same] = None
-                    todo.append((a, same))
+                at = a, same
+                if at not in seen and not isinstance(env.get(a), Val):
+                    seen[at] = None
+                    todo.append(at)
         return list(seen)
 
     def prepare(self, roots: list[ir.Value], shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -215,6 +216,7 @@ def _reshape(p: Point, op: ir.Reshape, ix: Index) -> Val:
     return p.at(op.x, reshape_index(p.code, op.x.shape, op.shape, ix))
 
 
+@functools.lru_cache(maxsize=1024)  # a nest asks for the same shapes at each of its places
 def reshape_groups(src: tuple[int, ...], dst: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Runs of source axes and of result axes that hold the same elements."""
     groups, i, j = [], 0, 0

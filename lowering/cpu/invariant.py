@@ -90,7 +90,7 @@ def split(lines: list[str], memory: Memory, writes: set[str] | None) -> tuple[li
     before: list[str] = []
     rest: list[str] = []
     for line in lines:
-        definition = _DEFINITION.match(line)
+        definition = _DEFINITION.match(line) if line.startswith("  %") else None
         if definition is None:
             if not line.startswith(" "):
                 writes = None  # behind the first block: what it reads may be for other turns than all

@@ -154,16 +154,13 @@ class Code:
         name = f"%{hint}{self._count}"
         self._body.append(f"  {name} = {expr}{self.mark}")
         value = Val(ty, name)
+        if "ptr" in ty:
+            self._memory.note(name, expr)
         if invariant.is_pure(expr):
             self._known[expr] = value
             self._scopes[-1].append(expr)
-            if "ptr" in ty:
-                self._memory.note(name, expr)
-        else:
-            if "ptr" in ty:
-                self._memory.note(name, expr)
-            if not expr.startswith(_READS):
-                self._wrote(f"{name} = {expr}")
+        elif not expr.startswith(_READS):
+            self._wrote(f"{name} = {expr}")
         return value
 
     def do(self, line: str) -> None:
@@ -301,10 +298,13 @@ class Code:
 
     def _parts(self, x: Val | int) -> tuple[Val | None, int]:
         """A value and the constant that was added to it; None: nothing but a constant."""
-        if isinstance(x, int):
+        if type(x) is int:
             return None, x
+        name = x.name
+        if name[0] == "%":  # as most are
+            return self._sums.get(name) or (x, 0)
         literal = _literal(x)
-        return self._sums.get(x.name, (x, 0)) if literal is None else (None, literal)
+        return (x, 0) if literal is None else (None, literal)
 
     def _plus(self, x: Val | None, n: int) -> Val:
         if x is None or n == 0:

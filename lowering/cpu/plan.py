@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from jtile import ir
 
-LAZY_OPS = (
+LAZY_OPS = frozenset([
     ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Full, ir.Dense, ir.Iota, ir.Broadcast, ir.Reshape, ir.Transpose,
     ir.Slice, ir.Reverse, ir.DynamicSlice, ir.Gather,
-)  # fmt: skip
+])  # fmt: skip
 
 _HEAVY = {"div": 4, "rem": 6, "sqrt": 4, "rsqrt": 5, "pow": 20, "atan2": 15}
 _FREE = {"neg", "abs", "not", "and", "or"}
@@ -38,7 +38,7 @@ def op_cost(op: ir.Op) -> float:
 
 
 def is_lazy(op: ir.Op | None) -> bool:
-    return isinstance(op, LAZY_OPS)
+    return type(op) in LAZY_OPS
 
 
 @dataclasses.dataclass
