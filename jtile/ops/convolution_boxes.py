@@ -70,12 +70,6 @@ def box_of(sides: Sides, rows: int = ROWS) -> Sides:
     return min(boxes, key=lambda box: (math.prod(map(jt.cdiv, sides, box)), box[0], tuple(-n for n in box[::-1])))
 
 
-def _columns(outputs: int, most: int) -> int:
-    """Outputs of a tile: the power of two by which the fewest are computed in vain, of several the largest."""
-    sides = [n for n in (16, 32, 64, 128, 256) if n <= most]
-    return min(sides, key=lambda n: (jt.cdiv(outputs, n) * n, -n))
-
-
 @functools.lru_cache(maxsize=1024)
 def form_of(
     sides: Sides, outputs: int, terms: int, groups: int, axes: tuple[Axis, ...], processors: int
@@ -130,15 +124,19 @@ def _slots(form: Form, itemsize: int = 2) -> int:
     return min(8, (ROOM - leaving) // ((form.consumers * ROWS + form.columns) * form.terms * itemsize))
 
 
-def sum_form_of(sides: Sides, outputs: int, channels: int, taps: int, groups: int) -> SumForm:
+@functools.lru_cache(maxsize=1024)
+def sum_form_of(sides: Sides, outputs: int, channels: int, taps: int, groups: int, processors: int) -> SumForm:
     """How programs compute the gradient of a weight."""
-    columns, units = _columns(outputs, 256), taps * jt.cdiv(channels, ROWS)
-    consumers = 2 if columns > 128 or units < 3 or units % 3 else 3
+    units = taps * jt.cdiv(channels, ROWS)
+    whole = [n for n in (256, 128, 64, 32, 16) if (outputs % n == 0 if groups > 1 else n < 2 * outputs or n == 16)]
+    forms = [(n, m) for n in whole for m in ((2,) if n > 128 else (3, 2))]
+    one = lambda n, m: max(m * ROWS * n / 2048, 2 * (m * ROWS + n) / _BYTES)  # as in `_shared_out`
+    columns, consumers = min(forms, key=lambda of: jt.cdiv(outputs, of[0]) * jt.cdiv(units, of[1]) * one(*of))
     registers = 240 if consumers == 2 else 152
     slots = min(8, ROOM // ((consumers * ROWS + columns) * ROWS * 2))
     form = SumForm(box_of(sides), columns, consumers, slots=slots, registers=registers)
     programs = groups * jt.cdiv(outputs, columns) * jt.cdiv(units, consumers)
-    boxes, processors = math.prod(form.boxes(sides)), gpu_tiles.processors()
+    boxes = math.prod(form.boxes(sides))
     most = max(1, min(boxes // 8, 4 * processors // programs))
     took = lambda n: jt.cdiv(programs * n, processors) * (jt.cdiv(boxes, n) + 16)
     return dataclasses.replace(form, splits=min(range(1, most + 1), key=took))
@@ -266,7 +264,8 @@ def dw(x, g, **options) -> jax.Array:
 
 def _dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
     axes, channels = _axes_of_dw(x, g, window, stride, dilation, pads), x.shape[-1] // groups
-    form = sum_form_of(g.shape[:-1], g.shape[-1] // groups, channels, math.prod(window), groups)
+    sizes = g.shape[-1] // groups, channels, math.prod(window), groups
+    form = sum_form_of(g.shape[:-1], *sizes, gpu_tiles.processors())
     run = hopper_convolution_sums.with_options(**form.options)
     sums = run(_apart(x, axes), g, axes=axes, form=form, groups=groups)
     return (sums[0] if form.splits == 1 else sums.sum(0)).reshape(*window, channels, g.shape[-1])
@@ -282,9 +281,7 @@ def not_dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, 
     if not _known(x, g):
         return "sizes are 0, or not known"
     axes = _axes_of_dw(x, g, window, stride, dilation, pads)
-    whole = groups == 1 or (g.shape[-1] // groups) % _columns(g.shape[-1] // groups, 256) == 0
-    why = None if whole else "outputs of a group are no tile"
-    why = why or _misfit(x, g, axes, (x.shape[-1], g.shape[-1]), groups)
+    why = _misfit(x, g, axes, (x.shape[-1], g.shape[-1]), groups)
     channels, points = x.shape[-1] // groups, math.prod(g.shape[:-1])
     return why or first_unmet(
         (3 * jt.cdiv(channels, ROWS) * ROWS <= 4 * channels, f"{channels} channels fill little of their products"),

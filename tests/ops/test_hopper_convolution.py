@@ -95,6 +95,9 @@ def test_mapped(batched):
 def test_boxes_cover_points_with_few_in_vain():
     assert boxes.box_of((64, 2048)) == (1, 64)
     assert boxes.box_of((64, 56, 56)) == (1, 8, 8)
+    form = boxes.sum_form_of((64, 56, 56), 64, 64, 9, 1, 132)
+    assert (form.columns, form.consumers, form.splits) == (64, 3, 44)
+    assert boxes.sum_form_of((8, 20, 20), 200, 200, 9, 1, 132).columns == 256
     assert math.prod(map(jt.cdiv, (64, 28, 28), boxes.box_of((64, 28, 28)))) * 64 == 64 * 28 * 28
 
 
@@ -155,7 +158,7 @@ def test_neighbours_share_the_weight(share):
 def test_sums_have_no_spills():
     pytest.importorskip("triton")
     axes = boxes.axes_of((2048,), (5,), (1,), (1,), ((2, 2),))
-    form = boxes.sum_form_of((64, 2048), 256, 256, 5, 1)
+    form = boxes.sum_form_of((64, 2048), 256, 256, 5, 1, 132)
     given = {"axes": axes, "form": form, "groups": 1, "target": "cuda:sm_90"}
     found = hopper_convolution_sums.lower(of(64, 2048, 256), of(64, 2048, 256), **given)
     assert not spills_of_products(found.texts["sass"])
