@@ -5,7 +5,9 @@ has three: products are those of float32 then. Where both are float32, each has 
 that of both l is left out (`precision="high"` of `jt.dot`).
 
 All products of a block of C are summed in the same tiles, which hold float32: C is loaded and stored by tiles, and
-nothing is left to do by vectors. Subnormal parts and bfloat16 numbers are zeros.
+nothing is left to do by vectors. Subnormal parts and bfloat16 numbers are zeros: a float32 of at least 2**-102 is the
+sum of its three parts. An infinite float32 is the largest bfloat16 and an infinite one; an infinite bfloat16 meets
+parts that are zero, and gives NaN.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _FLOATS, _WORDS, _HALVES = vec(_LANES, "float"), vec(_LANES, "i32"), vec(2 * _LA
 _SIZE = {"float32": 4, "bfloat16": 2}
 _LEAST_ROWS = 12  # of A: for fewer it is not worth while to bring B to tiles
 _MOST_TERMS = 768  # of sums that are made in one go
+_MOST = 2.0**127 * (2 - 2.0**-7)  # the largest bfloat16
 
 
 def fits(isa: Isa) -> bool:
@@ -186,12 +189,21 @@ def _split(c: Code, first: Val, second: Val, parts: int) -> list[Val]:
     """The parts of two vectors of float32, as bfloat16: those of the first come first."""
     both, found = vec(2 * _LANES, "bfloat"), []
     rest = shuffle(c, first, second, list(range(2 * _LANES)))
-    for _ in range(parts):
-        part = c.cast("fptrunc", rest, both)
+    for n in range(parts):
+        part = c.cast("fptrunc", rest if n else _finite(c, rest), both)
         rest = c.binary("fsub", rest, c.cast("fpext", part, rest.ty))
-        rest = c.select(c.cmp("fcmp", "ord", rest, rest), rest, const(rest.ty, "0.0"))  # of an infinite number
+        if n:  # what was infinite, or no number, is so once
+            rest = c.select(c.cmp("fcmp", "ord", rest, rest), rest, const(rest.ty, "0.0"))
         found.append(c.cast("bitcast", part, _HALVES))
     return found
+
+
+def _finite(c: Code, x: Val) -> Val:
+    """The nearest numbers that are finite as bfloat16, too; NaN becomes the largest one."""
+    for order, most in (("olt", _MOST), ("ogt", -_MOST)):
+        end = const(x.ty, repr(most))
+        x = c.select(c.cmp("fcmp", order, x, end), x, end)
+    return x
 
 
 def _of_row(c: Code, dtype: str, parts: int, ptr: Val) -> list[Val]:

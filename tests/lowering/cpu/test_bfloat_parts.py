@@ -108,6 +108,28 @@ def test_numbers_that_are_not_finite():
 
 
 @pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_numbers_that_bfloat16_would_round_to_infinite_ones(precision, turned):
+    """The largest float32 numbers are multiplied as what they are, also those that stand for nothing."""
+    a, b, c = operands(32, 16, 32, "float32", "bfloat16" if precision is None else "float32", turned)
+    most = float(np.finfo(np.float32).max)
+    a, b = a.at[0].set(0.0).at[0, 3].set(most).at[1, 4].set(-most).at[1, 5].set(most), b * 1e-3
+    b = b.at[:, 4:6].set(0.0) if turned else b.at[4:6].set(0.0)
+    got = product(a, b, c, turned=turned, add=False, precision=precision)
+    assert relative_error(got, expected(a, b, c, turned, False)) < 1e-5
+    assert relative_error(got[1:], expected(a, b, c, turned, False)[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_infinite_numbers_in_two_parts(side):
+    """An infinite float32 meets a number whose second part is zero."""
+    a, b, c = (jnp.ones(shape, jnp.float32) for shape in ((16, 32), (32, 16), (16, 16)))
+    a, b = (a.at[0, 3].set(jnp.inf), b) if side == "a" else (a, b.at[3, 0].set(-jnp.inf))
+    y = np.asarray(product(a, b, c, turned=False, add=False))
+    np.testing.assert_array_equal(y, product.interpret(a, b, c, turned=False, add=False))
+
+
+@pytest.mark.parametrize("precision", [None, "high"])
 def test_integers_are_exact(precision):
     """What the parts hold is multiplied without error, of any magnitude that has no subnormal parts."""
     rng = np.random.default_rng(0)
