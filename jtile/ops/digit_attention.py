@@ -123,6 +123,7 @@ def misfit(q, k, v, lengths, offsets, *, softcap, **_) -> str | None:
         steady = now.steady
     return first_unmet(
         (lengths is None and offsets is None and softcap is None, "there are lengths, offsets or a softcap"),
+        (all(isinstance(size, int) for size in q.shape + k.shape), "sizes are not known"),
         (q.dtype == jnp.float32 and q.shape[3] % 64 == 0, "heads are no whole tiles of float32"),
         (min(known(q.shape[1]), known(k.shape[1])) >= LEAST, "there are few queries or keys"),
         (not steady, "a row is to have the same bits in any company"),

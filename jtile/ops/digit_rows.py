@@ -149,7 +149,7 @@ def _rows_of_x(x) -> int:
 
 def _sizes(x, weights) -> tuple[int, int, dict[str, int]]:
     """The rows of x, those of its digits, and the tiles of a product."""
-    sizes = tiles(known(x.shape[0]), weights[0].codes.shape[0], x.shape[1], len(weights))
+    sizes = tiles(x.shape[0], weights[0].codes.shape[0], x.shape[1], len(weights))
     return x.shape[0], -(-x.shape[0] // sizes["bm"]) * sizes["bm"], sizes
 
 
@@ -171,6 +171,7 @@ def misfit(x, weights, *, kind: str) -> str | None:
     k = x.shape[1]
     return first_unmet(
         ("byte tiles" in jt.target().features, "this machine has no tile registers of bytes"),
+        (isinstance(x.shape[0], int), "how many rows there are is not known"),
         (known(x.shape[0]) >= LEAST_ROWS and k % 64 == 0, "so few rows, or rows that are no whole tiles"),
         (all(w.codes.dtype == jnp.int32 for w in weights), "the weights are not in panels"),
         (all(w.scale.shape[1] > 1 for w in weights), "a row of the weights is one group"),

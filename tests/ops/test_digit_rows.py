@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -177,6 +178,22 @@ def _digits_of(k, keys: int):
 
     high, low, scale = (np.asarray(x, np.float64) for x in digit_attention._key_digits(k, bk=64, keys=keys))
     return (256 * high + low) * scale[..., None]
+
+
+@pytest.mark.parametrize("what", ["product", "norm and product", "attention"])
+def test_sizes_that_are_not_known(what):
+    """Programs are exported for any number of rows, which are then multiplied in another way."""
+    weight, w = in_panels(ops.quantize(normal(0, 32, 64), "q4_1")), normal(1, 64)
+    run, x = {
+        "product": (lambda x: ops.quantized_matmul(x, weight), normal(2, 70, 64)),
+        "norm and product": (lambda x: ops.rms_norm_matmul(x, w, weight)[0], normal(2, 70, 64)),
+        "attention": (lambda x: ops.attention(x, x, x, causal=True, precision="fast"), normal(2, 1, 70, 1, 64)),
+    }[what]
+    shape = jax.export.symbolic_shape("1, t, 1, 64" if x.ndim == 4 else "t, 64")
+    exported = jax.export.export(jax.jit(run), platforms=["cpu"], disabled_checks=jt.export_checks())(
+        jax.ShapeDtypeStruct(shape, x.dtype)
+    )
+    assert relative_error(exported.call(x), run(x)) < 5e-4
 
 
 def test_attention_over_values_of_nothing():
