@@ -49,7 +49,7 @@ def _in_padded_rows(data, columns, starts, b):
     is six roots more than the mean, and so enough for random ones. And b."""
     rows = starts.shape[0] - 1
     mean = data.shape[0] // rows
-    at = starts[:-1, None] + jnp.arange(mean + 6 * math.isqrt(mean))
+    at = starts[:-1, None] + jnp.arange(mean + 6 * math.isqrt(mean))[None, :]
     inside = at < starts[1:, None]
     at = jnp.where(inside, at, 0)
     return jnp.where(inside[:, :, None, None], data[at], 0), jnp.where(inside, columns[at], 0), b
