@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from library import agree, gradients_agree, normal
+from ttir import run_ttir
 
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.interpret import interpret
 from jtile.ops import flex_attention, flex_lists
 from jtile.ops.flash_attention import attention_reference
 from jtile.testing import relative_error
@@ -167,3 +169,14 @@ def test_errors():
         ops.attention(q, k, v, score=lambda s, b, h, i, j: s.sum(1))
     with pytest.raises(KernelValueError, match="write what they mean"):
         ops.attention(q, k, v, mask=checkerboard, lengths=np.array([3, 4], np.int32))
+
+
+def test_lists_as_a_gpu_makes_them():
+    """The text for GPUs, evaluated: blocks and tiles that hang over, parts of four blocks, the last program to come."""
+    segments = np.sort(np.random.default_rng(0).integers(0, 4, (2, 148), np.int32), axis=1)
+    mask = lambda b, h, i, j, x: documents(b, h, i, j, x) & ((h == 1) | (j <= i))
+    kernel = flex_lists.mask_lists.lower(
+        (segments,), by=(True, True), sizes=(2, 2, 148, 148), bq=32, bk=16, mask=mask, window=(None, 60)
+    ).kernel
+    for got, want in zip(run_ttir(kernel, [segments]), interpret(kernel, [segments]), strict=True):
+        assert np.array_equal(got, want)
