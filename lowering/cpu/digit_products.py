@@ -13,6 +13,7 @@ from .plan import BlockPlan
 from .scaled_columns import BLOCK, SCALES
 
 _FLOATS = ("float32", "float16", "bfloat16")
+MOST = 65472  # terms, of which each adds up to 2**15 to an int32: the next multiple of a tile's terms is 2**16
 
 
 class Digits(NamedTuple):
@@ -33,7 +34,7 @@ def digits(isa: Isa, op: ir.Dot) -> Digits | None:
     if op.precision != "fast" or not byte_digits.fits(isa) or op.a.type.rank != 2 or op.trans_a:
         return None
     _, m, n, k = op.sizes()
-    if m % byte_columns.ROWS or n % byte_columns.ROWS or k % byte_columns.STEP or 0 in (m, n, k):
+    if m % byte_columns.ROWS or n % byte_columns.ROWS or k % byte_columns.STEP or 0 in (m, n, k) or k > MOST:
         return None
     made: set[ir.Value] = set()
     of_a = _rows(made, op.a)

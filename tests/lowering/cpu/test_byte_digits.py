@@ -12,7 +12,7 @@ from fenced import Fenced
 import jtile as jt
 from jtile import ops
 from jtile.ffi import run_image
-from jtile.lowering.cpu import byte_digits
+from jtile.lowering.cpu import byte_digits, digit_products
 from jtile.lowering.cpu.isa import host_isa
 from jtile.ops import digit_rows
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
@@ -131,6 +131,19 @@ def test_columns_in_digits(turned, form, m, n, k):
     assert relative_error(got, want) < 3e-7
     assert "@byte_digits_" in of_digits.lower(*given, turned=turned, form=form).texts["llvm"]
     assert relative_error(got, of_digits.interpret(*given, turned=turned, form=form)) < 1e-4
+
+
+@there
+@pytest.mark.parametrize("more", [0, 64])
+def test_the_longest_sums(more):
+    """The least bytes reach the largest sum of both mixed products. One tile of terms more would not fit an int32."""
+    k = digit_products.MOST + more
+    a, b = (np.full((16, k), -128, np.int8) for _ in range(2))
+    s, t, c = np.ones((16, 1), np.float32), np.ones((16, 1), np.float32), np.zeros((16, 16), np.float32)
+    given, options = (a, a, s, b, b, t, c), dict(turned=True, form="row")
+    assert ("@byte_digits_" in of_digits.lower(*given, **options).texts["llvm"]) == (more == 0)
+    parts = 256.0**2 + 2 * 256 + (more > 0)  # the product of both low digits is left out of bytes
+    assert relative_error(of_digits(*given, **options), np.full((16, 16), parts * 128.0**2 * k)) < 1e-4
 
 
 @jt.kernel(out_type=lambda ah, al, s, bh, bl, f, c, **_: (jt.like(c), jt.like(c)), grid=lambda *_, **__: 1)
