@@ -196,7 +196,7 @@ def attention(
         with tile registers of bytes integers of 16 bits (errors of 1.5e-4 of a result's norm) where there are neither
         lengths, offsets, softcap, sinks, dropout nor functions. There all values of a block of 64 or 128 keys, also
         those that a query does not see, share one scale: one that is 1000 times as large as the others leaves these an
-        error of some percent, and one that is not finite makes the results of all queries of the block NaN. The
+        error of some percent, and one that is not finite makes the results of all queries whose tile meets it NaN. The
         gradient of a call without score and mask is computed in float32 either way.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a query that sees no key gives zeros.
