@@ -143,7 +143,7 @@ def in_parts(a, b, m: int, n: int, k: int) -> bool:
     """Whether float32 rows [m, k] of `a` meet a bfloat16 matrix in tile registers, on CPUs that have such: as sums of
     three bfloat16 numbers each."""
     matrices = {shape[3] for shape in jt.target().matrix_shapes if shape[0] > 1}
-    fits = known(m) >= 12 and known(n) % 16 == 0 and known(k) % 32 == 0
+    fits = known(m) >= 12 and known(n) > 0 and known(n) % 16 == 0 and known(k) % 32 == 0
     return (a.dtype, b.dtype) == (jnp.float32, jnp.bfloat16) and fits and "bfloat16" in matrices
 
 

@@ -123,6 +123,14 @@ def test_matmul_of_nothing(a, b):
     np.testing.assert_array_equal(with_bias, np.broadcast_to(bias, (a @ b).shape))
 
 
+def test_float32_rows_and_a_bfloat16_matrix_without_columns():
+    """As many rows as CPUs with tile registers take apart."""
+    x, w = np.ones((16, 32), np.float32), np.ones((32, 0), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        for op in (ops.matmul, lambda x, w: ops.gated_mlp(x, w, w)):
+            assert evaluated(op)(x, w).shape == (16, 0)
+
+
 def test_matmul_refuses():
     with pytest.raises(KernelValueError, match="cannot contract"):
         ops.matmul(jnp.ones((3, 4)), jnp.ones((5, 6)))
