@@ -188,7 +188,7 @@ def _of_images(run, *operands):
 
     @mapped.def_vmap
     def rule(size, batched, first, *others):
-        if batched[0] and not any(batched[1:]):
+        if size and batched[0] and not any(batched[1:]):
             y = _of_images(run, first.reshape(-1, *first.shape[2:]), *others)
             return y.reshape(size, -1, *y.shape[1:]), True
         return _one_by_one(run, size, batched, first, *others)

@@ -92,6 +92,17 @@ def test_mapped(batched):
             assert relative_error(many[0], one) < 1e-6 and relative_error(many[1], scale * one) < 2e-3
 
 
+@pytest.mark.parametrize("batched", [(0, None), (None, 0), (0, 0)])
+def test_mapped_over_nothing(batched):
+    x, w, g, options = arguments("two axes")
+    of = functools.partial(ops.convolution, padding=options["pads"])
+    none = lambda z, axis: z if axis is None else jnp.zeros((0, *z.shape), z.dtype)
+    back = lambda x, w: (of(x, w), *jax.vjp(of, x, w)[1](g))
+    with jt.config(arch="sm_90"):
+        found = jax.jit(jax.vmap(back, batched))(*map(none, (x, w), batched))
+    assert [z.shape for z in found] == [(0, *z.shape) for z in (g, x, w)]
+
+
 def test_boxes_cover_points_with_few_in_vain():
     assert boxes.box_of((64, 2048)) == (1, 64)
     assert boxes.box_of((64, 56, 56)) == (1, 8, 8)
