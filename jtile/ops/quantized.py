@@ -72,6 +72,8 @@ def quantized_matmul(
             y = jnp.asarray(y, jnp.float32)
             check_shape("quantized_matmul", name, y, shape)
             given[name] = y.reshape(1 if name == "bias" else rows.shape[0], out)
+    if out == 0:  # no kernel has tiles for it, and packed codes of no rows do not say how long these are
+        return jnp.zeros((*x.shape[:-1], out), out_dtype)
     options = dict(kind=weight.kind, activation=activation, out_dtype=out_dtype.name)
     y = _multiplied(rows, (weight,), Epilogue(**given), **options)
     return y.reshape(*x.shape[:-1], out)

@@ -248,3 +248,16 @@ def test_room_for_wide_scales():
     wide = Weight(w.codes, *(jnp.ones((8, 128), jnp.float32),) * 2)
     meta = hopper_quantized.choice(256, 4096, 4096, "q4_1")
     assert hopper_quantized._slots(meta, hopper_quantized.row_bytes(wide, "q4_1", 4096), 2) == 4 < meta["slots"]
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+def test_weights_without_rows(arch):
+    """Of packed codes, too, which have no length to be unpacked to."""
+    p = packed("q4_0", 128, 512)[1]
+    weight = QuantizedTensor(p.codes[:0], p.scale[:0], None, "q4_0")
+    with jt.config(arch=arch):
+        for rows in (0, 3, 200):
+            x = jnp.ones((rows, 512), jnp.bfloat16)
+            y, pull = jax.vjp(lambda x: ops.quantized_matmul(x, weight, out_dtype=jnp.bfloat16), x)
+            assert y.shape == (rows, 0) and y.dtype == jnp.bfloat16
+            assert not jnp.any(pull(y)[0])
