@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -38,43 +37,9 @@ def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int, 
     """dx of `shape` = [batch, ..., c], in front of which the convolution had `low` points of padding: a convolution of
     g for each remainder of the points by the stride, or one for all remainders of few channels."""
     low = low or (0,) * len(stride)
-    options = {"stride": stride, "dilation": dilation, "groups": groups, "low": low}
-    if not all(isinstance(n, int) for n in (*shape, *g.shape)):
-        return _dx_of_remainders(g, w, shape=shape, **options)
-    return _linear_dx(_Of(shape=tuple(shape), **options), g, w)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Of:
-    """The options of `convolution_dx`."""
-
-    shape: Sides
-    stride: Sides
-    dilation: Sides
-    groups: int
-    low: Sides
-
-    def pads(self, points: Sides, window: Sides) -> Pads:
-        """The padding of the convolution of an array of `shape` that has so many points; behind it may be less than
-        none, where the window does not reach the last points."""
-        sides = zip(points, window, self.stride, self.dilation, self.shape[1:-1], self.low, strict=True)
-        return tuple((lo, (m - 1) * s + (k - 1) * d + 1 - n - lo) for m, k, s, d, n, lo in sides)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_dx(of: _Of, g, w):
-    """`convolution_dx`, whose derivatives are those of the convolution that it is the transpose of."""
-    return _dx(g, w, **of.__dict__)
-
-
-def _linear_dx_backward(of: _Of, residuals, ct):
-    g, w = residuals
-    x, pads = cut(ct, of.pads(g.shape[1:-1], w.shape[:-2]))
-    options = {"stride": of.stride, "dilation": of.dilation, "groups": of.groups, "pads": pads}
-    return convolution_op(x, w, **options), convolution_dw(x, g, w.shape[:-2], w.dtype, **options)
-
-
-_linear_dx.defvjp(lambda of, g, w: (_linear_dx(of, g, w), (g, w)), _linear_dx_backward)
+    options = {"shape": tuple(shape), "stride": stride, "dilation": dilation, "groups": groups, "low": low}
+    fixed = all(isinstance(n, int) for n in (*shape, *g.shape))
+    return (_dx if fixed else _dx_of_remainders)(g, w, **options)
 
 
 def _dx_of_remainders(g, w, *, shape, stride: Sides, dilation: Sides, groups: int, low: Sides):
