@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jtile import ops
-from jtile.ops import QuantizedTensor, gpu_tiles, hopper_largest
+from jtile.ops import gpu_tiles, hopper_largest
 
 from . import cache as kv
 from . import layers
@@ -47,13 +46,13 @@ class Attention(nnx.Module):
             config.gated
         ) else [read("q")]  # fmt: skip
         matrices = *(_by_head(w, order) for w in (query, read("k"))), read("v"), *gates
-        self.qkv, self.output = nnx.Param(fuse(matrices)), nnx.Param(read("o"))
-        bias = lambda name: as_float32(weight(f"{prefix}{name}_proj.bias", shapes[name][:1]))
+        self.qkv, self.output = nnx.Param(layers.fuse(matrices)), nnx.Param(read("o"))
+        bias = lambda name: layers.as_float32(weight(f"{prefix}{name}_proj.bias", shapes[name][:1]))
         self.bias = nnx.Param(jnp.concatenate([bias(name) for name in "qkv"])) if config.biased else None
         self.output_bias = nnx.Param(bias("o")) if config.output_biased else None
-        self.sinks = nnx.Param(as_float32(weight(f"{prefix}sinks", (config.heads,)))) if config.sinks else None
+        self.sinks = nnx.Param(layers.as_float32(weight(f"{prefix}sinks", (config.heads,)))) if config.sinks else None
         norm = lambda name: nnx.Param(
-            _by_head(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))), order)
+            _by_head(layers.as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))), order)
         )
         self.q_norm, self.k_norm = (None, None) if config.norm_eps is None else (norm("q"), norm("k"))
 
@@ -228,7 +227,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
-        norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}.weight", (config.hidden_size,))))
+        norm = lambda name: nnx.Param(layers.as_float32(weight(f"{prefix}{name}.weight", (config.hidden_size,))))
         self.eps, self.rope = config.norm_eps, attention.rope
         self.recurrent = getattr(attention, "recurrent", False)
         self.attention_norm, self.attention = norm("input_layernorm"), attention
@@ -288,7 +287,7 @@ class Decoder(nnx.Module):
         # a table that no product reads stays as it is stored: its rows are read sooner so
         self.embedding = nnx.Param((weight if tied else plain)("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
-        self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
+        self.norm = nnx.Param(layers.as_float32(weight("model.norm.weight", (config.hidden_size,))))
         self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
 
     @property
@@ -479,23 +478,3 @@ class Decoder(nnx.Module):
 
 def _positions(ids):
     return jnp.arange(ids.shape[1], dtype=jnp.int32)
-
-
-def as_float32(x):
-    """A weight as a dense float32 array."""
-    return x.dequantize() if isinstance(x, QuantizedTensor) else jnp.asarray(x, jnp.float32)
-
-
-def fuse(parts: Sequence) -> layers.Weight:
-    """One matrix out of several that share their input, where their storage is alike; otherwise a tuple, in which
-    neighbours of equal storage are one matrix: files of K-quants often spend more bits on values than on queries and
-    keys."""
-    stored = lambda p: p.storage if isinstance(p, QuantizedTensor) else p.dtype.name
-    fused = tuple(_stacked(list(alike)) for _, alike in itertools.groupby(parts, stored))
-    return fused[0] if len(fused) == 1 else fused
-
-
-def _stacked(parts: list):
-    if len(parts) == 1:
-        return parts[0]
-    return QuantizedTensor.concatenate(parts) if isinstance(parts[0], QuantizedTensor) else jnp.concatenate(parts)

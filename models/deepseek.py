@@ -14,11 +14,12 @@ from jtile._errors import ModelError
 
 from . import few_tokens, grouped_choice
 from .config import DecoderConfig, WeightSource, read_decoder
-from .decoder import Block, GatedMLP, as_float32
+from .decoder import Block, GatedMLP
 from .entries import count, items, number, table
 from .experts import Experts, Mixture
 from .indexer import IndexConfig
 from .latent import LatentAttention, LatentConfig
+from .layers import as_float32
 from .rope import Rope, read_rope, yarn_scale
 
 

@@ -18,7 +18,7 @@ from jtile import ops
 from . import layers
 from .cache import Slots, State
 from .config import WeightSource
-from .decoder import as_float32, fuse
+from .layers import as_float32, fuse
 from .rope import Rope
 
 NORM_EPS = 1e-6  # added to squared lengths as queries and keys are brought to length 1

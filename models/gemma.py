@@ -19,8 +19,9 @@ from .config import (
     read_decoder,
     read_layer_types,
 )
-from .decoder import Attention, GatedMLP, as_float32, enter, mlp_behind_norm, tokens_at
+from .decoder import Attention, GatedMLP, enter, mlp_behind_norm, tokens_at
 from .entries import number, table
+from .layers import as_float32
 from .rope import Rope, read_rope
 
 

@@ -15,9 +15,10 @@ from jtile._errors import ModelError
 from . import experts as mixtures
 from . import few_tokens, layers
 from .config import AttentionConfig, DecoderConfig, WeightSource, read_attention, read_decoder, read_layer_types
-from .decoder import Attention, Block, as_float32
+from .decoder import Attention, Block
 from .entries import number
 from .experts import Mixture
+from .layers import as_float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

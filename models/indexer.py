@@ -19,8 +19,8 @@ from jtile import ops
 
 from . import few_tokens, layers
 from .config import WeightSource
-from .decoder import as_float32
 from .kernels import rotate_tail
+from .layers import as_float32
 from .selection import IndexQuery
 
 NORM_EPS = 1e-6  # of the layer norm of keys, whatever the configuration says of other norms

@@ -24,10 +24,10 @@ from jtile.ops import QuantizedTensor
 from . import layers
 from .cache import Slots
 from .config import WeightSource
-from .decoder import as_float32, fuse
 from .indexer import NORM_EPS as INDEX_EPS
 from .indexer import IndexConfig, Indexer, key_rows
 from .kernels import rotate_tail
+from .layers import as_float32, fuse
 from .parallel import ALONE, Axes
 from .rope import Rope
 from .selection import LARGEST, IndexQuery, select

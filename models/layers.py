@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -274,3 +275,23 @@ def gated_mlp(
             gate, up = _beside(x, gate), _beside(x, up)
             hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
     return last(hidden, down)
+
+
+def as_float32(x):
+    """A weight as a dense float32 array."""
+    return x.dequantize() if isinstance(x, QuantizedTensor) else jnp.asarray(x, jnp.float32)
+
+
+def fuse(parts: Sequence) -> Weight:
+    """One matrix out of several that share their input, where their storage is alike; otherwise a tuple, in which
+    neighbours of equal storage are one matrix: files of K-quants often spend more bits on values than on queries and
+    keys."""
+    stored = lambda p: p.storage if isinstance(p, QuantizedTensor) else p.dtype.name
+    fused = tuple(_stacked(list(alike)) for _, alike in itertools.groupby(parts, stored))
+    return fused[0] if len(fused) == 1 else fused
+
+
+def _stacked(parts: list):
+    if len(parts) == 1:
+        return parts[0]
+    return QuantizedTensor.concatenate(parts) if isinstance(parts[0], QuantizedTensor) else jnp.concatenate(parts)

@@ -17,9 +17,10 @@ from jtile._errors import ModelError
 from . import experts as mixtures
 from . import few_tokens
 from .config import AttentionConfig, DecoderConfig, WeightSource, read_attention, read_decoder
-from .decoder import Attention, Block, GatedMLP, as_float32
+from .decoder import Attention, Block, GatedMLP
 from .entries import items, number
 from .experts import Mixture
+from .layers import as_float32
 from .qwen3 import MixtureConfig
 from .rope import Rope, read_rope
 

@@ -79,8 +79,7 @@ def first_tokens(model: Decoder, last, cache: kv.KVCache, ids, lengths, numbers,
 
 def made_at_once(layout: kv.Layout) -> bool:
     """Whether a prompt makes keys and values in the size of the cache, so that no copy of them follows."""
-    whole = layout.page is None and layout.context is None and layout.dtype not in kv.SCALED
-    return whole
+    return layout.page is None and layout.context is None and layout.dtype not in kv.SCALED
 
 
 @contextlib.contextmanager

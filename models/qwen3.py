@@ -20,9 +20,10 @@ from .config import (
     read_decoder,
     read_layer_types,
 )
-from .decoder import Attention, Block, GatedMLP, as_float32
+from .decoder import Attention, Block, GatedMLP
 from .entries import count, items, number
 from .experts import Experts, Mixture
+from .layers import as_float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,11 @@ from flax import nnx
 from jtile._errors import ModelError
 
 from .config import AttentionConfig, DecoderConfig, WeightSource, read_attention, read_decoder
-from .decoder import Attention, Block, GatedMLP, as_float32
+from .decoder import Attention, Block, GatedMLP
 from .entries import count, items, number, table
 from .experts import Experts, Mixture
 from .gated_delta import DeltaConfig, GatedDeltaNet
+from .layers import as_float32
 from .qwen3 import MixtureConfig, Router, read_mixture
 from .rope import read_rope
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import struct
 
 from . import scaled_columns as columns
 from . import tiles
 from .gemm_vector import ATTRIBUTES, interleave, offset, transpose, zeros
 from .llvm import Code, Module, Val, const, i64, vec
+from .math_expr import literal
 from .scaled_columns import BLOCK, LANES, SCALES, WORDS
 
 ROWS, STEP = tiles.ROWS, 64  # rows of a tile of A, and terms of a tile
@@ -149,7 +149,7 @@ def _weights_packer(module: Module, spec: DigitSpec) -> str:
     c = Code(module, name, [*spec.of_b, _PANEL, _FACTORS], attributes=ATTRIBUTES)
     largest = _largest(c, spec)
     to_integers = c.binary("fdiv", const(_FLOATS, f"{_LARGEST[spec.four]}.0"), largest)
-    c.store(c.binary("fmul", largest, _float(256 / _LARGEST[spec.four])), _FACTORS, align=64)
+    c.store(c.binary("fmul", largest, const(_FLOATS, literal("float", 256 / _LARGEST[spec.four]))), _FACTORS, align=64)
     with c.loop(0, spec.groups) as group:
         factor, added = _of_group(c, spec, group, to_integers)
         with c.loop(0, spec.shared) as i:
@@ -168,7 +168,7 @@ def _weights_packer(module: Module, spec: DigitSpec) -> str:
 
 def _largest(c: Code, spec: DigitSpec) -> Val:
     """A bound of the magnitudes of the weights of each column, from their scales and lows alone."""
-    slot = c.var(_FLOATS, _float(_LEAST))
+    slot = c.var(_FLOATS, const(_FLOATS, literal("float", _LEAST)))
     with c.loop(0, spec.groups) as group:
         d, low = _scale_and_low(c, spec, group)
         ends = [c.binary("fmul", d, const(_FLOATS, "8.0" if spec.four else "128.0"))]
@@ -238,12 +238,3 @@ def _digits(c: Code, even: Val, odd: Val) -> tuple[Val, Val]:
     highs = c.binary("or", c.binary("lshr", even, eight), c.binary("and", odd, high))
     lows = c.binary("or", c.binary("and", even, low), c.binary("shl", odd, eight))
     return highs, c.binary("xor", lows, const(_HALVES, "-32640"))  # 0x8080
-
-
-def _float(x: float) -> Val:
-    return const(_FLOATS, f"0x{_bits(x):016X}")
-
-
-def _bits(x: float) -> int:
-    single = struct.unpack("<f", struct.pack("<f", x))[0]
-    return struct.unpack("<Q", struct.pack("<d", single))[0]

@@ -44,8 +44,7 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     out, accumulate = (target, False) if target is not None else _output(em, op)
     spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate, _is_made(op.b))
     gemm = emit_gemm(em.module, em.isa, spec)
-    work = em.arena.new(gemm.workspace)
-    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    ws = _scratch(em, gemm.workspace)
     _batch(
         em, batch, (a, b, out), lambda pa, pb, pc: _call(em, gemm.name, (pa, a, ta), (pb, b, tb), (pc, out, False), ws)
     )
@@ -97,8 +96,7 @@ def _product_of_digits(em: Emitter, op: ir.Dot, of: Digits) -> None:
         fade = (out.ptr, i64(0))
     spec = dataclasses.replace(of.spec, accumulate=accumulate, fade=of.fade is not None)
     name, workspace = byte_digits.emit_digits(em.module, em.isa, spec)
-    work = em.arena.new(workspace)
-    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    ws = _scratch(em, workspace)
     args += [*with_row(out), *fade, ws]
     em.code.do(f"call void @{name}({', '.join(map(str, args))})")
     for buf in buffers:
@@ -136,8 +134,7 @@ def _product_in_parts(
     out, accumulate = (target, False) if target is not None else _output(em, op)
     spec = dataclasses.replace(spec, trans_b=tb, accumulate=accumulate)
     name, workspace = bfloat_parts.emit_parts(em.module, em.isa, spec)
-    work = em.arena.new(workspace)
-    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    ws = _scratch(em, workspace)
     row = lambda buf, turned=False: em.code.mul(_leading(buf, turned), elem_bytes(buf.dtype))
 
     def run(pa: Val, pb: Val, pc: Val) -> None:
@@ -148,6 +145,12 @@ def _product_in_parts(
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def _scratch(em: Emitter, size: int) -> Val:
+    """So many bytes that a product has to itself while it is computed."""
+    work = em.arena.new(size)
+    return em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
 
 
 def _store_target(em: Emitter, op: ir.Dot, most: float = DIRECT_BYTES) -> Buffer | None:
@@ -293,8 +296,7 @@ def _dot_scaled(em: Emitter, op: ir.DotScaled) -> None:
     a, b = _scaled(em, op.a, op.sa, 1), _scaled(em, op.b, op.sb, 0)
     out, accumulate = _output(em, op)
     gemm = emit_gemm(em.module, em.isa, GemmSpec(m, n, k, "float32", "float32", "float32", False, False, accumulate))
-    work = em.arena.new(gemm.workspace)
-    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    ws = _scratch(em, gemm.workspace)
     _call(em, gemm.name, (a.ptr, a, False), (b.ptr, b, False), (out.ptr, out, False), ws)
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
@@ -320,8 +322,7 @@ def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
     form = (in_panels, turned)
     spec = ScaledSpec(m, n, k, op.b.dtype, four, of_b.dtype, together, shared, accumulate, *form)
     name, workspace = gemm_scaled.emit_scaled(em.module, em.isa, spec)
-    work = em.arena.new(workspace)
-    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    ws = _scratch(em, workspace)
     row = lambda buf: em.code.mul(_leading(buf, False), elem_bytes(buf.dtype))
     args = [arg for buf in (*operands, out) for arg in (buf.ptr, row(buf))]
     em.code.do(f"call void @{name}({', '.join(map(str, (*args, ws)))})")

@@ -3,8 +3,6 @@ cycle, and from what was measured of the share of this that whole products reach
 
 from __future__ import annotations
 
-import math
-
 from jtile import ir
 
 from . import bfloat_parts, digit_products, gemm_scaled, nibbles, scaled_tiles
@@ -31,8 +29,8 @@ def dot_ns(isa: Isa, op: ir.Dot) -> float:
     parts = bfloat_parts.spec_of(isa, op)
     if parts is not None:
         one = 2.0 * m * n * k * len(parts.pairs) / (TILE_OPERATIONS * 2 * REACHED_BY_TILES * CYCLES_PER_NS)
-        return math.prod((one, *batch))
-    one = _product_ns(isa, (op.a.dtype, op.b.dtype, op.result.dtype), (m, n, k), (op.trans_a, op.trans_b))
+    else:
+        one = _product_ns(isa, (op.a.dtype, op.b.dtype, op.result.dtype), (m, n, k), (op.trans_a, op.trans_b))
     for side in batch:
         one *= side
     return one
