@@ -19,9 +19,9 @@ from jtile.ops import digit_rows
 from jtile.ops._shapes import known
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks
 from jtile.ops.dispatch import first_unmet
+from jtile.ops.online_softmax import NOTHING
 
 _LOG2_TOP = math.log2(digit_rows.TOP)
-NOTHING = -1e30  # as in `flash_attention`
 _TILES = {0: (96, 64), 1024: (96, 128)}  # by keys: rows of a tile of queries, about, and keys of a block
 LEAST = 64  # queries and keys: with fewer, tiles are not worth while
 

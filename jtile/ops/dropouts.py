@@ -23,6 +23,11 @@ def seeds(key, batch: int, heads: int):
     return jnp.stack(threefry(key, rows, columns), -1)
 
 
+def seed_of(seeds, b, h):
+    """The two words of row b of the batch and head h, of `seeds` or None."""
+    return None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+
+
 def kept(seed, queries, keys, dropout: float):
     """bool: which of the weights of some queries and keys are kept. Their places are those of `places`, one of them
     along rows and the other one along columns.
@@ -66,7 +71,7 @@ def dropped(seeds, b, h, queries, keys, dropout: float, *tiles):
     """Tiles of weights, or of cotangents of them, without what is dropped; as they are where `seeds` is None."""
     if seeds is None:
         return tiles
-    keep = kept((seeds[b, h, 0], seeds[b, h, 1]), queries, keys, dropout)
+    keep = kept(seed_of(seeds, b, h), queries, keys, dropout)
     return tuple(jnp.where(keep, x * factor(dropout), 0.0) for x in tiles)
 
 

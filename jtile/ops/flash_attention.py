@@ -17,9 +17,7 @@ from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, f
 from jtile.ops.attention_backward import attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, scores
 from jtile.ops.dispatch import Implementation, Op
-
-NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
-EMPTY = 1e30  # the log-sum-exp of no scores: 2^(s - EMPTY) is 0 for every score s
+from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
 
 def _grid(q, k, v, lengths, offsets, *, bq, **_):
@@ -57,7 +55,7 @@ def flash_attention(
     first = i * bq + (0 if offsets is None else offsets[b])  # where this tile's first query stands among the keys
     lo, inner_lo, inner_hi, hi = blocks(first, bq, bk, length, window)
     rows = first + jt.arange(bq)[:, None]
-    seed = None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+    seed = dropouts.seed_of(seeds, b, h)
     queries = dropouts.places(i * bq, bq, 0)
 
     def step(j, m, l, acc, edge: bool):
@@ -85,7 +83,7 @@ def flash_attention(
             m, l, acc = step(block(r), m, l, acc, edge=True)
     o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l, dropouts.factor(dropout)).astype(o.dtype)
     if lse is not None:
-        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l)
 
 
 def _run(q, *args, **meta):
@@ -118,23 +116,6 @@ def _scaled(q, scale: float, softcap: float | None):
     if softcap is None and q.dtype == sums_in(q):
         return q * (scale * LOG2_E), 1.0
     return q, scale if softcap is not None else scale * LOG2_E
-
-
-def online(s, v, m, l, acc, unit=None, keep=None, precision: str | None = None):
-    """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk].
-    `unit`: [bk], what each value is multiplied with, if given; `keep`: bool [bq, bk], which weights are not dropped, if
-    given; `precision`: see `jt.dot`."""
-    top = jnp.maximum(m, s.max(1))
-    p = jnp.exp2(s - top[:, None])
-    fade = jnp.exp2(m - top)
-    weights = p if unit is None else p * unit[None, :]
-    weights = weights if keep is None else jnp.where(keep, weights, 0.0)
-    return top, l * fade + p.sum(1), jt.dot(weights.astype(v.dtype), v, acc * fade[:, None], precision=precision)
-
-
-def normalised(acc, l, factor: float = 1.0):
-    """factor acc / l; zero where a query saw no key."""
-    return acc * jnp.where(l == 0, 0.0, factor / l)[:, None]
 
 
 @functools.partial(

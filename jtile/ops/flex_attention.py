@@ -17,7 +17,8 @@ from jtile.ops import dropouts, gpu_tiles
 from jtile.ops._shapes import check_shape, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import derivative
-from jtile.ops.flex_lists import BOTH, EMPTY, NOTHING, listed_attention, mask_lists, seen, types
+from jtile.ops.flex_lists import BOTH, listed_attention, mask_lists, seen, types
+from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
 Function = Callable[..., Any] | None
 
@@ -38,7 +39,7 @@ def flex_attention(
     Q, K, V, O = (x.tiles(None, n, None, d) for x, n in ((q, bq), (k, bk), (v, bk), (o, bq)))
     q_i, rows = Q[b, i, h, 0], i * bq + jt.arange(bq)[:, None]
     of = (b if ranges.shape[0] > 1 else 0), (h if ranges.shape[1] > 1 else 0), i
-    seed = None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+    seed = dropouts.seed_of(seeds, b, h)
     queries = dropouts.places(i * bq, bq, 0)
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     for j in jt.range(jnp.maximum(ranges[*of, 0], 0), jnp.minimum(ranges[*of, 1], K.shape[1])):
@@ -50,17 +51,11 @@ def flex_attention(
             s = score(s, b, h, rows, columns, *extras).astype(wide)
         visible = seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1])
         s = jnp.where(visible, s * LOG2_E, -jnp.inf)
-        top = jnp.maximum(m, s.max(1))
-        p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
-        weights = p
-        if seed is not None:
-            weights = jnp.where(dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout), p, 0.0)
-        acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None], precision=precision)
-        l = l * fade + p.sum(1)
-        m = top
-    O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, dropouts.factor(dropout) / l)[:, None]).astype(o.dtype)
+        keep = seed and dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout)
+        m, l, acc = online(s, V[b, j, kv, 0], m, l, acc, keep=keep, precision=precision)
+    O[b, i, h, 0] = normalised(acc, l, dropouts.factor(dropout)).astype(o.dtype)
     if lse is not None:
-        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l)
 
 
 def _tiles_of_masks(_, q, k, *, by: tuple[bool, bool], bq: int, **__):

@@ -12,9 +12,8 @@ import jtile as jt
 from jtile.ops import dropouts
 from jtile.ops._shapes import sums_in
 from jtile.ops.attention_windows import LOG2_E, Window, scores
+from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
-NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
-EMPTY = 1e30  # the log-sum-exp of no scores
 NONE, SOME, ALL = 0, 1, 2  # what the queries of a tile see of a block of keys
 BOTH = 1 << 16  # more than there are blocks
 FEW = 8  # rows
@@ -109,7 +108,7 @@ def listed_attention(
     Q, K, V, O = (x.tiles(None, n, None, d) for x, n in ((q, bq), (k, bk), (v, bk), (o, bq)))
     q_i, rows = Q[b, i, h, 0], i * bq + jt.arange(bq)[:, None]
     of = (b if lists.shape[0] > 1 else 0), (h if lists.shape[1] > 1 else 0), i
-    seed = None if seeds is None else (seeds[b, h, 0], seeds[b, h, 1])
+    seed = dropouts.seed_of(seeds, b, h)
     queries = dropouts.places(i * bq, bq, 0)
 
     def step(n, m, l, acc, masked: bool):
@@ -125,13 +124,8 @@ def listed_attention(
             keys = k.shape[1]
             visible = seen(b, h, rows, columns, extras, mask=mask, window=window, s=keys, hangs=keys % bk != 0)
             s = jnp.where(visible, s, -jnp.inf)
-        top = jnp.maximum(m, s.max(1))
-        p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
-        weights = p
-        if seed is not None:
-            weights = jnp.where(dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout), p, 0.0)
-        acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None], precision=precision)
-        return top, l * fade + p.sum(1), acc
+        keep = seed and dropouts.kept(seed, queries, dropouts.places(j * bk, bk, 1), dropout)
+        return online(s, V[b, j, kv, 0], m, l, acc, keep=keep, precision=precision)
 
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     whole, end = counts[*of, 0], counts[*of, 1]
@@ -139,6 +133,6 @@ def listed_attention(
         m, l, acc = step(n, m, l, acc, masked=False)
     for n in jt.range(whole, end):
         m, l, acc = step(n, m, l, acc, masked=True)
-    O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, dropouts.factor(dropout) / l)[:, None]).astype(o.dtype)
+    O[b, i, h, 0] = normalised(acc, l, dropouts.factor(dropout)).astype(o.dtype)
     if lse is not None:
-        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l)

@@ -36,7 +36,7 @@ def halves(x):
 
 
 def online(s, v, m, l, acc, unit, top):
-    """`flash_attention.online` with values v float16 [bk, d] times unit float32 [bk]: acc is that of `top`, a power of
+    """`online_softmax.online` with values v float16 [bk, d] times unit float32 [bk]: acc is that of `top`, a power of
     two, the largest so far of `power(unit)`. Returns m, l, acc and top; `summed` is what acc stands for."""
     new = jnp.maximum(top, power(jnp.max(jnp.abs(unit))))
     back = inverse(new)

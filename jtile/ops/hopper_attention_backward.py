@@ -16,9 +16,9 @@ from jtile.ops import dropouts, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
 from jtile.ops.dispatch import first_unmet
+from jtile.ops.online_softmax import EMPTY
 
 KEYS = 64  # keys of one role; a program has two such roles
-EMPTY = 1e30  # the log-sum-exp of no scores
 NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second cache holds beside keys and values
 
 

@@ -15,7 +15,6 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import (
     Units,
     as_rows,
@@ -30,6 +29,7 @@ from jtile.ops.hopper_shares import (
     share_of,
     side_of,
 )
+from jtile.ops.online_softmax import NOTHING
 
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
 _RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values

@@ -17,7 +17,6 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import (
     Units,
     as_rows,
@@ -29,6 +28,7 @@ from jtile.ops.hopper_shares import (
     place_of_row,
     share_of,
 )
+from jtile.ops.online_softmax import NOTHING
 
 ROWS = 64  # queries of a program
 KEYS = 64  # keys of one role in a round; a unit of keys has those of both roles

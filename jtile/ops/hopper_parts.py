@@ -23,10 +23,10 @@ import jtile as jt
 from jtile.ops import gpu_tiles, hopper_held
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flash_attention import NOTHING
 from jtile.ops.held_rows import Rows, made
 from jtile.ops.hopper_held import WARPS
 from jtile.ops.hopper_step import QUERIES, UNIT, _zero_behind
+from jtile.ops.online_softmax import NOTHING
 from jtile.ops.operands import Weight
 from jtile.ops.streamed_numbers import bits_of
 from jtile.ops.streamed_operands import shares_of_parts

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import tuned
-from jtile.ops.flash_attention import NOTHING
+from jtile.ops.online_softmax import NOTHING
 
 _ROWS = 128  # rows whose lengths are looked at together
 _PROGRAMS = 1056  # programs that put parts together, at most

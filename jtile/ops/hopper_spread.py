@@ -17,9 +17,9 @@ import jtile as jt
 from jtile.ops import gpu_tiles, hopper_gemv, hopper_held
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_parts import _copies, _turned, _types
 from jtile.ops.hopper_step import QUERIES, UNIT, _zero_behind
+from jtile.ops.online_softmax import NOTHING
 from jtile.ops.operands import Weight
 
 UNITS, MOST = 2, 8  # units of a part, of 64 KiB of keys and values; parts, which each program behind reads

@@ -19,8 +19,8 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import Units, part_types, parts_of, place_of_part, put_together, row_of, share_of
+from jtile.ops.online_softmax import NOTHING
 
 QUERIES = 8  # queries of a tile: those of the heads of a group
 UNIT = 64  # keys of a unit

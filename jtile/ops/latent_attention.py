@@ -14,7 +14,7 @@ from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, f
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.cache_checks import check_values, check_vectors
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
-from jtile.ops.flash_attention import NOTHING, normalised, online
+from jtile.ops.online_softmax import NOTHING, normalised, online
 from jtile.ops.split_attention import combined, in_one_piece, place, slots_of, splits_of
 
 

@@ -13,8 +13,9 @@ from jtile.errors import KernelTypeError
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in
 from jtile.ops.attention_windows import LOG2_E, at_edge, blocks
-from jtile.ops.flash_attention import EMPTY, NOTHING, attention_reference, normalised, online
+from jtile.ops.flash_attention import attention_reference
 from jtile.ops.latent_gradients import beside, gradients
+from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
 
 def _types(q, k, rope, v, *_, save: bool = False, **__):
@@ -62,7 +63,7 @@ def latent_prefill(
         m, l, acc = step(block(x), m, l, acc, edge=False)
     o.tiles(None, bq, None, dv)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
     if lse is not None:
-        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l)
 
 
 def _forward(q, k, rope, v, lengths, offsets, *, save: bool, **meta):

@@ -13,8 +13,8 @@ from jtile.ops import dispatch, gpu_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, known, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.cache_checks import check_values, check_vectors
-from jtile.ops.flash_attention import NOTHING, normalised, online
 from jtile.ops.latent_attention import tiles_of
+from jtile.ops.online_softmax import NOTHING, normalised, online
 from jtile.ops.split_attention import combined, in_one_piece, splits_of
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops._shapes import fit, machine, tuned
 from jtile.ops.dispatch import first_unmet, vector_cores
-from jtile.ops.flash_attention import normalised
+from jtile.ops.online_softmax import normalised
 from jtile.ops.split_attention import as_halves, over_keys
 
 _FEW = 16  # queries of a program that fill no tile of a warpgroup's product

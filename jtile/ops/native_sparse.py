@@ -13,7 +13,8 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, machine, sums_in, wide
 from jtile.ops.attention_windows import LOG2_E
-from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands
+from jtile.ops.flash_attention import attention, attention_reference, check_operands
+from jtile.ops.online_softmax import NOTHING
 from jtile.ops.sparse_attention import block_sparse_attention, block_sparse_attention_reference
 
 

@@ -21,16 +21,8 @@ from jtile.ops._shapes import check_rank, fit, machine, sums_in
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, query_blocks, scores, visible, weights
 from jtile.ops.collective_parts import varying_together
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
-from jtile.ops.flash_attention import (
-    EMPTY,
-    NOTHING,
-    attention,
-    check_operands,
-    check_softcap,
-    normalised,
-    online,
-    window_of,
-)
+from jtile.ops.flash_attention import attention, check_operands, check_softcap, window_of
+from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
 PROGRAMS = 4  # programs on a CPU, where each is a thread
 
@@ -276,7 +268,7 @@ def ring_forward(
                 L[b, h, u, i] = l
             else:
                 O[b, u, i, h, 0] = normalised(acc, l).astype(o.dtype)
-                L[b, h, u, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+                L[b, h, u, i] = log_sums(m, l)
         _release(s, n, n, free, axis)
 
 

@@ -12,7 +12,8 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_int, check_rank, check_shape, sums_in
 from jtile.ops.attention_windows import LOG2_E
-from jtile.ops.flash_attention import NOTHING, check_operands, normalised, online
+from jtile.ops.flash_attention import check_operands
+from jtile.ops.online_softmax import NOTHING, normalised, online
 
 
 @jt.kernel(

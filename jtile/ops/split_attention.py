@@ -14,16 +14,8 @@ from jtile.ops import gpu_tiles, halves, hopper_decode, spaces
 from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
-from jtile.ops.flash_attention import (
-    NOTHING,
-    attention,
-    attention_reference,
-    check_operands,
-    check_sinks,
-    check_softcap,
-    normalised,
-    online,
-)
+from jtile.ops.flash_attention import attention, attention_reference, check_operands, check_sinks, check_softcap
+from jtile.ops.online_softmax import NOTHING, normalised, online
 
 _SHORTEST_SPLIT = 256  # the fewest keys of a program
 _FINEST, _FINE = 16, 32  # keys of a block at the end, on CPUs

@@ -12,7 +12,7 @@ import numpy as np
 from soak import LARGEST, Case, Draw, gradients_of, text
 
 from jtile import ops
-from jtile.ops import flash_attention
+from jtile.ops import flash_attention, online_softmax
 from jtile.ops.latent_attention import mla_decode_reference
 from jtile.ops.latent_prefill import mla_attention_reference
 from jtile.ops.mixed_attention import mixed_attention, mixed_attention_reference
@@ -131,7 +131,7 @@ def _log_sums(q, k, lines: dict[str, Any], window: tuple[int | None, int | None]
     seen = seen if window[1] is None else seen & (keys <= at + window[1])
     x = jnp.where(seen[:, None, None], x, -jnp.inf)
     sums = jax.scipy.special.logsumexp(x, -1).reshape(batch, heads, t) * math.log2(math.e)
-    return jnp.where(jnp.isinf(sums), flash_attention.EMPTY, sums)
+    return jnp.where(jnp.isinf(sums), online_softmax.EMPTY, sums)
 
 
 def attention_gradients(draw: Draw) -> Case:
