@@ -251,7 +251,7 @@ def _dx(g, w, *, sides: Sides, stride: Sides, dilation: Sides, groups: int, low:
 
 def not_dx(g, w, *, shape: Sides, stride: Sides, dilation: Sides, groups: int, low: Sides) -> str | None:
     """Why `dx` does not compute the cotangents of x, None where it does and is the quickest."""
-    if not _known(g, w) or 0 in shape:
+    if not _known(g, w, jax.ShapeDtypeStruct(shape, g.dtype)):
         return "sizes are 0, or not known"
     axes = axes_of_dx(shape[1:-1], w.shape[:-2], stride, dilation, low)
     return _misfit(g, w, axes, (g.shape[-1], shape[-1]), groups)

@@ -37,9 +37,7 @@ def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int, 
     """dx of `shape` = [batch, ..., c], in front of which the convolution had `low` points of padding: a convolution of
     g for each remainder of the points by the stride, or one for all remainders of few channels."""
     low = low or (0,) * len(stride)
-    options = {"shape": tuple(shape), "stride": stride, "dilation": dilation, "groups": groups, "low": low}
-    fixed = all(isinstance(n, int) for n in (*shape, *g.shape))
-    return (_dx if fixed else _dx_of_remainders)(g, w, **options)
+    return _dx(g, w, shape=tuple(shape), stride=stride, dilation=dilation, groups=groups, low=low)
 
 
 def _dx_of_remainders(g, w, *, shape, stride: Sides, dilation: Sides, groups: int, low: Sides):
