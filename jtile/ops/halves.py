@@ -35,7 +35,7 @@ def halves(x):
     return (x * (inverse(top) * jnp.float32(ROOM))).astype(jnp.float16), top * jnp.float32(1 / ROOM)
 
 
-def online(s, v, m, l, acc, unit, top):
+def online(s, v, m, l, acc, top, unit):
     """`online_softmax.online` with values v float16 [bk, d] times unit float32 [bk]: acc is that of `top`, a power of
     two, the largest so far of `power(unit)`. Returns m, l, acc and top; `summed` is what acc stands for."""
     new = jnp.maximum(top, power(jnp.max(jnp.abs(unit))))

@@ -72,7 +72,7 @@ def over_keys(
         jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi) if window is None else lo
     )  # blocks that every query sees whole
 
-    def step(j, m, l, acc, edge: bool, top=None):
+    def step(j, state, edge: bool):
         keys = fine if edge else bk
         K, V = k.tiles(None, keys, None, d), v.tiles(None, keys, None, d)
         units = [x.tiles(None, None, keys) for x in scales]
@@ -91,28 +91,19 @@ def over_keys(
             s = jnp.where(seen, s, -math.inf)
             v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
             of_values = None if of_values is None else jnp.where(length > columns[0], of_values, 0.0)
-        if half:
-            return halves.online(s, v_j, m, l, acc, of_values, top)
-        return online(s, v_j, m, l, acc, of_values)
+        return (halves.online if half else online)(s, v_j, *state, of_values)
 
     rows, wide = t * group, sums_in(q)
-    m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
-    if half:
-        top = halves.first()
-        for j in jt.range(lo, plain, stages=stages):
-            m, l, acc, top = step(j, m, l, acc, edge=False, top=top)
-        if fine < bk:
-            plain, hi = plain * (bk // fine), jnp.minimum(hi * (bk // fine), jt.cdiv(length, fine))
-        for j in jt.range(plain, hi):
-            m, l, acc, top = step(j, m, l, acc, edge=True, top=top)
-        return m, l, halves.summed(acc, top)
+    state = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
+    state = (*state, halves.first()) if half else state
     for j in jt.range(lo, plain, stages=stages):
-        m, l, acc = step(j, m, l, acc, edge=False)
+        state = step(j, state, edge=False)
     if fine < bk:
         plain, hi = plain * (bk // fine), jnp.minimum(hi * (bk // fine), jt.cdiv(length, fine))
     for j in jt.range(plain, hi):
-        m, l, acc = step(j, m, l, acc, edge=True)
-    return m, l, acc
+        state = step(j, state, edge=True)
+    m, l, acc, *top = state
+    return m, l, halves.summed(acc, *top) if half else acc
 
 
 def _types(q, k, v, lengths, table, scales, *, splits, **_):
