@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import digit_rows, float8_rows, hopper_gemv, hopper_held, rounded_rows
+from jtile.ops import digit_rows, float8_rows, hopper_gemv, hopper_held
 from jtile.ops._shapes import check_float, check_shape, float_dtype
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
@@ -20,7 +20,7 @@ from jtile.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from jtile.ops.matmul import matmul, matmul_reference
 from jtile.ops.norms import rms_norm, rms_norm_reference
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
-from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
+from jtile.ops.quantized import not_in_bytes, quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.weight_codes import in_rows
 
@@ -191,8 +191,7 @@ def _not_in_bytes(x, residual, weight, weights, **_) -> str | None:
         return "the weights are not of one kind of quantised ones, or an array is not float32"
     arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
     options = dict(kind=weights[0].kind, activation=None, activations=weights[0].activations)
-    why = rounded_rows.misfit(x, arrays, NO_EPILOGUE, **options)
-    return why or digit_rows.misfit(x, arrays, kind=weights[0].kind)
+    return not_in_bytes(x, arrays, NO_EPILOGUE, **options)
 
 
 # The product of rms_norm(x + residual) [m, k] with a matrix [n, k], or the gated one with two; and the sum.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import (
     dequantized,
+    digit_rows,
     float8_rows,
     hopper_gemv,
     hopper_quantized,
@@ -401,10 +402,16 @@ def _not_in_8_bits(x, weights, epilogue, *, activations, **_) -> str | None:
     return float8_rows.misfit(x, weights[0], activations=activations)
 
 
+def not_in_bytes(x, weights, epilogue, *, kind, **options) -> str | None:
+    """Why rows that may be rounded to integers of 16 bits are not multiplied as two bytes each; None if they are."""
+    return rounded_rows.misfit(x, weights, epilogue, kind=kind, **options) or digit_rows.misfit(x, weights, kind=kind)
+
+
 # The product with weights that say how rows may be rounded; its derivative is that without rounding.
 _rounded_product = Op(
     "product with rounded rows",
     Implementation("rows in 8 bits", _in_8_bits, _not_in_8_bits, BLOCK_LEVEL, portable=False),
+    Implementation("rows in bytes", digit_rows.product, not_in_bytes, ("byte tiles",), portable=False),
     Implementation("rows in integers", rounded_rows.product, rounded_rows.misfit, ("int16 products",), portable=False),
     Implementation("rows as they are", _as_it_is),
 )

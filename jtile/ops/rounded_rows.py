@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops import digit_rows
 from jtile.ops._shapes import known
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import finished
@@ -100,8 +99,6 @@ def _kernel(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind, acti
 
 def product(x, weights, epilogue: Epilogue, *, kind, activation, out_dtype, **_):
     """The product of x [m, in] with one weight [out, in], or the gated one with two, with its epilogue."""
-    if digit_rows.misfit(x, weights, kind=kind) is None:
-        return digit_rows.product(x, weights, epilogue, kind=kind, activation=activation, out_dtype=out_dtype)
     inner, out = x.shape[1], weights[0].codes.shape[0]
     options = dict(kind=kind, activation=activation, **tiles(known(x.shape[0]), out, inner, len(weights)))
     return _kernel(x.astype(jnp.float32), weights, epilogue, **options).astype(out_dtype)
