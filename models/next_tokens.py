@@ -64,9 +64,7 @@ def next_tokens(
     if jt.arrive(jt.counters("rows", tokens.shape[0]), i, parts):
         token = _token(first_of(tops[i, :], places[i, :]), vocab, done[i], tokens[i])
         position = lengths[i] + 1
-        new_tokens[i], new_lengths[i] = token, position
-        new_done[i] = done[i] | (ends[:] == token).any()
-        new_out[i, column[...]] = token
+        _leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths)
         _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
 
 
@@ -75,6 +73,13 @@ def _token(found, vocab: int, done, before):
     top, place = found
     chosen = jnp.where(top == keys_of(jnp.float32(jnp.nan)), jnp.int32(vocab), place)
     return jnp.where(done, before, chosen)
+
+
+def _leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths):
+    """What this step leaves of row i; `position` was read before, since the lengths are written in place."""
+    new_tokens[i], new_lengths[i] = token, position
+    new_done[i] = done[i] | (ends[:] == token).any()
+    new_out[i, column[...]] = token
 
 
 def _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden: int, dtype: str, scale: float, factors):
@@ -103,9 +108,7 @@ def tokens_of_largest(
     keys = tops.tiles(None, wide, pad=-(2**31))[i, 0]
     token = _token(first_of(keys, places.tiles(None, wide, pad=0)[i, 0]), vocab, done[i], tokens[i])
     position = lengths[i] + 1
-    new_tokens[i], new_lengths[i] = token, position
-    new_done[i] = done[i] | (ends[:] == token).any()
-    new_out[i, column[...]] = token
+    _leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths)
     _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
 
 
