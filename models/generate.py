@@ -17,7 +17,7 @@ from jtile._errors import ModelError, PromptError
 from jtile.ops import gpu_tiles
 
 from . import cache as kv
-from . import programs, prompts, speculation
+from . import huge_pages, programs, prompts, speculation
 from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .config import LONGEST
@@ -152,7 +152,11 @@ class LanguageModel:
                 model = apply_adapter(model, read_adapter(adapter, model))
         else:
             model = devices.read(checkpoint, dtype, adapter)
-        return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype, page_size)
+        lm = cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype, page_size)
+        del model  # `lm` alone has the weights: each goes as soon as it has moved
+        if devices is None and on_host():
+            huge_pages.move(lm._weights, lm._structure[1])
+        return lm
 
     def logits(self, ids, attention_mask=None) -> jax.Array:
         """Logits of the next token after every position.
