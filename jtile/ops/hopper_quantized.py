@@ -30,14 +30,17 @@ DEPTH = 256  # weights of a row that a round takes
 WORDS = 32  # words in a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
 _UP, DOWN = 2.0**110, 2.0**23  # together they bring codes times 2^-133 back; a float16 times the first is a bfloat16
+# What is stored of a code, less the code. Of Q4_1 it is 8, but added to the minimum it would cost that a bit and more.
+LEAST = {"q4_0": 8, "q8_0": 128, "int8": 128}
 _UP_FLOAT8 = 2.0 ** (120 - 23)  # this and DOWN bring codes times 2^-120 back
 
 
 def _codes(words, kind: str, dtype):
     """The codes of words [rows, units, 4] as floats, exact: [rows, units, 4, parts, 2]; bfloat16: times 2^-133.
 
-    In bfloat16 the bits of a code are a subnormal number: the field's, less that of 0. Of two fields of 4 bits in a
-    byte the upper one stays where it is, and counts 16 times. In float16 a code ends the mantissa of 1024 + code.
+    In bfloat16 the bits of a code are a subnormal number: the field's, counted from the least code on, but of Q4_1, in
+    which it is less that of 0. Of two fields of 4 bits in a byte the upper one stays where it is, and counts 16 times.
+    In float16 a code ends the mantissa of 1024 + code.
 
     Codes that are floats of 8 bits stand where a bfloat16 has such fields, times 2^-120, or a float16, times 2^-8.
     """
@@ -57,11 +60,13 @@ def _codes(words, kind: str, dtype):
         u = u >> part * np.uint32(4 if four else 8)
         return pair(u & np.uint32(field) | np.uint32(0x64006400)) - dtype(more)
     if not four:
-        return pair(u >> part * np.uint32(8) & np.uint32(0x00FF00FF)) - number(jnp.full((), 128, jnp.uint16))
+        return pair(u >> part * np.uint32(8) & np.uint32(0x00FF00FF))
     upper = part % np.uint32(2) == 1
-    u = u >> part // np.uint32(2) * np.uint32(8) & jnp.where(upper, np.uint32(0x00F000F0), np.uint32(0x000F000F))
+    a = pair(u >> part // np.uint32(2) * np.uint32(8) & jnp.where(upper, np.uint32(0x00F000F0), np.uint32(0x000F000F)))
+    if kind in LEAST:
+        return a
     zero = jnp.where(upper, np.uint32(128), np.uint32(8)).astype(jnp.uint16)
-    return pair(u) - jnp.broadcast_to(number(zero)[..., None], (*shape, 2))
+    return a - jnp.broadcast_to(number(zero)[..., None], a.shape)
 
 
 def _operand(words, scale, shift, kind: str, dtype):
@@ -71,32 +76,39 @@ def _operand(words, scale, shift, kind: str, dtype):
     parts = a.shape[3] // 2
     a = a.reshape(rows, 2, units // 2, 4, parts, 2, 2)
     if scale is not None:
-        a = a * scale.reshape(rows, 2, 1, 1, 1, *(scale.shape[2:] or (1,)), 1)
-    elif dtype == jnp.bfloat16:
-        a = a * dtype(_UP_FLOAT8 if kind == "fp8" else _UP)
-    elif kind == "fp8":
-        a = a * dtype(256)
-    if shift is not None:
-        a = a + shift.reshape(rows, 2, 1, 1, 1, 1, 1)
+        scale = scale.reshape(rows, 2, 1, 1, 1, *(scale.shape[2:] or (1,)), 1)
+    elif dtype == jnp.bfloat16 or kind == "fp8":
+        scale = dtype((_UP_FLOAT8 if kind == "fp8" else _UP) if dtype == jnp.bfloat16 else 256)
+    if dtype == jnp.bfloat16 and kind != "fp8":  # what is added is exact, and the sum is rounded once
+        shift = dtype(-LEAST[kind] / DOWN) if shift is None else shift.reshape(rows, 2, 1, 1, 1, 1, 1)
+        a, scale, shift = (jnp.broadcast_to(t, a.shape).astype(jnp.float32) for t in (a, scale, shift))
+        a = (a * scale + shift).astype(dtype)
+    else:
+        a = a if scale is None else a * scale
+        a = a if shift is None else a + shift.reshape(rows, 2, 1, 1, 1, 1, 1)
     return a.reshape(rows, units, 4, 2 * parts, 2).transpose(0, 1, 3, 2, 4).reshape(rows, PIECE)
 
 
 def _scales(tiles, kind: str, dtype) -> list:
-    """The factors of the codes of blocks and, for Q4_1, the terms added to them, of scales (and minima) [rows, blocks].
+    """The factors of the codes of blocks and the terms added to them, if there are any, of scales (and minima)
+    [rows, blocks].
 
     They are [rows, blocks]; for 4-bit codes times 2^-133 factors are [rows, blocks, 2]: the second of two is for the
     upper fields, which count 16 times.
     """
     d, *low = (t.astype(jnp.float32) for t in tiles)
-    shift = [m + 8 * d for m in low]  # added to d (q - 8), since `_codes` gives q - 8
+    shift = [m + 8 * d for m in low]  # added to d (q - 8)
     if dtype == jnp.float16:
         d = d * 256 if kind == "fp8" else d
         return [t.astype(dtype) for t in (d, *shift)]
-    d = d * (_UP_FLOAT8 if kind == "fp8" else _UP)
+    d = (d * (_UP_FLOAT8 if kind == "fp8" else _UP)).astype(dtype)
+    shift = [(m * (1 / DOWN)).astype(dtype) for m in shift]
+    if kind in LEAST:
+        shift = [d * dtype(-LEAST[kind] / DOWN / _UP)]
     if kind in FOUR_BIT:
         upper = jax.lax.broadcasted_iota(jnp.int32, (*d.shape, 2), 2) == 1
-        d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, jnp.float32(1 / 16), jnp.float32(1))
-    return [d.astype(dtype), *((m * (1 / DOWN)).astype(dtype) for m in shift)]
+        d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, dtype(1 / 16), dtype(1))
+    return [d, *shift]
 
 
 def cover_of(array, inner: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 What warpgroup products take from registers often comes out of few instructions an element: codes of quantised weights
 that become numbers. Sums and products of float16 and bfloat16 are rounded once whether they are made in float32 or in
-their own type, and neighbours in a register are one instruction.
+their own type, and neighbours in a register are one instruction. So is a product and a sum in float32 of bfloat16
+numbers whose result is rounded to bfloat16: it is rounded once.
 
 Instructions convert 8-bit floats two at a time, neighbours in half a word, to float16: of the two conversions of a half
 that are written here, the assembler makes one.
@@ -11,6 +12,8 @@ that are written here, the assembler makes one.
 from __future__ import annotations
 
 import dataclasses
+
+import numpy as np
 
 from jtile import ir
 
@@ -28,6 +31,8 @@ _HALF = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 
 @emits(ir.Cast)
 def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
+    if (terms := _product_and_sum(op)) is not None:
+        return _fused(em, op, terms)
     if op.dtype == "float32" and op.x.dtype == "bfloat16" and _neighbours(em, op):
         return _wide(em, op)
     found = _byte(op.x)
@@ -46,6 +51,42 @@ def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
     with em.code.within({len(x.shape): x.layout}):
         out = em.code.spell(x.shape, "f32")
         return em.code.let(f"tt.elementwise_inline_asm {asm} {x.name} : {x.type} -> {out}", x.shape, "f32")
+
+
+def _product_and_sum(op: ir.Cast) -> tuple[ir.Value | float, ...] | None:
+    """For a b + c, made in float32 of bfloat16 numbers and rounded to bfloat16: a, b and c; None for others."""
+    total = op.x.op
+    if op.dtype != "bfloat16" or not op.x.shape or not isinstance(total, ir.Map) or total.fn != "add":
+        return None
+    product, c = total.args if _is_product(total.args[0]) else total.args[::-1]
+    if not isinstance(product.op, ir.Map) or not _is_product(product):
+        return None
+    found = [_narrow(v) for v in (*product.op.args, c)]
+    return None if None in found else tuple(v for v in found if v is not None)
+
+
+def _is_product(v: ir.Value) -> bool:
+    return isinstance(v.op, ir.Map) and v.op.fn == "mul" and v.dtype == "float32"
+
+
+def _narrow(v: ir.Value) -> ir.Value | float | None:
+    """The tile of bfloat16, or the number of that type, that a tile of float32 is; None for others."""
+    if isinstance(v.op, ir.Cast) and v.op.x.dtype == "bfloat16":
+        return v.op.x
+    exact = isinstance(v.op, ir.Full) and int(np.float32(v.op.value).view(np.uint32)) % (1 << 16) == 0
+    return float(v.op.value) if exact else None  # type: ignore[union-attr]
+
+
+def _fused(em: BlockEmitter, op: ir.Cast, terms: tuple[ir.Value | float, ...]) -> Val:
+    """a b + c, rounded once, of two elements by one instruction."""
+    assert em.homes is not None
+    layout, shape = em.homes[op.result], op.x.shape
+    with em.code.within({len(shape): layout}):
+        a, b, c = (em.tile(v, layout) if isinstance(v, ir.Value) else em.code.const(v, "bf16", shape) for v in terms)
+        asm = '"fma.rn.bf16x2 $0, $1, $2, $3;" {constraints = "=r,r,r,r", packed_element = 2 : i32, pure = true}'
+        types = f"{a.type}, {b.type}, {c.type} -> {a.type}"
+        text = f"tt.elementwise_inline_asm {asm} {a.name}, {b.name}, {c.name} : {types}"
+        return em.code.let(text, shape, "bf16")
 
 
 def _neighbours(em: BlockEmitter, op: ir.Cast) -> bool:
@@ -133,11 +174,48 @@ def _bytes_dot(em: BlockEmitter, op: ir.Map) -> Val | None:
         return em.code.let(text, op.result.shape, "i32")
 
 
+def _spread_bytes(em: BlockEmitter, op: ir.Map) -> Val | None:
+    """Bytes 0 and 2, or 1 and 3, of words, each in a half of its own, by one instruction: the compiler, which sees
+    halves, takes four for the latter."""
+    if op.fn != "and" or op.result.dtype != "uint32" or not op.result.shape:
+        return None
+    word, mask = op.args
+    shift = word.op
+    if not isinstance(mask.op, ir.Full) or mask.op.value != 0x00FF00FF or not isinstance(shift, ir.Map):
+        return None
+    if shift.fn != "shr_logical" or not _zero_or_eight(shift.args[1]):
+        return None
+    assert em.homes is not None
+    layout = em.homes[op.result]
+    x, by = (em.tile(v, layout) for v in shift.args)
+    text = (
+        "{ .reg .b32 s; mul.lo.u32 s, $2, 0x101; shr.u32 s, s, 3; add.u32 s, s, 0x4240; "  # the bytes to take
+        "prmt.b32 $0, $1, 0, s; }"
+    )
+    asm = f'"{text}" {{constraints = "=r,r,r", packed_element = 1 : i32, pure = true}}'
+    out = dataclasses.replace(x, name=em.code.name(), fill=None, number=None)
+    em.code.do(f"{out.name} = tt.elementwise_inline_asm {asm} {x.name}, {by.name} : {x.type}, {by.type} -> {x.type}")
+    return out
+
+
+def _zero_or_eight(v: ir.Value) -> bool:
+    """Whether all of a tile is 0 or 8."""
+    if isinstance(v.op, ir.Full):
+        return v.op.value in (0, 8)
+    if not isinstance(v.op, ir.Map) or v.op.fn != "mul":
+        return False
+    which, eight = (a.op for a in v.op.args)
+    counts = isinstance(which, ir.Iota) and which.shape[which.axis] <= 2
+    return counts and isinstance(eight, ir.Full) and eight.value == 8
+
+
 @emits(ir.Map)
 def _map(em: BlockEmitter, op: ir.Map) -> Val:
     dtype = op.args[0].dtype
     if (dot := _bytes_dot(em, op)) is not None:
         return dot
+    if (halves := _spread_bytes(em, op)) is not None:
+        return halves
     if op.fn not in _PAIRED or dtype not in _TYPES or not op.result.shape:
         return em.as_tile(op)
     assert em.homes is not None
