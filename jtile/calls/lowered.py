@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,8 +158,8 @@ class Lowered:
         return self._with_texts.launch
 
     @functools.cached_property
-    def texts(self) -> dict[str, str]:
-        """The text of every level, by the name of the level, in this order.
+    def texts(self) -> Mapping[str, str]:
+        """The text of every level, by the name of the level, in this order; `sass` is made when it is read.
 
         `choice` has the values of meta-parameters that are `jt.auto`, and of the tiles of a derivative, with the
         reason. `jaxpr` and `tile_ir` are the kernel as traced, `tile_ir_opt` is this piece after the passes.

@@ -27,7 +27,7 @@ def linked(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], artifa
     Args:
       kernel: the kernel that the artifact was compiled from, after the passes of tiles.
     """
-    texts: dict[str, str] = artifact.texts
+    texts: Mapping[str, str] = artifact.texts
     located = platforms.named(target.platform).located
     if located is not None:
         return _located(*located(kernel, target), texts)

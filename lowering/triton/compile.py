@@ -239,7 +239,7 @@ def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:
 
 
 def compile_kernel(
-    kernel: ir.Kernel, target: Target, options: Mapping[str, Any] | None = None, *, texts: stages.Texts = False
+    kernel: ir.Kernel, target: Target, options: Mapping[str, Any] | None = None, *, texts: bool = False
 ) -> Artifact:
     """Compile a kernel (after the passes) for a GPU: on Hopper at the block level where it has a plan there.
 
@@ -248,8 +248,7 @@ def compile_kernel(
       options: `num_warps`, `num_stages`, `num_ctas`; what is missing or None is chosen by `heuristics`; those of
         `lowering.triton.block.passes.block_level`.
       texts: keep the text of every level: `ttir`, `ttgir`, `llir`, `ptx` and `sass`, or `amdgcn`; on Hopper `schedule`,
-        the plan at the block level or why there is none, and `block`, the kernel at that level. Names of levels: all
-        but `sass`, unless it is among them.
+        the plan at the block level or why there is none, and `block`, the kernel at that level.
 
     Raises:
       UnsupportedError: triton is missing, or the kernel needs more shared memory than a block may have.

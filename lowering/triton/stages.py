@@ -5,23 +5,21 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
 
+from ..artifact import Texts
 from . import clusters, contraction, layouts, ptx, ptxas, resources, sparse, versions
 from .features import Features
 from .heuristics import Choice
-
-# Whether texts are kept: of every level (True), or (their names) without the machine code's, unless it is among them.
-# To disassemble a small kernel takes longer than to compile it.
-Texts = bool | tuple[str, ...]
 
 _LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # stages of a loop; without this, the option's number
 
@@ -42,7 +40,7 @@ class Built:
     """
 
     image: bytes
-    texts: dict[str, str]
+    texts: Mapping[str, str]
     threads: int
     shared: int
     choice: Choice
@@ -52,7 +50,7 @@ class Built:
 
 
 def build(
-    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: Texts = False, level: str = "ttir",
+    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False, level: str = "ttir",
     tool: Any = None,
 ) -> Built:  # fmt: skip
     """Compile TTIR text, or that of another `level`. `tool`: the ptxas for it, None for triton's choice.
@@ -93,7 +91,7 @@ def _fits(shared: int, f: Features, choice: Choice) -> bool:
     return shared <= f.shared and not (choice.registers and 2 * (shared + 1024) > f.multiprocessor_shared)
 
 
-def _build(text: str, f: Features, choice: Choice, texts: Texts, level: str) -> Built | int:
+def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> Built | int:
     """The compiled function; or the bytes of shared memory that it would need, where so many do not fit. That is known
     before the assembler sees the text, which may take minutes over tiles that are much too large."""
     backend, module, context, path = _parse(text, f)
@@ -106,7 +104,7 @@ def _build(text: str, f: Features, choice: Choice, texts: Texts, level: str) -> 
 
 
 def _staged(
-    backend: Any, module: Any, path: str, f: Features, choice: Choice, levels: dict[str, str], texts: Texts, level: str
+    backend: Any, module: Any, path: str, f: Features, choice: Choice, levels: dict[str, str], texts: bool, level: str
 ) -> Built | int:
     """The compiled function of a parsed module, or bytes as `_build` gives them. `path`: the file that the text was in;
     `levels`: texts that there are already."""
@@ -137,11 +135,11 @@ def _staged(
                 levels[name] = str(value)
     threads = f.lanes * int(metadata["num_warps"])
     shared = int(metadata.get("shared") or 0)
-    found: dict[str, Any] = {}
-    if texts:
-        found = resources.resources(value, levels, f, threads, shared)
-        levels |= {"sass": resources.sass(value)} if f.ptx and (texts is True or "sass" in texts) else {}
-    return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found, waits)
+    found = resources.resources(value, levels, f, threads, shared) if texts else {}
+    later = {"sass": functools.partial(resources.sass, value)} if texts and f.ptx else {}
+    return Built(
+        value, Texts(levels, later), threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found, waits
+    )
 
 
 class _Silence(threading.local):

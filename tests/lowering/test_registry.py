@@ -15,8 +15,9 @@ from jtile import ir
 from jtile.errors import CompileError, UnsupportedError
 from jtile.interpret import poison
 from jtile.lowering import platforms, registry, starts
-from jtile.lowering.artifact import Artifact
+from jtile.lowering.artifact import Artifact, Texts
 from jtile.lowering.targets import Target, host_target
+from jtile.lowering.targets import resolve as target_of
 
 TOY = Target("toy-1", "toy", "")
 
@@ -109,6 +110,31 @@ def test_memory_holds_no_texts(toy, target):
     assert registry.compile(kernel(), target, texts=True).texts
     assert registry.compile(kernel(), target).texts == {}
     assert registry.compile(kernel(3.0), target).texts == {}
+
+
+def test_a_text_that_takes_long_is_made_when_it_is_read():
+    made = []
+    texts = {"plan": "p"} | Texts({"ptx": "a"}, {"sass": lambda: made.append(1) or "b"})
+    texts = {"jaxpr": "j"} | texts
+    assert list(texts) == ["jaxpr", "plan", "ptx", "sass"] and len(texts) == 4
+    assert "sass" in texts and "llvm" not in texts and texts["ptx"] == "a" and texts.get("llvm") is None
+    assert not made
+    assert texts["sass"] == texts["sass"] == "b" and made == [1]
+    assert {"first": ""} | texts == {"first": "", "jaxpr": "j", "plan": "p", "ptx": "a", "sass": "b"}
+    with pytest.raises(KeyError, match="llvm"):
+        texts["llvm"]
+
+
+def test_machine_code_of_a_gpu_is_disassembled_when_it_is_read(monkeypatch):
+    """The disassembler starts for half a second, longer than a small kernel takes to compile."""
+    pytest.importorskip("triton")
+    from jtile.lowering.triton import resources
+
+    asked, sass = [], resources.sass
+    monkeypatch.setattr(resources, "sass", lambda image: asked.append(image) or sass(image))
+    texts = registry.compile(kernel(), target_of("cuda:sm_80"), texts=True).texts
+    assert "ld.global" in texts["ptx"] and not asked
+    assert "LDG" in texts["sass"] and len(asked) == 1
 
 
 def test_targets_share_nothing(toy):

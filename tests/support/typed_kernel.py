@@ -1,5 +1,6 @@
 """What editors know of kernels whose parameters are annotated: `.ci/typecheck` reads this file, and nobody runs it."""
 
+from collections.abc import Mapping
 from typing import assert_type
 
 import jax
@@ -27,4 +28,4 @@ def softmax(x: jt.Ref, o: jt.Ref, *, rows: int = 4) -> None:
 assert_type(softmax, jt.Kernel)
 assert_type(softmax.with_options(num_warps=4), jt.Kernel)
 assert_type(softmax.lower(jnp.ones((8, 8)), target="cpu"), jt.Lowered)
-assert_type(softmax.lower(jnp.ones((8, 8))).texts, dict[str, str])
+assert_type(softmax.lower(jnp.ones((8, 8))).texts, Mapping[str, str])

@@ -14,7 +14,6 @@ from jtile.ir.block import level_of
 from ... import failures
 from ...artifact import Artifact
 from ...targets import Target
-from ..stages import Texts
 from .compile import compile_block_kernel, emit_block_kernel
 from .passes import NoPlan, steps
 from .passes.plan import Machine
@@ -26,7 +25,7 @@ class Defect(str):
     """A reason why a kernel stays at tile level that is jtile's own fault."""
 
 
-def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: Texts) -> Artifact | str:
+def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: bool) -> Artifact | str:
     """A kernel compiled at the block level, or why it has to stay at tile level.
 
     Raises:

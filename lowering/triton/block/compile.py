@@ -74,14 +74,13 @@ def emit_block_kernel(
 
 
 def compile_block_kernel(
-    kernel: ir.Kernel, target: Target, *, texts: stages.Texts = False, multicast: int = 1, apart: int = 1
+    kernel: ir.Kernel, target: Target, *, texts: bool = False, multicast: int = 1, apart: int = 1
 ) -> Artifact:
     """Compile a kernel at the block level for a target with warpgroup products.
 
     Args:
       kernel: Tile IR at the block level.
-      texts: keep the text of every level: `block`, `ttgir`, `llir`, `ptx`, `sass`; names: without the last one, unless
-        it is among them.
+      texts: keep the text of every level: `block`, `ttgir`, `llir`, `ptx`, `sass`.
 
     Raises:
       UnsupportedError: another target, an op without a form in a role, or more shared memory than a block has.

@@ -44,7 +44,7 @@ def test_a_reduction_after_a_reshape():
     bench.value(ir.Reduce(bench.b.value(ir.Reshape(bench.loads()[0], (4, 64))), "sum", (1,)))
     kernel = bench.case().kernel
     assert "tt.scan" in emit_kernel(kernel, features("sm_90"), isolate=True)[0]
-    text = compile_kernel(kernel, card("sm_90"), texts=("ttgir",)).texts["ttgir"]
+    text = compile_kernel(kernel, card("sm_90"), texts=True).texts["ttgir"]
     if not versions.reduces_any_layout():
         layouts.check(text)
 

@@ -127,7 +127,7 @@ def test_devices_that_there_are_not():
 def compiled(kernel):
     f = features("sm_90")
     text, record = emit_kernel(kernel, f)
-    return record, stages.build(text, f, heuristics.choose(kernel, f, {}), where=kernel, texts=("ptx",))
+    return record, stages.build(text, f, heuristics.choose(kernel, f, {}), where=kernel, texts=True)
 
 
 def test_instructions():
@@ -247,7 +247,5 @@ def test_roles_copy_to_other_devices():
     _, copied = text.split("async_tma_copy_local_to_global", 1)
     assert "cp.async.bulk.wait_group 0;" in copied.split("tt.atomic_rmw add, release, sys")[0]
     assert "exit;" not in text and "tt.atomic_rmw add, acquire, sys" in text
-    built = stages.build(
-        text, f, heuristics.Choice(4, 1, 1, ("num_stages",)), where=kernel, texts=("ptx",), level="ttgir"
-    )
+    built = stages.build(text, f, heuristics.Choice(4, 1, 1, ("num_stages",)), where=kernel, texts=True, level="ttgir")
     assert "cp.async.bulk.tensor.3d.global.shared" in built.texts["ptx"]

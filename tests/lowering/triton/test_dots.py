@@ -229,7 +229,7 @@ INSTRUCTIONS = [
 
 def test_fast_products_keep_their_sums_in_the_tensor_cores():
     products = lambda p, kind, k: dot(64, 64, k, kind, kind, "f32", trans=(False, True), precision=p)
-    ptx = lambda p, kind, k: compile_kernel(products(p, kind, k), card("sm_90"), texts=("ptx",)).texts["ptx"]
+    ptx = lambda p, kind, k: compile_kernel(products(p, kind, k), card("sm_90"), texts=True).texts["ptx"]
     assert ptx("fast", "f8e4m3fn", 256).count("add.f32") == 0 < ptx("default", "f8e4m3fn", 256).count("add.f32")
     terms = [ptx(p, "f32", 64).count("m64n64k8.f32.tf32.tf32") for p in ("fast", "default")]
     assert terms[1] == 3 * terms[0] > 0
@@ -237,7 +237,7 @@ def test_fast_products_keep_their_sums_in_the_tensor_cores():
 
 @pytest.mark.parametrize(("arch", "k", "instruction"), INSTRUCTIONS, ids=lambda x: x if isinstance(x, str) else "")
 def test_matrix_instructions(arch, k, instruction):
-    texts = compile_kernel(k, card(arch), texts=("ptx",)).texts
+    texts = compile_kernel(k, card(arch), texts=True).texts
     assert instruction in (texts.get("ptx") or texts["amdgcn"])
 
 

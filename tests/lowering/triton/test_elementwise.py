@@ -436,7 +436,7 @@ def test_narrow_products_are_rounded_before_sums(arch, dtype):
     bench = Bench(*(values(dtype, seed=k) for k in range(3)))
     product = bench.b.value(ir.Map("mul", tuple(bench.xs[:2])))
     bench.value(ir.Map("sub", (product, bench.xs[2])))
-    texts = compile_kernel(bench.kernel, card(arch), {"num_warps": 4}, texts=("ptx",)).texts
+    texts = compile_kernel(bench.kernel, card(arch), {"num_warps": 4}, texts=True).texts
     if arch == "sm_80":  # where a product of bf16 is a fused multiply-add with zero
         assert "sub.f32" in texts["ptx"] or "sub.rn.f32" in texts["ptx"]
     else:
@@ -491,7 +491,7 @@ def test_fast_paths():
     bench.add(ir.Cast(bench.xs[0], "bfloat16"), x)
     bench.add(ir.Map("exp2", (bench.xs[1],)))
     bench.add(ir.Map("rsqrt", (bench.xs[1],)))
-    texts = compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 4}, texts=("ptx",)).texts
+    texts = compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 4}, texts=True).texts
     ptx = texts["ptx"]
     assert "rsqrt.approx.f32" in ptx and "br " not in texts["llir"]
     assert "cvt.rn.f32.s" not in ptx and "cvt.rn.bf16.s" not in ptx and "cvt.rn.bf16x2.f32" in ptx

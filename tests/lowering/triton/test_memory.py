@@ -96,7 +96,7 @@ def test_only_the_axis_that_hangs_over_is_tested():
 )
 def test_rows_move_in_16_bytes(shape, t):
     n = 512 if t == "i4" else 128
-    artifact = compile_kernel(kernel(copy(*shape, 32, n, t)), card("sm_80"), {"num_warps": 4}, texts=("ptx",))
+    artifact = compile_kernel(kernel(copy(*shape, 32, n, t)), card("sm_80"), {"num_warps": 4}, texts=True)
     ptx = artifact.texts["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
@@ -130,14 +130,14 @@ def product(m, n, k, bm=128, bn=128, bk=64, t="bf16", lead="", at="", role="") -
 
 @pytest.mark.parametrize("sides", [(256, 256, 256), (200, 248, 200)])
 def test_loops_of_products_copy_16_bytes_asynchronously(sides):
-    ptx = compile_kernel(kernel(product(*sides)), card("sm_80"), texts=("ptx",)).texts["ptx"]
+    ptx = compile_kernel(kernel(product(*sides)), card("sm_80"), texts=True).texts["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*0x(\w+)[,;]", ptx)
     assert set(copies) == {"10"}
     assert "ld.global" not in ptx
 
 
 def test_tensor_maps_of_a_product():
-    artifact = compile_kernel(kernel(product(200, 248, 200)), card("sm_90"), {"specialize": False}, texts=("ptx",))
+    artifact = compile_kernel(kernel(product(200, 248, 200)), card("sm_90"), {"specialize": False}, texts=True)
     assert "cp.async.bulk.tensor.2d" in artifact.texts["ptx"]
     params = json.loads(artifact.launch["record"])["params"]
     assert [p["kind"] for p in params] == ["buffer"] * 3 + ["tensormap"] * 2 + ["null"] * 2

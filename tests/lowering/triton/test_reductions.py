@@ -272,7 +272,7 @@ def test_text_of_a_reduction():
 
 
 def test_a_row_is_folded_by_shuffles_and_one_exchange():
-    ptx = compile_kernel(softmax(4096), card("sm_90"), {"num_warps": 4}, texts=("ptx",)).texts["ptx"]
+    ptx = compile_kernel(softmax(4096), card("sm_90"), {"num_warps": 4}, texts=True).texts["ptx"]
     # Two reductions: five steps in a warp, two for four warps, and barriers around one exchange (triton 3.6 has two).
     assert ptx.count("shfl.sync") == 14 and ptx.count("bar.sync") <= 5
 
@@ -282,7 +282,7 @@ def test_integers_are_folded_by_redux():
     x, flags = bench.loads()
     bench.value(ir.ArgReduce(x, "max", 0, "int32"))
     bench.value(ir.Reduce(flags, "or", (0,)))
-    ptx = compile_kernel(bench.case().kernel, card("sm_80"), texts=("ptx",)).texts["ptx"]
+    ptx = compile_kernel(bench.case().kernel, card("sm_80"), texts=True).texts["ptx"]
     assert "redux.sync.max" in ptx and "redux.sync.or" in ptx
     assert ptx.count("shfl.sync") <= 4  # triton 3.6 folds the four numbers of the warps by shuffles
 

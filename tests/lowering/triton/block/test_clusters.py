@@ -63,7 +63,7 @@ def test_what_follows_from_a_carry_that_differs_differs():
 
 def test_the_machine_code_says_it():
     kernel = tk.matmul(512, 512, 2048, tile=(64, 128, 64))
-    alone, found = (compile_kernel(kernel, card("sm_90"), {"multicast": n}, texts=("ptx",)) for n in (None, 2))
+    alone, found = (compile_kernel(kernel, card("sm_90"), {"multicast": n}, texts=True) for n in (None, 2))
     ptx, records = found.texts["ptx"], [json.loads(a.launch["record"]) for a in (alone, found)]
     assert [(r["cluster"], r["grid"]) for r in records] == [(1, 32), (2, 16)]
     assert len(re.findall(r"multicast::cluster .*, %cluster_blocks;", ptx)) == 2

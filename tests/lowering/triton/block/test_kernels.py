@@ -241,7 +241,7 @@ def test_a_product_that_needs_more_registers_than_its_roles_name(columns, regist
 
 
 def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
-    texts = compile_kernel(product(512, 512, 512), card("sm_90"), texts=("block",)).texts
+    texts = compile_kernel(product(512, 512, 512), card("sm_90"), texts=True).texts
     assert texts["schedule"].startswith("block level: ")
     assert "role producer" in texts["block"]
     assert "ttir" not in texts
@@ -252,14 +252,14 @@ def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
     [({"specialize": False}, "specialize=False"), ({"num_ctas": 2}, "num_ctas shares")],
 )
 def test_a_kernel_that_stays_says_why(options, why):
-    texts = compile_kernel(product(512, 512, 512), card("sm_90"), options, texts=("schedule",)).texts
+    texts = compile_kernel(product(512, 512, 512), card("sm_90"), options, texts=True).texts
     assert texts["schedule"].startswith("tile level: ")
     assert why in texts["schedule"]
     assert "ttir" in texts
 
 
 def test_other_architectures_have_no_schedule():
-    assert "schedule" not in compile_kernel(product(256, 256, 256), card("sm_80"), texts=("schedule",)).texts
+    assert "schedule" not in compile_kernel(product(256, 256, 256), card("sm_80"), texts=True).texts
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch, tmp_pat
         compile_kernel(product(512, 512, 512), card("sm_90"))
     said = r"kernel .*: a defect of jtile, KeyError: 'x'; it stays at tile level.* report it .* kept in (\S+\.tile_ir);"
     with config(verify=False, cache_dir=str(tmp_path)), pytest.warns(DefectWarning, match=said) as found:
-        artifact = compile_kernel(product(512, 512, 512), card("sm_90"), texts=("block",))
+        artifact = compile_kernel(product(512, 512, 512), card("sm_90"), texts=True)
     assert "a defect of jtile at the block level: KeyError: 'x'" in artifact.texts["schedule"]
     assert artifact.launch["defect"]  # no cache on disk takes it
     kept = Path(re.search(said, str(found[0].message))[1])

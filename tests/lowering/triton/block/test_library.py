@@ -98,7 +98,7 @@ def test_columns_of_a_product_that_registers_hold_from_the_start(warps, columns)
 def test_three_consumers_of_256_columns(tb):
     """ptxas gives 128 registers to threads of 512, and wants 154 for a product of 256 columns."""
     kernel = passes.run_pipeline(tk.matmul(384, 512, 256, tile=(192, 256, 64), tb=tb), passes.TILE)
-    artifact = compile_kernel(kernel, card("sm_90"), {}, texts=("ptx",))
+    artifact = compile_kernel(kernel, card("sm_90"), {}, texts=True)
     assert artifact.texts["schedule"].startswith("block level: 3 consumers"), artifact.texts["schedule"]
     assert set(re.findall(r"wgmma\.mma_async\S*m64(n\d+)k16", artifact.texts["ptx"])) == {"n128"}
     assert artifact.launch["resources"]["spills"] == 0
@@ -123,7 +123,7 @@ def test_rows_outside_of_the_left_operand(m, tile):
     kernel = passes.run_pipeline(tk.matmul(m, 264, 320, tile=tile, batch=2, bias=True), passes.TILE)
     inputs = [np.array(x) for x in tk.operands(kernel)]
     inputs[0][:, :16] = np.nan
-    artifact = compile_kernel(kernel, card("sm_90"), {}, texts=("ptx",))
+    artifact = compile_kernel(kernel, card("sm_90"), {}, texts=True)
     assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
     found = np.asarray(run_artifact(artifact, kernel, inputs).outputs()[0], np.float32)
     want = np.asarray(interpret(kernel, inputs)[0], np.float32)
@@ -174,7 +174,7 @@ def with_heads_of(d: int) -> ir.Kernel:
 
 @pytest.mark.parametrize("d", [pytest.param(24, marks=pytest.mark.slow), 96])
 def test_heads_of_other_sizes_are_at_the_block_level(d):
-    artifact = compile_kernel(with_heads_of(d), card("sm_90"), {"specialize": True}, texts=("schedule",))
+    artifact = compile_kernel(with_heads_of(d), card("sm_90"), {"specialize": True}, texts=True)
     assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
     assert artifact.launch["resources"]["spills"] == 0
 
