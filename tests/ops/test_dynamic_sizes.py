@@ -208,6 +208,7 @@ def test_marks_of_marked_arrays():
     np.testing.assert_allclose(ops.softmax(marked), ops.softmax(x), rtol=1e-6)
 
 
+@pytest.mark.early
 def test_functions_that_close_over_arrays():
     """Over tracers of a derivative too; what was traced goes with the function."""
     x, held = of(5, 16), []
