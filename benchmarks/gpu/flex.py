@@ -58,7 +58,7 @@ def _both(kind: str, options: dict[str, Any], extras: Callable, pairs: float, sh
     )  # fmt: skip
     yield Case(
         "flex_attention_gradient", make=lambda seed: (*drawn(seed, 4), *extras()), ours=pulled(call(ops.attention), 3),
-        peers={"xla": pulled(plain, 3)},
+        peers={"xla": pulled(plain, 3), "torch flex": Torch(functools.partial(_flex_pulled, kind=kind))},
         reference=lambda ct, q, k, v, *more: pulled(plain, 3)(*_wide(ct, q, k, v), *more),
         bytes=16 * elements, flops=int(14 * elements * pairs), **of,
     )  # fmt: skip
@@ -106,6 +106,12 @@ def _flex(torch, q, k, v, *extras, kind: str):
     score = None if kind != "alibi" else lambda s, b, h, i, j: s + extras[0][h] * (j - i)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     return compiled(*heads_first, score_mod=score, block_mask=block_mask).transpose(1, 2)
+
+
+def _flex_pulled(torch, ct, q, k, v, *extras, kind: str):
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(_flex(torch, q, k, v, *extras, kind=kind), (q, k, v), ct)
 
 
 @functools.cache

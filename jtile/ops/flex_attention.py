@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import dropouts, gpu_tiles
+from jtile.ops import dropouts, gpu_tiles, hopper_flex_backward
 from jtile.ops._shapes import check_shape, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, Window
-from jtile.ops.dispatch import derivative
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, derivative
 from jtile.ops.flex_lists import BOTH, listed_attention, mask_lists, seen, types
 from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
@@ -105,16 +106,63 @@ def _by_ranges(options: tuple[tuple[str, Any], ...], operands, listed: bool = Fa
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _by_lists(options: tuple[tuple[str, Any], ...], operands):
-    """The same with lists of its mask. Derivatives, whose kernels add up over ranges, are those of `_by_ranges`."""
-    q, k, v, extras, seeds = operands
-    _, lists, counts, _ = _lists(options, operands)
-    run = tuned(listed_attention, persistent=True)
-    return run(q, k, v, extras, lists, counts, seeds, **{n: x for n, x in options if n != "by"})
+    """The same with lists of its mask."""
+    return _listed(options, operands)
 
 
 @functools.partial(_by_lists.defjvp, symbolic_zeros=True)
 def _by_lists_jvp(options, primals, tangents):
-    return derivative(functools.partial(_by_ranges, options, listed=True), primals[0], tangents[0])
+    """By lists, too, where gradients are: else their kernels add up over ranges."""
+    q, k, v, extras, _ = primals[0]
+    moved = any(_moves(x) for x in jax.tree.leaves(tangents[0][3], is_leaf=lambda x: isinstance(x, SymbolicZero)))
+    listed = not moved and hopper_flex_backward.misfit(q, k, v, extras, **dict(options)) is None
+    way = _listed if listed else functools.partial(_by_ranges, listed=True)
+    return derivative(functools.partial(way, options), primals[0], tangents[0])
+
+
+def _moves(tangent) -> bool:
+    return not isinstance(tangent, SymbolicZero) and jnp.issubdtype(tangent.dtype, jnp.inexact)
+
+
+def _listed(options: tuple[tuple[str, Any], ...], operands):
+    q, k, v, extras, seeds = operands
+    _, lists, counts, _ = _lists(options, operands)
+    return _run_listed(q, k, v, extras, lists, counts, seeds, **{n: x for n, x in options if n != "by"})
+
+
+def _run_listed(*args, **meta):
+    return tuned(listed_attention, persistent=True)(*args, **meta)
+
+
+def _forward(q, k, v, extras, lists, counts, seeds, *, save: bool, **meta):
+    o, lse = _run_listed(q, k, v, extras, lists, counts, seeds, save=True, **meta)
+    return (o, lse) if save else o, (q, k, v, extras, seeds, o, lse)
+
+
+def _backward(residuals, ct, *, save: bool, **meta):
+    q, k, v, extras, seeds, o, lse = residuals
+    g, ct_lse = ct if save else (ct, None)
+    by = _depends("attention", meta["mask"], extras, meta["bq"], meta["bk"])
+    found = flex_backward(q, k, v, extras, seeds, o, lse, g, ct_lse, by=by, **meta)
+    return *found, None, None, None, None
+
+
+listed_attention.defvjp(_forward, _backward)
+
+
+def _gradients_by_ranges(q, k, v, extras, seeds, o, lse, g, ct, **options):
+    """(dq, dk, dv) for the cotangents g of o and ct of its logarithms of sums (or None)."""
+    del o, lse
+    options = tuple(sorted({**options, "save": ct is not None}.items()))
+    run = lambda *x: _by_ranges(options, (*x, extras, seeds))
+    return jax.vjp(run, q, k, v)[1](g if ct is None else (g, ct))
+
+
+flex_backward = Op(
+    "flex attention backward",
+    Implementation("roles", hopper_flex_backward.gradients, hopper_flex_backward.misfit, BLOCK_LEVEL, portable=False),
+    Implementation("by ranges", _gradients_by_ranges),
+)
 
 
 def _lists(options: tuple[tuple[str, Any], ...], operands):

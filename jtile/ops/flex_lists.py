@@ -20,13 +20,14 @@ FEW = 8  # rows
 
 
 def seen(b, h, i, j, extras, *, mask, window: Window, s: int, hangs: bool = True):
-    """bool [bq, bk]: which keys j [1, bk] the queries i [bq, 1] see. `hangs`: whether j may be behind the s keys."""
+    """bool [bq, bk]: which keys j [1, bk] the queries i [bq, 1] see; [bk, bq] for j [bk, 1] and i [1, bq]. `hangs`:
+    whether j may be behind the s keys."""
     left, right = window
     parts = [j < s] if hangs else []
     parts += [] if right is None else [j <= i + right]
     parts += [] if left is None else [j >= i - left]
     parts += [] if mask is None else [mask(b, h, i, j, *extras)]
-    shape = i.shape[0], j.shape[1]
+    shape = jnp.broadcast_shapes(i.shape, j.shape)
     return jnp.broadcast_to(functools.reduce(lambda x, y: x & y, parts), shape) if parts else jnp.ones(shape, bool)
 
 

@@ -6,18 +6,22 @@ asynchronous copies add up in float32.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dropouts, hopper_tiles
+from jtile.ops import dropouts, flex_lists, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.online_softmax import EMPTY
 
+Function = Callable[..., Any] | None
 KEYS = 64  # keys of one role; a program has two such roles
 NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second cache holds beside keys and values
 
@@ -44,6 +48,50 @@ def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float, f
     row = row if ct is None else row + LOG2_E * ct.tiles(None, None, n)[b, h, i]
     dp.tiles(None, None, n)[b, h, i] = row if factor == 1 else row * (1.0 / factor)
     dq.tiles(None, n, None, o.shape[3])[b, i, h, 0] = jnp.zeros(O.shape, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """Which queries see which keys, and what scores are.
+
+    Attributes:
+      window, score, mask: as in `flash_attention` and `flex_attention`; counted: rows have lengths and offsets.
+      extras: the operands of score and mask. lists, counts: those of `hopper_flex_backward`, else None.
+    """
+
+    window: Window
+    counted: bool = False
+    score: Function = None
+    mask: Function = None
+    extras: tuple[jt.Ref, ...] = ()
+    lists: jt.Ref | None = None
+    counts: jt.Ref | None = None
+
+    def block(self, b, h, j, n):
+        """The n-th block of queries that see block j of keys."""
+        assert self.lists is not None
+        some, heads, _, last = self.lists.shape
+        return self.lists[b if some > 1 else 0, h if heads > 1 else 0, j, jnp.minimum(n, last - 1)]
+
+    def count(self, b, h, j, n: int):
+        """How many of these see all keys of block j, n = 0, or any, n = 1."""
+        assert self.counts is not None
+        some, heads = self.counts.shape[:2]
+        return self.counts[b if some > 1 else 0, h if heads > 1 else 0, j, n]
+
+    def seen(self, b, h, i, j, keys: int, hangs: bool):
+        """Which of the keys j [keys, 1] the queries i [1, bq] see; `hangs`: whether j may be behind the keys."""
+        return flex_lists.seen(b, h, i, j, self.extras, mask=self.mask, window=self.window, s=keys, hangs=hangs)
+
+    def scored(self, s, b, h, i, j):
+        """The scores of products s [keys, bq], and their derivatives."""
+        score = self.score
+        assert score is not None
+        return jax.jvp(lambda s: score(s, b, h, i, j, *self.extras), (s,), (jnp.ones_like(s),))
+
+
+def _times(p, gradient):
+    return p if gradient is None else p * gradient
 
 
 def _place(q, k, window: Window):
@@ -78,16 +126,27 @@ def hopper_attention_backward(
     seeds [batch, kv heads, group, 2], those of `dropouts.seeds` if something is dropped. dq is still to be multiplied
     with the scale, and with the factor of the weights that are kept.
     """
+    masks = Masks(window=window, counted=counted)
+    program(q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv, bq=bq, scale=scale, masks=masks, dropout=dropout)
+
+
+@jt.function
+def program(
+    q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv, *, bq: int, scale: float, masks: Masks, dropout: float
+):
+    """The roles of one program of either kernel."""
     # p_ij = 2^(unit s_ij)   s_ij = q_i . k_j + s0_i   dp_ij = g_i . v_j + dp0_i   ds_ij = p_ij dp_ij
     # dv_j = sum_i p_ij g_i   dk_j = scale sum_i ds_ij q_i   dq_i = sum_j ds_ij k_j     tiles are transposed: [keys, bq]
     # Where z_ij is 0 for a weight that is dropped, else 1: ds_ij = z_ij p_ij g_i . v_j + p_ij dp0_i
     # dv_j = factor sum_i z_ij p_ij g_i   dk_j = factor scale sum_i ds_ij q_i
     # b: row of the batch; kv: head of keys; j: block of keys of both roles; w: role, which has half of those keys;
     # head: query head of the group; i: block of queries; rounds: how many of those a role has had, over all heads.
+    window, counted = masks.window, masks.counted
     b, kv, j = _place(q, k, window)
     t, group, d, keys, dtype = q.shape[1], q.shape[3], q.shape[4], k.shape[1], q.dtype
     factor = dropouts.factor(dropout)
-    masked = counted or window != (None, None) or keys % (2 * KEYS) != 0
+    listed, hangs = masks.lists is not None, keys % (2 * KEYS) != 0
+    masked = listed or counted or window != (None, None) or hangs
     Q, G = jt.alloc((bq, d), dtype, slots=2), jt.alloc((bq, d), dtype, slots=2)
     S0, DP0 = jt.alloc((bq,), jnp.float32, slots=2), jt.alloc((bq,), jnp.float32, slots=2)
     K, V = jt.alloc((2 * KEYS, d), dtype), jt.alloc((2 * KEYS, d), dtype)
@@ -105,10 +164,20 @@ def hopper_attention_backward(
     def rows(starts):  # numbers of queries, repeated in every key's row
         return jnp.broadcast_to(starts.load()[None, :], (KEYS, bq))
 
-    def bounds():
+    def first(slot):  # what the sums of products start from
+        return [rows(S0[slot])] if masks.score is None else []
+
+    def bounds():  # of loops over blocks of queries, and what masks are to know: see `seen`
+        if listed:
+            whole, end = (masks.count(b, kv, j, n) for n in range(2))
+            whole = jnp.where((j + 1) * 2 * KEYS > keys, 0, whole) if hangs else whole
+            return keys, 0, jnp.int32(0), whole, end, end
         length = jnp.minimum(lengths[b], keys) if counted else keys
         offset = offsets[b] if counted else 0
         return length, offset, *query_blocks(j * 2 * KEYS, 2 * KEYS, bq, t, offset, length, window)
+
+    def at(n):  # the block of queries of round n
+        return masks.block(b, kv, j, n) if listed else n
 
     def zero_behind(length, w):  # keys and values behind it may hold anything, NaN too
         if (j + 1) * 2 * KEYS > length:
@@ -118,7 +187,12 @@ def hopper_attention_backward(
             clean[0].arrive()
             clean[0].wait(0)
 
-    def seen(w, i, p, length, offset, inner_lo, inner_hi):  # p without the keys that a query does not see
+    def seen(w, n, i, p, length, offset, inner_lo, inner_hi):  # p without the keys that a query does not see
+        if listed:
+            if n >= inner_lo:
+                queries, columns = i * bq + jt.arange(bq)[None, :], of_keys(w)
+                p = jnp.where(masks.seen(b, kv, queries, columns, keys, hangs), p, 0.0)
+            return p
         if i < inner_lo if window[0] is None else (i < inner_lo) | (i >= inner_hi):
             queries = offset + i * bq + jt.arange(bq)[None, :]
             p = jnp.where(visible(queries, of_keys(w), length, window), p, 0.0)
@@ -133,21 +207,28 @@ def hopper_attention_backward(
             seed, dropouts.places(i * bq, bq, 1), dropouts.places((2 * j + w) * KEYS, KEYS, 0), dropout
         )
 
-    def step(w, rounds, head, i, s, dk_j, dv_j, edges, seed):
-        """A round of role w: query block i of a head of the group; s: its products, finished. Gives those of the next
-        round too."""
-        slot = rounds & 1
+    def weights(w, head, i, s, slot):  # p, and how much a score changes with its product, None for the scale itself
+        if masks.score is None:
+            return jnp.exp2(s * (scale * LOG2_E)), None
+        queries, columns = i * bq + jt.arange(bq)[None, :], of_keys(w)
+        s, gradient = masks.scored(s * scale, b, kv * group + head, queries, columns)
+        return jnp.exp2(s * LOG2_E + rows(S0[slot])), gradient
+
+    def step(w, rounds, head, n, s, dk_j, dv_j, edges, seed):
+        """A round of role w: its n-th query block, of a head of the group; s: its products, finished. Gives those of
+        the next round too."""
+        slot, i = rounds & 1, at(n)
         g_full.at(rounds).wait()
         dp = jt.dot_async(V[half(w)], G[slot].T, *([] if seed else [rows(DP0[slot])]))
-        p = jnp.exp2(s * (scale * LOG2_E))
-        p = seen(w, i, p, *edges) if masked else p
+        p, gradient = weights(w, head, i, s, slot)
+        p = seen(w, n, i, p, *edges) if masked else p
         if seed:  # both at once: registers do not hold p, with and without what is dropped, beside dp
             stays, dp = keep(w, i, seed), jt.dot_wait(dp, pending=0)
-            ds = (p * (jnp.where(stays, dp, 0.0) + rows(DP0[slot]))).astype(dtype)
+            ds = (_times(p, gradient) * (jnp.where(stays, dp, 0.0) + rows(DP0[slot]))).astype(dtype)
             dv_j = jt.dot_async(jnp.where(stays, p, 0.0).astype(dtype), G[slot], dv_j)
         else:
             dv_j = jt.dot_async(p.astype(dtype), G[slot], dv_j)
-            ds = (p * jt.dot_wait(dp, pending=1)).astype(dtype)
+            ds = (_times(p, gradient) * jt.dot_wait(dp, pending=1)).astype(dtype)
         dk_j = jt.dot_async(ds, Q[slot], dk_j)
         DS[slot * 2 + w].store(ds)
         jt.fence_shared()
@@ -160,7 +241,7 @@ def hopper_attention_backward(
         dk_j = jt.dot_wait(dk_j, pending=2)
         q_empty[slot].arrive()
         q_full.at(rounds + 1).wait()
-        s = jt.dot_async(K[half(w)], Q[slot ^ 1].T, rows(S0[slot ^ 1]))
+        s = jt.dot_async(K[half(w)], Q[slot ^ 1].T, *first(slot ^ 1))
         dq_i = jt.dot_wait(dq_i, pending=1)
         jt.store_wait(0)
         DQ[w].store(dq_i)
@@ -186,12 +267,12 @@ def hopper_attention_backward(
                 v_full[0].wait(0)
                 zero_behind(length, w)
             q_full[0].wait(0)
-            s = jt.dot_wait(jt.dot_async(K[half(w)], Q[0].T, rows(S0[0])), pending=0)
+            s = jt.dot_wait(jt.dot_async(K[half(w)], Q[0].T, *first(0)), pending=0)
             v_full[0].wait(0)
             for head in jt.range(group):
                 seed = (seeds[b, kv, head, 0], seeds[b, kv, head, 1]) if dropout else None
-                for i in jt.range(lo, hi):
-                    s, dk_j, dv_j = step(w, rounds, head, i, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi), seed)
+                for n in jt.range(lo, hi):
+                    s, dk_j, dv_j = step(w, rounds, head, n, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi), seed)
                     rounds = rounds + 1
             give(w, dv_j * factor if dropout else dv_j, dv)
             give(w, dk_j * (scale * factor), dk)
@@ -210,14 +291,14 @@ def hopper_attention_backward(
         length, offset, lo, inner_lo, inner_hi, hi = bounds()
         rounds = jnp.int32(0)
         fetch_keys(k, K, k_full)
-        fetch(rounds, 0, lo, q, Q, s0, S0, q_full, q_empty)
+        fetch(rounds, 0, at(lo), q, Q, s0, S0, q_full, q_empty)
         fetch_keys(v, V, v_full)
         for head in jt.range(group):
-            for i in jt.range(lo, hi):
-                fetch(rounds, head, i, g, G, dp0, DP0, g_full, g_empty)
+            for n in jt.range(lo, hi):
+                fetch(rounds, head, at(n), g, G, dp0, DP0, g_full, g_empty)
                 rounds = rounds + 1  # behind the last round one more block of queries is multiplied, which nobody uses
-                last = i + 1 >= hi
-                ahead = jnp.where(last, jnp.minimum(head + 1, group - 1), head), jnp.where(last, lo, i + 1)
+                last = n + 1 >= hi
+                ahead = jnp.where(last, jnp.minimum(head + 1, group - 1), head), at(jnp.where(last, lo, n + 1))
                 fetch(rounds, *ahead, q, Q, s0, S0, q_full, q_empty)
 
 

@@ -1,0 +1,165 @@
+"""Reverse mode of attention with functions for scores and masks, for Hopper: the roles of `hopper_attention_backward`,
+by lists of the blocks of queries that see a block of keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import dropouts, hopper_attention_backward, hopper_tiles
+from jtile.ops._shapes import tuned
+from jtile.ops.attention_windows import LOG2_E, Window
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.flex_lists import mask_lists
+from jtile.ops.hopper_attention_backward import KEYS, Function, Masks, attention_backward_start, program
+
+# Primitives whose results for a tile are those of its elements, one by one: functions of these alone are right for
+# tiles whose rows are keys, too.
+_ONE_BY_ONE = frozenset({
+    "abs", "add", "and", "atan2", "broadcast_in_dim", "ceil", "clamp", "concatenate", "convert_element_type", "copy",
+    "cos", "cosh", "div", "dynamic_slice", "eq", "erf", "exp", "exp2", "expm1", "floor", "gather", "ge", "gt",
+    "integer_pow", "is_finite", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "not", "or", "pjit", "pow", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh",
+    "xor",
+})  # fmt: skip
+
+
+@jt.kernel(
+    out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
+    grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
+    alias={"zeros": "dq"},
+)
+def hopper_flex_backward(
+    q, k, v, g, s0, dp0, extras, lists, counts, seeds, zeros, dq, dk, dv,
+    *, bq: int, scale: float, score: Function, mask: Function, window: Window, dropout: float,
+):  # fmt: skip
+    """`hopper_attention_backward` by lists and counts of `mask_lists`, [batch or 1, kv heads or 1, blocks of keys, n],
+    of the blocks of queries that see the keys. With a score, s0 are the negative logarithms of sums themselves."""
+    masks = Masks(window=window, score=score, mask=mask, extras=extras, lists=lists, counts=counts)
+    program(q, k, v, g, s0, dp0, None, None, seeds, dq, dk, dv, bq=bq, scale=scale, masks=masks, dropout=dropout)
+
+
+def misfit(
+    q, k, v, extras, *_, scale: float, softcap: float | None, score: Function, mask: Function, by: tuple[bool, bool],
+    **__,
+) -> str | None:  # fmt: skip
+    """Why `gradients` cannot compute the gradients of this call, None where it can."""
+    why = hopper_attention_backward.misfit(q, k, softcap=softcap, scale=scale)
+    return why or first_unmet(
+        (not by[1] or q.shape[2] == k.shape[2], "heads that share keys have masks of their own"),
+        (score is None or _one_by_one(score, True, extras), "score does more than a function of one element would"),
+        (mask is None or _one_by_one(mask, False, extras), "mask does more than a function of one element would"),
+    )
+
+
+def gradients(
+    q, k, v, extras, seeds, o, lse, g, ct,
+    *, scale: float, score: Function, mask: Function, window: Window, dropout: float, by: tuple[bool, bool], **_,
+):  # fmt: skip
+    """(dq, dk, dv) for the cotangents g of o and ct of lse (or None)."""
+    options = {"scale": scale, "score": score, "mask": mask, "window": window, "dropout": dropout, "by": by}
+    return _mapped(tuple(options.items()))(q, k, v, extras, seeds, o, lse, g, ct)
+
+
+@functools.lru_cache(maxsize=128)
+def _mapped(options: tuple[tuple[str, Any], ...]):
+    """`of_batch` with a rule for vmap, one call behind the other: a tensor map has five axes, and all are in use."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*args):
+        return of_batch(*args, **dict(options))
+
+    @run.def_vmap
+    def _(size: int, batched, *args):
+        del size
+        leaves, tree = jax.tree.flatten(args)
+        moved = [k for k, there in enumerate(jax.tree.leaves(batched)) if there]
+
+        def one(some):
+            now = dict(enumerate(leaves)) | dict(zip(moved, some, strict=True))
+            return run(*jax.tree.unflatten(tree, now.values()))
+
+        return jax.lax.map(one, [leaves[k] for k in moved]), (True, True, True)
+
+    return run
+
+
+def of_batch(
+    q, k, v, extras, seeds, o, lse, g, ct,
+    *, scale: float, score: Function, mask: Function, window: Window, dropout: float, by: tuple[bool, bool],
+):  # fmt: skip
+    """The result of `gradients`, without a rule for vmap."""
+    (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
+    whole = hopper_tiles.head(d)
+    if d != whole:  # heads are extended to the next power of two; zeros add nothing
+        q, k, v, o, g = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - d),)) for x in (q, k, v, o, g))
+    bq = 64 if whole == 128 else 128
+    unit, factor = scale * LOG2_E if score is None else 1.0, dropouts.factor(dropout)
+    s0, dp0, zeros = tuned(attention_backward_start, num_warps=8)(o, g, lse, ct, n=bq, unit=unit, factor=factor)
+    lists, counts = _lists(extras, (batch, groups, keys, t), mask, window, by, bq)
+    seeds = jnp.zeros((batch, heads, 2), jnp.uint32) if seeds is None else seeds
+    of_group = lambda x: x.reshape(batch, t, groups, heads // groups, whole)
+    s0, dp0, seeds = (x.reshape(batch, groups, heads // groups, -1) for x in (s0, dp0, seeds))
+    args = of_group(q), k, v, of_group(g), s0, dp0, extras, lists, counts, seeds, of_group(zeros)
+    options = {"bq": bq, "scale": scale, "score": score, "mask": mask, "window": window, "dropout": dropout}
+    dq, dk, dv = hopper_flex_backward(*args, **options)
+    dq = (dq.reshape(q.shape) * (scale * factor)).astype(q.dtype)
+    return tuple(x if d == whole else x[..., :d] for x in (dq, dk, dv))
+
+
+def _lists(extras, sizes: tuple[int, int, int, int], mask: Function, window: Window, by: tuple[bool, bool], bq: int):
+    """The lists and counts of the blocks of queries that see each block of keys; sizes: batch, heads, keys, queries."""
+    left, right = window
+    of = {"mask": mask and _turned(mask), "window": (right, left), "by": by, "bq": 2 * KEYS, "bk": bq}
+    return tuned(mask_lists, num_warps=4)(extras, sizes=sizes, **of)[1:3]
+
+
+@functools.lru_cache(maxsize=128)
+def _turned(mask: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask of a tile whose rows are keys."""
+    return lambda b, h, j, i, *extras: mask(b, h, i, j, *extras)
+
+
+def _one_by_one(function: Callable[..., Any], scored: bool, extras: Any) -> bool:
+    """Whether a score or mask takes tiles whose rows are keys as it takes those whose rows are queries."""
+    return _turns(function, scored, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in extras))
+
+
+@functools.lru_cache(maxsize=128)
+def _turns(function: Callable[..., Any], scored: bool, extras: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    scores = (jax.ShapeDtypeStruct((24, 40), jnp.float32),) if scored else ()
+    turned = tuple(jax.ShapeDtypeStruct(x.shape[::-1], x.dtype) for x in scores)
+    try:
+        ways = [
+            jax.make_jaxpr(function)(*scores, int32(), int32(), int32(24, 1), int32(1, 40), *extras),
+            jax.make_jaxpr(function)(*turned, int32(), int32(), int32(1, 24), int32(40, 1), *extras),
+        ]
+    except (TypeError, ValueError, IndexError):
+        return False
+    steps, mirrored = ([*_steps(way.jaxpr)] for way in ways)
+    alike = lambda a, b: a[0] == b[0] != "" and all(_mirrors(x, y) for x, y in zip(a[1], b[1], strict=True))
+    return len(steps) == len(mirrored) and all(map(alike, steps, mirrored))
+
+
+def _steps(jaxpr: Any) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """The primitive and the shapes of the results of each equation; "" for one that is not of `_ONE_BY_ONE`."""
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr")
+        if inner is not None:
+            yield from _steps(inner.jaxpr)
+        last = eqn.primitive.name != "concatenate" or eqn.params["dimension"] == 2  # places of a gather, side by side
+        name = eqn.primitive.name if eqn.primitive.name in _ONE_BY_ONE and last else ""
+        yield name, [x.aval.shape for x in eqn.outvars]
+
+
+def _mirrors(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a shape is that of the other way: of the same tile with its axes changed, or without any."""
+    tile = any(n in (24, 40) for n in shape[:2])
+    return other == (shape[1::-1] + shape[2:] if tile and len(shape) > 1 else shape)
