@@ -1,8 +1,9 @@
-"""What stands between two greedy steps on GPUs, in one kernel: the largest logits, the ends of rows, and what the next
-step begins with.
+"""What stands between two greedy steps, in one kernel: the largest logits, the ends of rows, and what the next step
+begins with.
 
-XLA makes a dozen kernels of it, of one to two microseconds each and as much between them, where a step of a small model
-takes 400 in all. Here the programs of a row search its logits together, and the last of them does the rest.
+XLA makes a dozen kernels of it. On GPUs they take one to two microseconds each and as much between them, where a step
+of a small model takes 400 in all; on a CPU they wake threads of XLA's pool, 100 to 200 microseconds of a step of 4000.
+Here the programs of a row search its logits together, and the last of them does the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from jtile.ops import QuantizedTensor
 from jtile.ops._shapes import fit
 from jtile.ops.argmax import TILE, first_in_part, first_of, keys_of, parts_of
 from jtile.ops.operands import Weight
+from jtile.ops.weight_codes import PANEL
 
 from . import cache as kv
 from .decoder import Decoder
+from .host import on_host
 from .parallel import ALONE
 from .sampling import Steps
 
-ON_GPUS = True  # whether `loop` is taken where it fits
+TAKEN = True  # whether `loop` is taken where it fits
 ROWS = 64  # rows of a batch, at most: of more, the logits take so long that the rest does not matter
 
 
@@ -121,18 +124,24 @@ def _row(table: Weight, token, hidden: int):
         h, t, e = at // 8 % 2, at // 2 % 4, at % 2
         words = table.codes[token, at // 16 * 4 + t]
         codes = (words >> (8 * h + 16 * e).astype(jnp.uint32) & jnp.uint32(255)).astype(jnp.int32) - 128
+    elif table.codes.dtype == jnp.int32:  # panels, see `QuantizedTensor.in_panels`
+        words, groups, panel, lane = hidden // 4, table.scale.shape[1], token // PANEL * PANEL, token % PANEL
+        place, group = at // 4 * PANEL + lane, at // (hidden // groups) * PANEL + lane
+        codes = table.codes[panel + place // words, place % words] << (24 - at % 4 * 8) >> 24
+        scale = table.scale[panel + group // groups, group % groups]
+        return codes.astype(jnp.float32) * scale.astype(jnp.float32)
     else:
         codes = table.codes[token, :].astype(jnp.int32)
     return codes.astype(jnp.float32) * table.scale[token, at // (hidden // table.scale.shape[1])].astype(jnp.float32)
 
 
 def fits(model: Decoder, rows: int, steps: Steps, logprobs: bool) -> bool:
-    """Whether `loop` makes the tokens of so many rows: greedy ones on a GPU, of a model with a dense or Q8_0 table."""
+    """Whether `loop` makes the tokens of so many rows: greedy ones, of a model with a dense or Q8_0 table."""
     table = model.embedding.get_value()
     known = not isinstance(table, QuantizedTensor) or table.kind == "q8_0"
     turns = all(block.rope.tempered is None for block in model.blocks)
     alone = model.over == ALONE and rows <= ROWS and steps == Steps() and not logprobs
-    return ON_GPUS and _threads() and alone and known and turns
+    return TAKEN and (_threads() or on_host()) and alone and known and turns
 
 
 def _threads() -> bool:
@@ -140,8 +149,9 @@ def _threads() -> bool:
     return "warps" in jt.target().features
 
 
-def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, *, chunk: int, run):
-    """`chunk` greedy tokens of each row behind `tokens` int32 [rows].
+def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, count, *, chunk: int, run):
+    """`chunk` greedy tokens of each row behind `tokens` int32 [rows], or on a host up to `count` of them, until all
+    rows are done: a GPU would wait until the host has read a condition.
 
     run: `run(function, *arguments)`, which calls a function under what the steps of these rows promise.
     Returns (tokens int32 [rows, chunk], the last ones, which rows are done, the cache)."""
@@ -174,5 +184,10 @@ def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, *, chunk: int, r
     carry = tokens, done, out, cache, (x, jnp.zeros_like(x), cos, sin)
     # Attention reads the lengths early, which `next_tokens` writes: the first product of a step lets it start only when
     # `next_tokens` has ended (see `entered` of `Decoder.step`).
-    tokens, done, out, cache, _ = jax.lax.fori_loop(0, chunk, lambda i, carry: run(step, i, carry), carry)
+    if on_host():
+        more, again = (lambda c: (c[0] < count) & ~jnp.all(c[1][1])), (lambda c: (c[0] + 1, run(step, *c)))
+        _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
+    else:
+        carry = jax.lax.fori_loop(0, chunk, lambda i, carry: run(step, i, carry), carry)
+    tokens, done, out, cache, _ = carry
     return out[:, :chunk], tokens, done, cache

@@ -171,7 +171,7 @@ def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, 
         with overlapping(len(tokens), _most_that_overlap(len(tokens), weights)):
             return step(*args)
 
-    out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, chunk=chunk, run=run)
+    out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, count, chunk=chunk, run=run)
     memory = dataclasses.replace(memory, cache=cache)
     column = jnp.arange(chunk, dtype=jnp.int32)
     before = (is_end(out, ends)[:, None, :] & (column[None, :] < column[:, None])[None]).any(-1)

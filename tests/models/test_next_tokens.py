@@ -1,4 +1,4 @@
-"""What stands between two greedy steps on GPUs: the loop with one kernel for it makes the tokens of the other loop."""
+"""What stands between two greedy steps: the loop with one kernel for it makes the tokens of the other loop."""
 
 import contextlib
 import sys
@@ -23,8 +23,10 @@ from jtile.ops.step_attention import attention_product
 
 @pytest.fixture
 def on(monkeypatch):
-    """Takes the kernel on any target, and counts the programs that have it."""
+    """Takes the kernel on any target from a call on, and counts the programs that have it."""
     calls = []
+    monkeypatch.setattr(next_tokens, "TAKEN", False)
+    programs.decode.clear_cache()
 
     def fits(model, rows, steps, logprobs):
         calls.append(rows)
@@ -39,6 +41,13 @@ def on(monkeypatch):
     programs.decode.clear_cache()
 
 
+def forget(lm) -> None:
+    """Has the loop of steps of a model traced and compiled anew."""
+    for key in [key for key in lm._executables if key[0] == "decode"]:
+        del lm._executables[key]
+    programs.decode.clear_cache()
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
 def test_generation(short, outputs, on, name):
     """Also of rows that end at different tokens; several ropes, a scale of the embedding, and mixtures."""
@@ -47,8 +56,7 @@ def test_generation(short, outputs, on, name):
     whole = lm.generate(ids, 12, eos=None)
     ends = [int(whole[0, 3]), int(whole[1, 9])]
     ended = lm.generate(ids, 12, eos=ends)
-    for key in [key for key in lm._executables if key[0] == "decode"]:
-        del lm._executables[key]
+    forget(lm)
     calls = on()
     assert np.array_equal(lm.generate(ids, 12, eos=None), whole)
     assert np.array_equal(lm.generate(ids, 12, eos=ends), ended)
@@ -61,8 +69,7 @@ def test_generation_without_logits(short, outputs, on, monkeypatch, rows):
     ids = np.tile(outputs("llama")["input_ids"][:1], (rows, 1)) + np.arange(rows)[:, None]
     lm, made = short("llama", 2), []
     whole = lm.generate(ids, 6, eos=None)
-    for key in [key for key in lm._executables if key[0] == "decode"]:
-        del lm._executables[key]
+    forget(lm)
 
     def largest(x, w):
         """By columns p, p + 3, ... for part p, as programs would."""
@@ -82,13 +89,14 @@ TABLES = {
     "bfloat16": lambda w: w.astype(jnp.bfloat16),
     "q8_0": lambda w: QuantizedTensor.quantize(w, "q8_0"),
     "q8_0, packed": lambda w: QuantizedTensor.quantize(w, "q8_0").packed(),
+    "q8_0, panels": lambda w: QuantizedTensor.quantize(w, "q8_0").in_panels(),
 }
 
 
 @pytest.mark.parametrize("stored", TABLES)
 def test_a_step(stored):
     """Of four rows: a first largest logit, NaN, one that is done, and one whose token is an end."""
-    rng, hidden, vocab = np.random.default_rng(0), 96, 50
+    rng, hidden, vocab = np.random.default_rng(0), 96, 48 if "panels" in stored else 50
     table = TABLES[stored](jnp.asarray(rng.normal(size=(vocab, hidden)), jnp.float32))
     logits = jnp.asarray(rng.normal(size=(4, vocab)), jnp.float32)
     logits = logits.at[0, jnp.array([7, 20])].set(9.0).at[1, 30].set(jnp.nan).at[3, 11].set(8.0)
@@ -116,16 +124,37 @@ def test_a_step(stored):
 
 def test_which_steps_it_takes(short, monkeypatch):
     model = short("llama", 1).model
-    monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    monkeypatch.setattr(next_tokens, "TAKEN", True)
     monkeypatch.setattr(next_tokens, "_threads", lambda: False)
-    assert not next_tokens.fits(model, 2, Steps(), False)  # a CPU has no threads that share a row
+    assert next_tokens.fits(model, 2, Steps(), False) == next_tokens.on_host()
     monkeypatch.setattr(next_tokens, "_threads", lambda: True)
     assert next_tokens.fits(model, 2, Steps(), False)
     assert not next_tokens.fits(model, 2, Steps(), True)
     assert not next_tokens.fits(model, 2, Steps(draws=True), False)
     assert not next_tokens.fits(model, next_tokens.ROWS + 1, Steps(), False)
-    monkeypatch.setattr(next_tokens, "ON_GPUS", False)
+    monkeypatch.setattr(next_tokens, "TAKEN", False)
     assert not next_tokens.fits(model, 2, Steps(), False)
+
+
+@pytest.mark.cpu
+def test_a_host_stops_where_a_row_ends(short, outputs, monkeypatch):
+    """Steps behind the last token of all rows are not made: their logits would be a waste of the host's time."""
+    ids, lm, made = outputs("llama")["input_ids"][:2], short("llama", 2), []
+    whole = lm.generate(ids, 12, eos=None)
+    ends = [int(whole[0, 3]), int(whole[1, 5])]
+    real = next_tokens.next_tokens
+
+    def counted(*args, **options):
+        jax.debug.callback(lambda column: made.append(int(column)), args[6])
+        return real(*args, **options)
+
+    monkeypatch.setattr(next_tokens, "next_tokens", counted)
+    forget(lm)
+    lm.generate(ids, 12, eos=ends)
+    jax.effects_barrier()
+    forget(lm)
+    last = max(next(n for n, t in enumerate(row) if t in ends) for row in whole.tolist())
+    assert sorted(made) == [*range(last)]  # the prompt makes the first token
 
 
 SMALL = dict(num_hidden_layers=1, vocab_size=512, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
@@ -159,7 +188,7 @@ def decoding(lm, rows: int = 1):
 def test_no_early_read_of_what_it_writes(name, monkeypatch):
     """By the order in which kernels let the ones behind them start, whatever XLA puts in between: none reads early what
     a kernel in front may still write. Without `gpu_tiles.holding` attention behind a product that is held would."""
-    monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    monkeypatch.setattr(next_tokens, "TAKEN", True)
     attention = sys.modules[attention_product.__module__]
     monkeypatch.setattr(attention, "PRODUCTS", False)
     shape, cut = SHAPES[name]
@@ -188,7 +217,7 @@ def test_no_early_read_of_what_it_writes(name, monkeypatch):
 def test_early_reads_in_steps_of_many_rows(monkeypatch):
     """The kernels of 40 rows; attention reads keys early that the kernel in front does not append, which is all that
     the order of arrays finds."""
-    monkeypatch.setattr(next_tokens, "ON_GPUS", True)
+    monkeypatch.setattr(next_tokens, "TAKEN", True)
     monkeypatch.setattr(hopper_largest, "FORM", hopper_largest.Form(8, 1, 2))
     shape = models.SHAPES["Llama-3.1-8B"] | dict(num_hidden_layers=1, vocab_size=2048, intermediate_size=4096)
     with jt.config(arch="sm_90"):
