@@ -17,7 +17,7 @@ Q, K, V = (jnp.asarray(rng.standard_normal((2, 12, 4, 8)), jnp.float32) for _ in
 BIAS = jnp.asarray(rng.standard_normal((4, 12, 12)), jnp.float32)
 
 
-pytestmark = pytest.mark.usefixtures("any_size")
+pytestmark = pytest.mark.usefixtures("any_size", "by_numpy")
 
 
 def grouped(q, k, v):

@@ -12,7 +12,7 @@ from jtile.fusion.fused import Fused
 from jtile.fusion.units import Group
 from jtile.fusion.written import jaxpr_of
 
-pytestmark = pytest.mark.usefixtures("any_size")
+pytestmark = pytest.mark.usefixtures("any_size", "by_numpy")
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 

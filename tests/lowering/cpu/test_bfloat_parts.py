@@ -16,7 +16,7 @@ from jtile.lowering.cpu import bfloat_parts
 from jtile.lowering.cpu.isa import host_isa
 from jtile.testing import relative_error
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("by_numpy")]
 TILES = bfloat_parts.fits(host_isa())
 
 

@@ -18,7 +18,7 @@ from jtile.ops import digit_rows
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.testing import relative_error
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("by_numpy")]
 there = pytest.mark.skipif(not byte_digits.fits(host_isa()), reason="this machine has no tile registers of bytes")
 rng = np.random.default_rng
 
