@@ -27,7 +27,8 @@ TOP = 32767
 LEAST = 2.0**-111  # of the largest magnitudes: the scale of this one, and the inverse, are still normal numbers
 INTEGERS = "int16"  # `QuantizedTensor.activations` of weights whose rows may be rounded so
 _INTEGERS = 400 << 10  # bytes of integers of x of a program: they stay in the second-level cache
-_ROWS, _ROWS_OF_FEW = 384, 4096  # rows of W of a program
+_ROWS, _ROWS_OF_FEW = 384, 1024  # rows of W of a program, at most; of few rows of x so many for each of up to four
+_WORTH = 384  # rows of W of a program with few rows of x, before there are two for each core: it rounds x anew
 _TILED = 128  # rows of x of a program by matrix tiles: so many, that columns are brought to tiles for little
 
 
@@ -112,8 +113,9 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     most = _INTEGERS // (2 * inner)
     parts = -(-m // (min(_TILED, max(32, most)) if by_tiles else max(8, most)))
     bm = min(m, -(-m // parts // 8) * 8)
-    programs = 2 * (jt.target().units("device") or 1)
-    most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW
+    cores = jt.target().units("device") or 1
+    programs = cores if m <= 8 and out < 2 * cores * _WORTH else 2 * cores
+    most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW * min(m, 4)
     most = min(most, max(out * -(-m // bm) // programs, 64))
     if out <= most:
         return {"bm": bm, "rows": out}

@@ -19,9 +19,8 @@ from .gemm_plan import split_rows
 from .gemm_vector import ATTRIBUTES, call, load_part, offset, store_part, zeros
 from .isa import Isa
 from .llvm import Code, Module, Val, i64, vec
-from .scaled_columns import BLOCK, LANES, PAIRS, WORDS, ScaledSpec
+from .scaled_columns import BLOCK, FEW, LANES, PAIRS, WORDS, ScaledSpec
 
-FEW = 8  # up to so many rows, B is read as it is: a panel of it would not be read again
 _MOST_ROWS = 12  # rows of a kernel, whose sums are in registers, as integers and as floats
 _FLOATS = vec(LANES, "float")
 
@@ -96,17 +95,29 @@ def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None
         with c.loop(0, count) as p:
             first = c.add(start, c.mul(p, LANES))
             b, sb = (c.gep("i8", ptr, c.mul(first, row)) for ptr, row in ((x.b, x.b_row), (x.sb, x.sb_row)))
-            call(c, columns.scale_packer(module, isa, spec, spec.scale, width), sb, x.sb_row, scales)
-            if spec.packs_lows:
-                low = c.gep("i8", x.low, c.mul(first, x.low_row))
-                call(c, columns.scale_packer(module, isa, spec, spec.low, width), low, x.low_row, lows[0])
             if spec.m > FEW:
                 call(c, columns.packer(module, spec, width), b, x.b_row, panel)
-            of_b = x._replace(b=b if spec.m <= FEW else panel, sb=scales, low=lows[0] if lows else scales)
+            of_b = x._replace(b=b if spec.m <= FEW else panel)
+            if spec.reads_scales:
+                of_b = _with_scales(c, spec, of_b, sb, first)
+            else:
+                of_b = of_b._replace(sb=scales, low=lows[0] if lows else scales)
+                _pack_scales(c, isa, spec, x, of_b, first, 0, width)
             if columns.by_digits(isa, spec):
                 of_b = of_b._replace(a=digits, a_row=i64(spec.k))
             _rows(c, isa, spec, of_b, first, width)
     c.finish()
+
+
+def _with_scales(c: Code, spec: ScaledSpec, x: _Operands, sb: Val, first: Val) -> _Operands:
+    """The operands with the scales `sb` and lows of a panel as they are stored; those of panels to come are asked
+    for."""
+    columns.ask_for_scales(c, spec, sb, spec.scale)
+    if not spec.packs_lows:
+        return x._replace(sb=sb, low=sb)
+    low = c.gep("i8", x.low, c.mul(first, x.low_row))
+    columns.ask_for_scales(c, spec, low, spec.low)
+    return x._replace(sb=sb, low=low)
 
 
 def _emit_by_bytes(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None:
@@ -218,7 +229,7 @@ def _kernel(module: Module, isa: Isa, spec: ScaledSpec, rows: int, width: int) -
             c.store(load_part(c, isa, "float", line, LANES, width), total)
     if spec.low is not None:
         with c.loop(0, spec.groups) as group:
-            low = c.load(_FLOATS, offset(c, x.low, c.mul(group, LANES), 4), align=64)
+            low = columns.scales_of(c, spec, x.low, group, spec.low if spec.packs_lows else spec.scale)
             for r, total in enumerate(totals):
                 _add(c, total, _in_all_lanes(c, x.sums, x.sums_row, r, group), low)
     with c.loop(0, spec.blocks) as block:
@@ -228,7 +239,7 @@ def _kernel(module: Module, isa: Isa, spec: ScaledSpec, rows: int, width: int) -
             right = columns.pairs(c, spec, x.b, x.b_row, block, width) if spec.m <= FEW else _of_panel(c, x.b, block)
             sums = _sums_of_pairs(c, isa, x, block, right, rows)
         group = c.binary("udiv", block, i64(spec.shared)) if spec.shared > 1 else block
-        scale = c.load(_FLOATS, offset(c, x.sb, c.mul(group, LANES), 4), align=64)
+        scale = columns.scales_of(c, spec, x.sb, group, spec.scale)
         for r, total in enumerate(totals):
             of_a = _in_all_lanes(c, x.sa, x.sa_row, r, block)
             _add(c, total, c.cast("sitofp", sums[r], _FLOATS), c.binary("fmul", of_a, scale))

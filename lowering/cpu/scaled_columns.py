@@ -20,6 +20,7 @@ SCALES = "scales"
 BLOCK = 32  # elements along k with one scale of A
 LANES = 16
 PAIRS = BLOCK // 2
+FEW = 8  # up to so many rows, B is read as it is: a panel of it would not be read again
 WORDS = vec(LANES, "i32")
 _BYTES, _HALVES, _FLOATS = vec(4 * LANES, "i8"), vec(2 * LANES, "i16"), vec(LANES, "float")
 _FEW_DIGITS = 8  # rows for which two instructions of four products are better than widening B
@@ -79,6 +80,11 @@ class ScaledSpec:
     def packs_lows(self) -> bool:
         """Whether lows have a panel of their own."""
         return self.low not in (None, SCALES)
+
+    @property
+    def reads_scales(self) -> bool:
+        """Whether vectors of scales and lows are read as they are stored: a panel of them would be read once."""
+        return self.panels_of_scales and self.m <= FEW
 
     @property
     def groups(self) -> int:
@@ -265,7 +271,7 @@ def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: 
     c = Code(module, name, params, attributes=ATTRIBUTES)
     size = LANES * spec.groups * (4 if dtype == "float32" else 2)
     if spec.panels_of_scales:
-        _ask(c, c.gep("i8", src, _SCALES_AHEAD), size, 2)
+        ask_for_scales(c, spec, src, dtype)
     else:
         _ask(c, c.gep("i8", src, c.mul(row, LANES)), min(size, 2048))
     if spec.panels_of_scales:
@@ -285,6 +291,19 @@ def scale_packer(module: Module, isa: Isa, spec: ScaledSpec, dtype: str, width: 
             _pack_eight(c, dtype, src, row, panel, i64(spec.groups - 8), width)
     c.finish()
     return name
+
+
+def ask_for_scales(c: Code, spec: ScaledSpec, src: Val, dtype: str) -> None:
+    """Asks the second-level cache for as many scales or lows as a panel has, some way behind one."""
+    _ask(c, c.gep("i8", src, _SCALES_AHEAD), LANES * spec.groups * (4 if dtype == "float32" else 2), 2)
+
+
+def scales_of(c: Code, spec: ScaledSpec, panel: Val, group: Val, dtype: str) -> Val:
+    """The scales or lows of a group, of a panel as it is stored, or in float32 as `scale_packer` makes it."""
+    at = c.mul(group, LANES)
+    if spec.reads_scales:
+        return floats(c, dtype, offset(c, panel, at, 4 if dtype == "float32" else 2))
+    return c.load(_FLOATS, offset(c, panel, at, 4), align=64)
 
 
 def floats(c: Code, dtype: str, at: Val) -> Val:
