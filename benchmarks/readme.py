@@ -21,6 +21,7 @@ FEW = {
 }
 DEVICES = {
     "h200": "NVIDIA H200", "znver5-2t": "two threads of a Zen 5 CPU", "znver4-2t": "two threads of a Zen 4 CPU",
+    "emeraldrapids-2t": "two threads of a Xeon with AMX",
 }  # fmt: skip
 PEERS = {"xla": "XLA", "cublas": "cuBLAS", "cudnn": "cuDNN"}
 
