@@ -11,7 +11,9 @@ from .math_expr import (
     exponent,
     fast_two_sum,
     floor,
+    has_lookup,
     horner,
+    lookup,
     magic_int,
     magic_round,
     mantissa,
@@ -33,6 +35,9 @@ LN2_PARTS = {
     32: (float.fromhex("0x1.62e4p-1"), float.fromhex("0x1.7f7d1cp-20")),
     64: (float.fromhex("0x1.62e42fefa38p-1"), float.fromhex("0x1.ef35793c76730p-45")),
 }
+# ln2 as a float, and what is missing: a fused multiply-add rounds no product, so that the first may have all its bits.
+LN2_FLOAT, LN2_LESS = float.fromhex("0x1.62e43p-1"), float.fromhex("-0x1.05c610ca86c39p-29")
+SIXTEENTHS = 1.5 * 2.0**19  # a sum with it is a multiple of 1/16, whose fraction is in its four low bits
 # Below the first number of a pair every result is zero, above the second infinite.
 EXP_RANGE = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
 EXP2_RANGE = {32: (-151.0, 129.0), 64: (-1076.0, 1025.0)}
@@ -66,11 +71,20 @@ def _clamp_exp(x: X) -> X:
 
 def exp(x: X) -> X:
     low, high = EXP_RANGE[x.fmt.bits]
-    gone = (
-        x < low
-    )  # and not scaled: on Intel's cores what underflows takes some hundred cycles, and masks are full of it
-    r, n, t = _reduce(gone.where(0.0, x.at_most(high)))
-    return gone.where(0.0, scale(_exp_reduced(r), n, t))
+    gone = x < low  # masks are full of what underflows
+    x = x.at_most(high)
+    if has_lookup(x):
+        n, roots = _sixteenths(x.fma(LOG2E, SIXTEENTHS))
+        r = (-n).fma(LN2_LESS, (-n).fma(LN2_FLOAT, x))
+        near, square = tables.EXP_NEAR
+        return scale(roots.fma((r * r).fma(r.fma(square, near), r), roots), n, magic_round(floor(n))[1], gone)
+    r, n, t = _reduce(x)
+    return scale(_exp_reduced(r), n, t, gone)
+
+
+def _sixteenths(t: X) -> tuple[X, X]:
+    """(n, 2^(n - floor(n))) of the sum t of `SIXTEENTHS` and a float: n is the float, rounded to sixteenths."""
+    return t - SIXTEENTHS, lookup(tables.ROOTS, t.bits())
 
 
 def exp_parts(x: X, lo: X | float) -> tuple[X, X, X]:
@@ -82,10 +96,14 @@ def exp_parts(x: X, lo: X | float) -> tuple[X, X, X]:
 def exp2(x: X) -> X:
     low, high = EXP2_RANGE[x.fmt.bits]
     gone = x < low  # as in `exp`
-    x = gone.where(0.0, x.at_most(high))
+    x = x.at_most(high)
+    if has_lookup(x):
+        n, roots = _sixteenths(x + SIXTEENTHS)
+        r = x - n
+        return scale(roots.fma(r * horner(r, tables.EXP2_NEAR), roots), n, magic_round(floor(n))[1], gone)
     n, t = magic_round(x)
     r = x - n
-    return gone.where(0.0, scale(r.fma(horner(r, tables.EXP2[x.fmt.bits]), 1.0), n, t))
+    return scale(r.fma(horner(r, tables.EXP2[x.fmt.bits]), 1.0), n, t, gone)
 
 
 def _expm1(x: X) -> X:

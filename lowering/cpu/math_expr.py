@@ -297,11 +297,16 @@ def pow2(n: X) -> X:
     return ((n + fmt.bias) << fmt.mantissa).as_float()
 
 
-def scale(x: X, n: X, t: X) -> X:
-    """`x * 2^n` rounded once, also when it leaves the normal range; (n, t) are from `magic_round`."""
+def scale(x: X, n: X, t: X, gone: X | None = None) -> X:
+    """`x * 2^n` rounded once, also when it leaves the normal range, and 0 where `gone`; (n, t) are from `magic_round`.
+
+    What is gone is not scaled: on Intel's cores a product that underflows takes some hundred cycles.
+    """
     native = 512 // x.fmt.bits
     if x.isa.has("avx512f") and x.lanes % native == 0:
-        return _by_chunks(_scalef, native, x, n)
+        return _by_chunks(_scalef, native, x, n, *(() if gone is None else (~gone,)))
+    if gone is not None:
+        return gone.where(0.0, scale(gone.where(0.0, x), n, gone.where(1.5 * 2.0**t.fmt.mantissa, t)))
     i = magic_int(t)
     half = i >> 1
     return x * pow2(half) * pow2(i - half)
@@ -328,17 +333,45 @@ def mantissa(x: X) -> X:
 _ALL = Val("i8", "-1"), Val("i32", "4")  # all lanes; 4: the rounding mode of MXCSR
 
 
-def _scalef(x: X, n: X) -> X:
+def _scalef(x: X, n: X, kept: X | None = None) -> X:
+    """`x * 2^floor(n)`, or 0 in lanes that are not kept."""
     suffix, mask = ("ps.512", "i16") if x.scalar == "float" else ("pd.512", "i8")
-    args = (x.v, n.v, x.v, Val(mask, "-1"), Val("i32", "4"))  # 4: rounding mode of MXCSR
+    other, lanes = x, Val(mask, "-1")
+    if kept is not None:
+        other, lanes = x.const(0.0), kept.code.let(mask, f"bitcast {kept.v} to {mask}")
+    args = (x.v, n.v, other.v, lanes, Val("i32", "4"))  # 4: rounding mode of MXCSR
     return x.new(x.code.intrinsic("x86.avx512.mask.scalef", x.ty, *args, suffix=suffix))
 
 
-def _by_chunks(fn: Callable[[X, X], X], native: int, a: X, b: X) -> X:
+def has_lookup(x: X) -> bool:
+    """Whether one instruction takes numbers of a table of sixteen floats."""
+    return x.isa.has("avx512f") and x.scalar == "float"
+
+
+def lookup(table: Sequence[float], at: X) -> X:
+    """The numbers of a table of sixteen floats whose places are the four low bits of the integers `at`."""
+    numbers = ", ".join(f"float {literal('float', x)}" for x in table)
+    ty = vec(16, "float")
+
+    def take(at: X) -> X:
+        args = (Val(ty, f"<{numbers}>"), at.v)
+        return at.new(at.code.intrinsic("x86.avx512.permvar.sf", ty, *args, suffix="512"))
+
+    if at.lanes == 1:
+        one = at.code.let(vec(16, "i32"), f"insertelement {vec(16, 'i32')} poison, {at.v}, i64 0")
+        return at.new(at.code.let("float", f"extractelement {take(at.new(one)).v}, i64 0"))
+    whole = -(-at.lanes // 16) * 16
+    return (
+        _lanes(_by_chunks(take, 16, _widened(at, whole)), 0, at.lanes) if at.lanes < whole else _by_chunks(take, 16, at)
+    )
+
+
+def _by_chunks(fn: Callable[..., X], native: int, *args: X) -> X:
     """Apply `fn` to consecutive groups of `native` lanes."""
-    if a.lanes == native:
-        return fn(a, b)
-    parts = [fn(_lanes(a, k, native), _lanes(b, k, native)) for k in range(0, a.lanes, native)]
+    lanes = args[0].lanes
+    if lanes == native:
+        return fn(*args)
+    parts = [fn(*(_lanes(a, k, native) for a in args)) for k in range(0, lanes, native)]
     while len(parts) > 1:
         parts = [_concat(p, q) if q is not None else p for p, q in _pairs(parts)]
     return parts[0]
@@ -354,13 +387,16 @@ def _lanes(x: X, start: int, count: int) -> X:
     return x.new(x.code.let(ty, f"shufflevector {x.v}, {x.ty} poison, <{count} x i32> <{mask}>"))
 
 
+def _widened(x: X, lanes: int) -> X:
+    """x with lanes behind its own that hold anything."""
+    kept = ", ".join(f"i32 {i}" if i < x.lanes else "i32 poison" for i in range(lanes))
+    ty = vec(lanes, x.scalar)
+    return x.new(x.code.let(ty, f"shufflevector {x.v}, {x.ty} poison, <{lanes} x i32> <{kept}>"))
+
+
 def _concat(a: X, b: X) -> X:
-    if a.lanes != b.lanes:
-        wide = ", ".join(f"i32 {i}" if i < b.lanes else "i32 poison" for i in range(a.lanes))
-        widened = b.code.let(a.ty, f"shufflevector {b.v}, {b.ty} poison, <{a.lanes} x i32> <{wide}>")
-        total, second = a.lanes + b.lanes, b.new(widened)
-    else:
-        total, second = 2 * a.lanes, b
+    total = a.lanes + b.lanes
+    second = b if a.lanes == b.lanes else _widened(b, a.lanes)
     mask = ", ".join(f"i32 {i}" for i in range(total))
     ty = vec(total, a.scalar)
     return a.new(a.code.let(ty, f"shufflevector {a.v}, {second.v}, <{total} x i32> <{mask}>"))

@@ -32,6 +32,12 @@ EXP2 = {
     ),
 }
 
+# 2^(k/16); where a float's exponential starts from the nearest of them, and the coefficients of the rest:
+# (e^r - 1 - r) / r^2, |r| <= ln2/32, error of e^r; (2^r - 1) / r, |r| <= 1/32, error of 2^r
+ROOTS = tuple(2.0 ** (k / 16) for k in range(16))
+EXP_NEAR = 0.5000162068842159, 0.1666703891029307  # 1.6e-09
+EXP2_NEAR = 0.6931471800321679, 0.240234296095108, 0.05550595199283441  # 1.6e-09
+
 # (log(1+f) - f + f^2/2) / f^3, sqrt(1/2) <= 1+f <= sqrt(2)
 LOG = {
     32: (  # 7.3e-10
