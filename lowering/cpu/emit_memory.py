@@ -389,7 +389,7 @@ def _store(em: Emitter, op: ir.Store) -> None:
             _masked_write(p, target, value, p.at(op.mask, p.ix))
 
     if cond is None:
-        emit_nest(em, shape, em.bits(roots), body, bounds=bounds)
+        emit_nest(em, shape, em.bits(roots), body, bounds=bounds, flat=em.is_short(roots))
     else:
         with em.code.when(cond):
             emit_nest(em, shape, em.bits(roots), body, bounds={**bounds, **({} if bounds else _all(shape))})

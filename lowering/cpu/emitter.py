@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 REPEAT = 0.9  # RECOMPUTE for a reader that reads every element many times
 _AT_THE_SAME = frozenset([ir.Map, ir.Select, ir.Cast, ir.Bitcast])  # ops that read their operands at their own index
+FLAT = 8.0  # expressions of no more vector instructions are written out for each vector of a short row
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
 Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]
@@ -113,6 +114,7 @@ class Emitter:
         body = self.code.detour()
         ptr = self.code.let("ptr", f"getelementptr i8, {self.workspace}, i64 {alloc.token}", hint="buf")
         self.code.rejoin(body)
+        self.code.own(ptr)  # buffers that share memory are never alive at once
         return Buffer(ptr, shape, dense_strides(shape), dtype, alloc)
 
     def result_buffer(self, v: ir.Value) -> Buffer:
@@ -285,6 +287,10 @@ class Emitter:
         lazy = {v for v, _ in self.tree(root) if isinstance(self.env.get(v), Lazy)}
         return sum(plan.op_cost(v.op) for v in lazy)
 
+    def is_short(self, roots: list[ir.Value]) -> bool:
+        """Whether a few vectors of the roots' expressions are as little code as a loop over them."""
+        return sum(map(self.expression_cost, roots)) <= FLAT
+
     # -- materialisation ------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def keep_scope(self) -> Iterator[None]:
@@ -324,7 +330,7 @@ class Emitter:
         def body(p: Point) -> None:
             access.write(self.code, self.isa, into, p.ix, p.at(v, p.ix), p.lanes)
 
-        emit_nest(self, v.shape, self.bits([v]), body)
+        emit_nest(self, v.shape, self.bits([v]), body, flat=self.is_short([v]))
         self.arena.touch(into.alloc)
         return into
 

@@ -13,6 +13,8 @@ from .values import Ix
 if TYPE_CHECKING:
     from .emitter import Emitter
 
+FEW = 4  # vectors of a row that may be written out
+
 Body = Callable[[Point], None]
 Bounds = dict[int, tuple[Val, Val]]
 
@@ -34,10 +36,14 @@ def width(em: Emitter, n: int, bits: int) -> int:
     return min(em.isa.lanes(bits), next_power_of_2(n))
 
 
-def emit_nest(em: Emitter, shape, bits: int, body: Body, *, bounds: Bounds | None = None, scalar: bool = False) -> None:
+def emit_nest(
+    em: Emitter, shape, bits: int, body: Body, *, bounds: Bounds | None = None, scalar: bool = False, flat: bool = False
+) -> None:
     """Run `body` at every element of `shape` (or of the box `bounds`: axis -> (lo, hi), known at run time).
 
-    `scalar` asks for one lane. The point tells the body whether the nest covers the whole shape exactly once.
+    `scalar` asks for one lane. `flat` writes the vectors of a short row out one after the other, so that the loop over
+    rows has no other loop in it, and keeps in registers what is the same in all rows. The point tells the body whether
+    the nest covers the whole shape exactly once.
     """
     if 0 in shape:
         return
@@ -54,7 +60,7 @@ def emit_nest(em: Emitter, shape, bits: int, body: Body, *, bounds: Bounds | Non
             if axis is None:
                 body(point(Lanes(1)))
             else:
-                _vector_loop(em, shape[axis], bits, bounds.get(axis), at)
+                _vector_loop(em, shape[axis], bits, bounds.get(axis), at, flat)
             return
         k = outer[depth]
         lo, hi = bounds.get(k, (i64(0), i64(shape[k])))
@@ -71,12 +77,15 @@ def emit_nest(em: Emitter, shape, bits: int, body: Body, *, bounds: Bounds | Non
     em.arena.tick()
 
 
-def _vector_loop(em: Emitter, n: int, bits: int, bounds, at: Callable[[Val, Lanes], None]) -> None:
+def _vector_loop(em: Emitter, n: int, bits: int, bounds, at: Callable[[Val, Lanes], None], flat: bool) -> None:
     code, w = em.code, width(em, n, bits)
     if bounds is None:
         main = n // w * w
-        with code.loop(0, main, w) as j:
-            if main:
+        if flat and main // w <= FEW:
+            for j in range(0, main, w):
+                at(i64(j), Lanes(w))
+        else:
+            with code.loop(0, main, w) as j:
                 at(j, Lanes(w))
         if main < n:
             tail = min(w, next_power_of_2(n - main))

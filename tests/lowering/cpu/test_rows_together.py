@@ -8,7 +8,7 @@ import pytest
 import jtile as jt
 from jtile import trace
 from jtile.lowering.cpu.compile import emit_kernel
-from jtile.lowering.cpu.isa import host_isa
+from jtile.lowering.cpu.isa import ISAS, host_isa
 from jtile.passes import TILE, run_pipeline
 
 FUNCTIONS = {
@@ -59,3 +59,25 @@ def test_rows_are_stored_as_a_vector_and_one_pass_needs_no_variables():
     text, _ = emit_kernel(run_pipeline(kernel, TILE), host_isa())
     assert "store float" not in text and "store <4 x float>" in text
     assert "alloca <4 x float>" not in text
+
+
+def test_a_loop_over_short_rows_keeps_in_registers_what_is_the_same_in_all():
+    """An outer product that goes into a carried tile: one loop over its rows, which reads no column factor."""
+
+    def kernel(a, b, o):
+        step = lambda t, total: total * 0.5 + a[t, :][:, None] * jnp.sqrt(b[t, :])[None, :]
+        o[...] = jt.fori(a.shape[0], step, jt.zeros((16, 32)))
+
+    a, b = np.random.default_rng(0).random((5, 16), np.float32), np.random.default_rng(1).random((5, 32), np.float32)
+    out = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    want = np.zeros((16, 32))
+    for left, right in zip(a.astype(float), b.astype(float), strict=True):
+        want = want * 0.5 + left[:, None] * np.sqrt(right)[None, :]
+    np.testing.assert_allclose(jt.call(kernel, out_type=out, grid=1)(a, b), want, 1e-6, 1e-6)
+    traced = trace.trace(kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b)], [out], grid=(1,))
+    lowered = trace.to_tile_ir(traced, name="outer", n_in=2, n_out=1, grid=(1,))
+    text, _ = emit_kernel(run_pipeline(lowered, TILE), ISAS["avx512"])
+    blocks = [block for block in text.split("\nbody") if "fadd contract <16 x float>" in block]
+    assert len(blocks) == 1 and blocks[0].count("fadd contract <16 x float>") == 2, "one loop, and two vectors in it"
+    loop = blocks[0].partition("\ndone")[0]
+    assert loop.count("load <16 x float>") == 2, "the carried tile alone"
