@@ -236,7 +236,7 @@ def _sides(product: Product) -> tuple[int, int, int]:
     inner = math.lcm(*(source.inner for source in product.sources))
     if machine().whole and inner * k and any(source.layout is not None for source in product.sources):
         bn, bk = WIDE_AND_FLAT if m <= FEW_ROWS else NARROW_AND_DEEP
-        while bn > NARROW_AND_DEEP[0] and jt.cdiv(n, bn) < 2 * (os.cpu_count() or 1):
+        while bn > NARROW_AND_DEEP[0] and jt.cdiv(n, bn) < 2 * len(os.sched_getaffinity(0)):
             bn //= 2
         return fit(m, MOST_ROWS), fit(n, bn), _even(k, bk, inner)
     sides = tiles(m, n, k, wide, gates, transposed=any(source.transposed for source in rights))

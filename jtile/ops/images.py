@@ -134,7 +134,7 @@ def bilateral_filter(x: jax.Array, *, space: float, level: float, radius: int | 
     if x.size == 0:
         return x
     m, n = x.shape[-2:]
-    bm, bn = (fit(m, 8), fit(n, 256)) if machine().whole else (fit(m, 8), fit(n, 128))
+    bm, bn = (1, fit(n, 256)) if machine().whole else (fit(m, 8), fit(n, 128))
     # The square of a difference to what stands around the image is infinite, and its weight 0. Small floats have no
     # such numbers.
     far = 2 * float(jnp.finfo(sums_in(x)).max) ** 0.5

@@ -127,8 +127,8 @@ def tiles(
     if small_tiles():
         return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
     if parts:
-        return {**products.in_parts_on_cpu(m, n, os.cpu_count() or 1), "bk": 0}
-    return {**products.on_cpu(m, n, k, os.cpu_count() or 1), "bk": 0}
+        return {**products.in_parts_on_cpu(m, n, len(os.sched_getaffinity(0))), "bk": 0}
+    return {**products.on_cpu(m, n, k, len(os.sched_getaffinity(0))), "bk": 0}
 
 
 def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:

@@ -97,8 +97,8 @@ def segment_columns(init: float, how: str) -> jt.Kernel:
         X, Y, n = data.tiles(None, bf), y.tiles(None, None, bf), data.shape[0]
         per = jt.cdiv(n, parts)
         for i in jt.range(part * per, jnp.minimum((part + 1) * per, n)):
-            s = jnp.where(ids[i] < 0, segments - 1, ids[i])  # the last row is that of ids which are in no segment
-            s = jnp.clip(s, 0, segments - 1)
+            # the last row is that of ids which are in no segment; without a sign, those below 0 are the largest
+            s = jnp.minimum(ids[i].astype(jnp.uint32), jnp.uint32(segments - 1)).astype(jnp.int32)
             Y[part, s, j] = _JOIN[how](Y[part, s, j], X[i, j].astype(y.dtype))
 
     grid = lambda data, *_, parts, bf, **__: (parts, jt.cdiv(data.shape[1], bf))
@@ -180,7 +180,7 @@ def _in_columns(data, ids, *, segments: int, how: str, in_order: bool):
     n, f = map(known, data.shape)
     bf = min(f, 128)
     # Every part has a table of its own, which should stay in a cache: there are no more parts than cores.
-    parts = (os.cpu_count() or 1) // jt.cdiv(f, bf) if how == "sum" else 1
+    parts = len(os.sched_getaffinity(0)) // jt.cdiv(f, bf) if how == "sum" else 1
     # The results of all parts are a fourth of the rows at most; and to begin a thread, and to add up, takes a while.
     parts = max(1, min(parts, n // (4 * segments), n * jt.cdiv(bf, 16) // _VECTORS))
     kernel = segment_columns(_neutral(_sums(data.dtype), how), how)
