@@ -2,9 +2,10 @@
 
 Such a product takes as long to begin and to bring its operands as to multiply. So the block prepares its barriers while
 the kernel in front of it ends, and one role of four warps starts the copies and multiplies, since roles of their own
-take longer to begin. Where bringing operands takes longest, two or four blocks that need the same rows, or columns,
-bring a part of them each, to all (`multicast`). Where tiles are few, roles sum parts of the terms of a tile, and each
-has a block of its own (`spread`), from which its sums go to the block of the first one.
+take longer to begin; but long sums, and those whose operands take long, have a role for copies. Where bringing operands
+takes longest, two or four blocks that need the same rows, or columns, bring a part of them each, to all (`multicast`).
+Where tiles are few, roles sum parts of the terms of a tile, and each has a block of its own (`spread`), from which its
+sums go to the block of the first one.
 """
 
 from __future__ import annotations
@@ -65,38 +66,42 @@ def _ring(x, w, ta: bool, tb: bool, form: Form, part: int) -> _Ring:
 
 
 @jt.function
-def _sum(x, w, ring: _Ring, i, j, part: int, ta: bool, tb: bool, form: Form):
-    """A part of the sums of a tile: of every `form.parts`-th round."""
-    slots = ring.full.count
+def _bring(x, w, ring: _Ring, k, i, j, part: int, ta: bool, tb: bool, form: Form) -> None:
+    """Start to bring the operands of a round, when those in their place have been read."""
     m, n, _k = _sizes(x, w, ta, tb)
     inside = lambda first, size: jnp.where(first < size, first, 0)  # nobody needs what is outside, and it takes longer
     here, there = jt.ds(inside(i * form.rows, m), form.rows), jt.ds(inside(j * form.columns, n), form.columns)
+    ring.empty.at(k).wait(before=True)
+    ring.full.at(k).expect(ring.rows.nbytes + ring.columns.nbytes)
+    terms = jt.ds((k * form.parts + part) * form.terms, form.terms)
+    jt.async_copy(x.at[terms, here] if ta else x.at[here, terms], ring.rows.at(k), ring.full.at(k))
+    jt.async_copy(w.at[there, terms] if tb else w.at[terms, there], ring.columns.at(k), ring.full.at(k))
 
-    def bring(k):
-        """Start to bring the operands of a round, when those in their place have been read."""
-        ring.empty.at(k).wait(before=True)
-        ring.full.at(k).expect(ring.rows.nbytes + ring.columns.nbytes)
-        terms = jt.ds((k * form.parts + part) * form.terms, form.terms)
-        jt.async_copy(x.at[terms, here] if ta else x.at[here, terms], ring.rows.at(k), ring.full.at(k))
-        jt.async_copy(w.at[there, terms] if tb else w.at[terms, there], ring.columns.at(k), ring.full.at(k))
 
-    def added(k, total):
-        """The sums, to which the product of a round is still added, and those of the rounds before are."""
-        ring.full.at(k).wait()
-        left = ring.rows.at(k).T if ta else ring.rows.at(k)
-        right = ring.columns.at(k).T if tb else ring.columns.at(k)
-        return jt.dot_wait(jt.dot_async(left, right, total), pending=1)
+@jt.function
+def _added(ring: _Ring, k, total, ta: bool, tb: bool):
+    """The sums, to which the product of a round is still added, and those of the rounds before are."""
+    ring.full.at(k).wait()
+    left = ring.rows.at(k).T if ta else ring.rows.at(k)
+    right = ring.columns.at(k).T if tb else ring.columns.at(k)
+    return jt.dot_wait(jt.dot_async(left, right, total), pending=1)
 
+
+@jt.function
+def _sum(x, w, ring: _Ring, i, j, part: int, ta: bool, tb: bool, form: Form):
+    """A part of the sums of a tile: of every `form.parts`-th round. The role brings their operands, unless another
+    does."""
+    slots = ring.full.count if form.roles == 1 else 0
     for k in jt.range(slots):
-        bring(k)
-    total = added(jnp.int32(0), jnp.zeros((form.rows, form.columns), jnp.float32))
-    last = 1 + max(ring.rounds - slots, 0)  # rounds behind which nothing is brought any more
+        _bring(x, w, ring, k, i, j, part, ta, tb, form)
+    total = _added(ring, jnp.int32(0), jnp.zeros((form.rows, form.columns), jnp.float32), ta, tb)
+    last = 1 + max(ring.rounds - slots, 0) if slots else 1  # rounds behind which nothing is brought any more
     for k in jt.range(1, last):  # what is brought takes the place of the round before
-        total = added(k, total)
+        total = _added(ring, k, total, ta, tb)
         ring.empty.at(k - 1).arrive()
-        bring(k - 1 + slots)
+        _bring(x, w, ring, k - 1 + slots, i, j, part, ta, tb, form)
     for k in jt.range(last, ring.rounds):
-        total = added(k, total)
+        total = _added(ring, k, total, ta, tb)
         ring.empty.at(k - 1).arrive()
     total = jt.dot_wait(total)
     ring.empty.at(jnp.int32(ring.rounds - 1)).arrive()
@@ -129,6 +134,11 @@ def hopper_small(x, w, bias, y, *, ta: bool, tb: bool, form: Form):
             jt.fence_shared()
             jt.async_copy(leaving, y.at[here, there])
             jt.store_wait()
+    if form.roles == 2:
+        with jt.role("copies", warps=1, early=True):
+            jt.wait_for_kernels()
+            for k in jt.range(rings[0].rounds):
+                _bring(x, w, rings[0], k, i, j, 0, ta, tb, form)
 
 
 def misfit(a, b, *, ta: bool, tb: bool, activation: str | None, save: bool, out_dtype: str) -> str | None:

@@ -1,5 +1,5 @@
-"""Forms of small products, in one round of tiles of one role each (`jtile.ops.hopper_small`), and the model of time
-that chooses among them, fitted as that of `jtile.tune.warpgroups` is."""
+"""Forms of small products, in one round of tiles of one role or two each (`jtile.ops.hopper_small`), and the model of
+time that chooses among them, fitted as that of `jtile.tune.warpgroups` is."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from jtile.tune.warpgroups import LINE, READ, Gpu, Product, at_once, cdiv, quick
 # are read for 128 terms, and four for two times 64.
 FEW, MANY = 64, 128
 MOST = 8  # slots of a ring
-# Microseconds of 64 terms of a tile, by its sides and the terms of a round: what the role does besides counts.
+# Microseconds of 64 terms of a tile, by its sides, the terms of a round, and the parts and roles: what the role does
+# besides counts.
 STEPS = {
-    (64, 64, MANY): 0.175,
-    (64, 128, MANY): 0.24,
-    (128, 64, MANY): 0.25,
-    (64, 128, FEW): 0.216,
-    (128, 64, FEW): 0.216,
+    (64, 64, MANY, 1, 1): 0.14,
+    (64, 64, MANY, 2, 1): 0.175,
+    (64, 128, MANY, 1, 1): 0.24,
+    (128, 64, MANY, 1, 1): 0.25,
+    (64, 128, FEW, 1, 1): 0.216,
+    (128, 64, FEW, 1, 1): 0.216,
+    (64, 128, FEW, 1, 2): 0.2,
+    (128, 64, FEW, 1, 2): 0.2,
 }
 # Of the multiprocessors, those that clusters of four reach: what is left of a group of them is no cluster.
 REACHED = {1: 1.0, 2: 1.0, 4: 120 / 132}
 # Microseconds of a row of 128 bytes of an operand, which begins with a line of memory, and which does not.
 ROW, SPLIT = 0.82e-3, 2.5e-3
-START, MEETING, JOIN = 2.6, 0.1, 0.8  # microseconds besides the rounds; for a cluster; for parts of sums
-LEAST, LONGEST = 512, 6144  # terms of a sum; of one in parts
+# Microseconds besides the rounds; for a cluster; for parts of sums; for a role for copies.
+START, MEETING, JOIN, OWN = 2.6, 0.1, 0.8, 0.3
+LEAST, LONGEST, LONG = 512, 6144, 4096  # terms of a sum; of one in parts; between those of small tiles and of two roles
 # Of the time of other tiles, at most, as predicted: what these take between launches is more than that counts.
 BETTER = 1.05
 
@@ -41,6 +46,7 @@ class Form:
       share: blocks that bring the longer of both together.
       parts: of the terms of a tile, each of which a block of its own sums.
       terms: of a round.
+      roles: two if one is for copies alone.
     """
 
     rows: int
@@ -48,6 +54,7 @@ class Form:
     share: int = 1
     parts: int = 1
     terms: int = MANY
+    roles: int = 1
 
     @property
     def across(self) -> bool:
@@ -77,17 +84,21 @@ class Form:
         return first * last * self.parts
 
 
-# Where rows begin with lines, sharing was slower, and so were small tiles in one part.
-WHOLE = Form(64, 128, terms=FEW), Form(128, 64, terms=FEW), Form(64, 64, parts=2)
-SHARED = Form(64, 128), Form(64, 128, 2), Form(128, 64), Form(128, 64, 4)
+# Where rows begin with lines, sharing was slower, but for long sums with the left operand as [k, m].
+WHOLE = Form(64, 128, terms=FEW), Form(128, 64, terms=FEW), Form(64, 64, parts=2), Form(64, 64)
+LEFT = Form(64, 128, 2, terms=FEW, roles=2)
+SHARED = Form(64, 128), Form(64, 128, 2), Form(128, 64), Form(128, 64, 4, terms=FEW, roles=2)
 
 
 def candidates(p: Product, on: Gpu) -> Iterator[Form]:
     """The forms whose tiles are one round of the multiprocessors, of those that were quick anywhere."""
-    for form in SHARED if any(pitch % LINE for pitch in p.pitches) else WHOLE:
+    whole = not any(pitch % LINE for pitch in p.pitches)
+    left = whole and p.left and not p.transposed and p.k > LONG
+    for form in (*WHOLE, *((LEFT,) if left else ())) if whole else SHARED:
         clusters = form.share == 1 or form.grid(p.m, p.n)[1] > 1
         long = form.parts == 1 or LEAST * form.parts <= p.k <= LONGEST
-        if clusters and long and form.blocks(p.m, p.n) <= on.processors * REACHED[form.share * form.parts]:
+        short = form != Form(64, 64) or p.k <= LONG
+        if clusters and long and short and form.blocks(p.m, p.n) <= on.processors * REACHED[form.share * form.parts]:
             yield form
 
 
@@ -95,10 +106,11 @@ def predicted_us(p: Product, form: Form, on: Gpu) -> float:
     """Predicted microseconds of a product in this form, from the start of one to that of the next."""
     rows, columns = (form.rows / form.share, form.columns) if form.across else (form.rows, form.columns / form.share)
     brought = sum(side * (SPLIT if pitch % LINE else ROW) for side, pitch in zip((rows, columns), p.pitches))
-    step = at_once(STEPS[form.rows, form.columns, form.terms] / on.speed, brought)
+    step = at_once(STEPS[form.rows, form.columns, form.terms, form.parts, form.roles] / on.speed, brought)
     read = p.itemsize * (p.m * p.k + p.k * p.n) / (READ * on.memory)
     rounds = cdiv(p.k, form.terms * form.parts) * form.terms / 64
-    return START + MEETING * (form.share > 1) + JOIN * (form.parts > 1) + at_once(rounds * step, read)
+    besides = START + MEETING * (form.share > 1) + JOIN * (form.parts > 1) + OWN * (form.roles > 1)
+    return besides + at_once(rounds * step, read)
 
 
 @functools.lru_cache(maxsize=1024)

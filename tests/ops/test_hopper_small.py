@@ -18,7 +18,10 @@ from jtile.tune import small, warpgroups
 from jtile.tune.small import Form
 
 SIZES = (136, 168, 200), (72, 136, 136), (128, 264, 904)  # m, n, k: two rounds, and more than the ring has slots
-FORMS = Form(64, 64), Form(64, 128, 2), Form(128, 64, 4), Form(64, 128, 1, 2, 64), Form(64, 64, 1, 4, 64)
+FORMS = (
+    Form(64, 64), Form(64, 128, 2), Form(128, 64, 4), Form(64, 128, 1, 2, 64), Form(64, 64, 1, 4, 64),
+    Form(64, 128, 2, 1, 64, 2), Form(128, 64, 4, 1, 64, 2),
+)  # fmt: skip
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
 
 
@@ -53,7 +56,8 @@ def test_forms_in_the_interpreter(form, ta, tb):
         (776, 1000, 2008, {}, None),
         (512, 512, 4096, {}, None),
         (1024, 1024, 1024, {"tb": True}, None),
-        (640, 640, 2048, {}, "as quick"),
+        (640, 640, 2048, {}, None),
+        (640, 640, 8192, {}, "as quick"),
         (1000, 1000, 1000, {"activation": "silu"}, "differentiated"),
         (4000, 3000, 2000, {}, "more than a round"),
         (32, 1024, 4096, {"tb": True}, "more than a round"),  # so few rows have kernels of their own
@@ -86,6 +90,15 @@ def test_forms_are_one_round_and_fit_a_block():
         for form in found:
             first, last = form.grid(m, n)
             assert first * last * form.parts <= 132 and last % form.share == 0 and form.slots() > 1
+
+
+def test_copies_have_a_role_where_sums_are_long_or_operands_take_long():
+    on = warpgroups.Gpu(132)
+    found = lambda m, n, k, **order: small.choice(warpgroups.Product(m, n, k, cut=True, **order), on)
+    assert found(776, 1000, 2008) == Form(128, 64, 4, terms=64, roles=2)
+    assert found(512, 2048, 8192, left=True) == Form(64, 128, 2, terms=64, roles=2)
+    assert found(512, 2048, 8192) is None and found(512, 2048, 8192, left=True, transposed=True) is None
+    assert found(640, 640, 2048).roles == 1
 
 
 @pytest.mark.parametrize(
