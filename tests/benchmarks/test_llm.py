@@ -5,7 +5,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -20,18 +19,6 @@ from jtile.models.llama import LlamaConfig
 pytestmark = pytest.mark.usefixtures("by_numpy")
 
 MACHINE = Machine("test", copy_rate=1e9, peaks={"bf16": 1e12, "fp8": 2e12}, threads=1)
-
-
-@pytest.fixture(autouse=True)
-def drawn_by_numpy(monkeypatch):
-    """Weights of tiny models: `jax.random` compiles a program for each of their shapes."""
-
-    def normal(seed, *shape, dtype="float32", scale=1.0):
-        return jax.device_put(
-            np.float32(scale) * np.random.default_rng(seed).standard_normal(shape, np.float32)
-        ).astype(dtype)
-
-    monkeypatch.setattr(models, "normal", normal)
 
 
 def work(config, rows, tokens, steps):
