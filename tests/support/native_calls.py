@@ -45,8 +45,12 @@ def call(program: Program, operands: Sequence[np.ndarray]) -> Sequence[Any]:
         artifact = compile_piece(program, k, cpu.here())
         found.append(run_artifact(artifact, whole.kernel, [*(given[i] for i in inputs), *started, *whole.tables]))
         given += [found[r.piece][r.output] for r in pieces.between if r.piece == k]
-    outs = zip(pieces.results, program.out_avals, strict=True)
-    return [found[r.piece][r.output].sum(tuple(range(r.partials))).astype(o.dtype) for r, o in outs]
+    results = []
+    for r, o in zip(pieces.results, program.out_avals, strict=True):
+        x = found[r.piece][r.output]
+        x = x.sum(tuple(range(r.partials))) if r.partials else x  # a sum over no axis makes 0 of -0
+        results.append(x.astype(o.dtype))
+    return results
 
 
 def plain(program: Program) -> bool:
