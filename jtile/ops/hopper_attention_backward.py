@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dropouts, flex_lists, hopper_tiles
+from jtile.ops import dropouts, flex_lists, gpu_tiles, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
 from jtile.ops.dispatch import first_unmet
@@ -23,6 +23,7 @@ from jtile.ops.online_softmax import EMPTY
 
 Function = Callable[..., Any] | None
 KEYS = 64  # keys of one role; a program has two such roles
+TURNS = 5  # of programs of two blocks of keys on all multiprocessors, at least
 NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second cache holds beside keys and values
 
 
@@ -94,32 +95,33 @@ def _times(p, gradient):
     return p if gradient is None else p * gradient
 
 
-def _place(q, k, window: Window):
-    """Row, kv head and block of keys of this program, so that programs that run at one time share what they read."""
+def _place(q, k, window: Window, several: int):
+    """Row, kv head and first block of keys of this program. Programs that run at one time share what they read."""
     (batch, t, kvs, group, d), keys = q.shape, k.shape[1]
-    program, blocks = jt.program_id(0), jt.cdiv(keys, 2 * KEYS)
+    program, blocks = jt.program_id(0), jt.cdiv(keys, 2 * KEYS * several)
     near = 1  # heads whose blocks run side by side: the first block of keys has the most queries, the last the fewest
     if window[0] is None and window[1] is not None:
         held = max(1, NEAR // (t * group * d * (2 * q.dtype.itemsize + 4)))
         near = max(n for n in range(1, min(batch * kvs, held) + 1) if batch * kvs % n == 0)
-    several, side = jnp.divmod(program, near)
-    first, j = jnp.divmod(several, blocks)
+    together, side = jnp.divmod(program, near)
+    first, block = jnp.divmod(together, blocks)
     b, kv = jnp.divmod(first * near + side, kvs)
-    return b, kv, j
+    return b, kv, block if several == 1 else block * several
 
 
 @jt.kernel(
     out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
-    grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
+    grid=lambda q, k, *_, several=1, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS * several),
     alias={"zeros": "dq"},
     sharding="b _ h n _, b _ h _, b _ h _, b _ h n _, b h n _, b h n _, b, b, b h n _, b _ h n _ "
     "-> b _ h n _, b _ h _, b _ h _",
 )
 def hopper_attention_backward(
     q, k, v, g, s0, dp0, lengths, offsets, seeds, zeros, dq, dk, dv,
-    *, bq: int, scale: float, window: Window, counted: bool, dropout: float,
+    *, bq: int, scale: float, window: Window, counted: bool, dropout: float, several: int = 1,
 ):  # fmt: skip
-    """A program: the keys `[j * 128, j * 128 + 128)` of one row and kv head, against all queries that see them.
+    """A program: `several` times the keys `[j * 128, j * 128 + 128)` of one row and kv head, against all queries that
+    see them.
 
     q, g [batch, t, kv heads, group, d]; k, v [batch, keys, kv heads, d]; s0, dp0 [batch, kv heads, group, t or more]
     and zeros as `attention_backward_start` gives them; lengths, offsets [batch], as in `flash_attention` if `counted`;
@@ -127,22 +129,24 @@ def hopper_attention_backward(
     with the scale, and with the factor of the weights that are kept.
     """
     masks = Masks(window=window, counted=counted)
-    program(q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv, bq=bq, scale=scale, masks=masks, dropout=dropout)
+    options = {"bq": bq, "scale": scale, "masks": masks, "dropout": dropout, "several": several}
+    program(q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv, **options)
 
 
 @jt.function
 def program(
-    q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv, *, bq: int, scale: float, masks: Masks, dropout: float
-):
+    q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv,
+    *, bq: int, scale: float, masks: Masks, dropout: float, several: int = 1,
+):  # fmt: skip
     """The roles of one program of either kernel."""
     # p_ij = 2^(unit s_ij)   s_ij = q_i . k_j + s0_i   dp_ij = g_i . v_j + dp0_i   ds_ij = p_ij dp_ij
     # dv_j = sum_i p_ij g_i   dk_j = scale sum_i ds_ij q_i   dq_i = sum_j ds_ij k_j     tiles are transposed: [keys, bq]
     # Where z_ij is 0 for a weight that is dropped, else 1: ds_ij = z_ij p_ij g_i . v_j + p_ij dp0_i
     # dv_j = factor sum_i z_ij p_ij g_i   dk_j = factor scale sum_i ds_ij q_i
-    # b: row of the batch; kv: head of keys; j: block of keys of both roles; w: role, which has half of those keys;
+    # b: row of the batch; kv: head of keys; j: block of keys, the x-th of several; w: role, which has half of its keys;
     # head: query head of the group; i: block of queries; rounds: how many of those a role has had, over all heads.
     window, counted = masks.window, masks.counted
-    b, kv, j = _place(q, k, window)
+    b, kv, block = _place(q, k, window, several)
     t, group, d, keys, dtype = q.shape[1], q.shape[3], q.shape[4], k.shape[1], q.dtype
     factor = dropouts.factor(dropout)
     listed, hangs = masks.lists is not None, keys % (2 * KEYS) != 0
@@ -151,6 +155,8 @@ def program(
     S0, DP0 = jt.alloc((bq,), jnp.float32, slots=2), jt.alloc((bq,), jnp.float32, slots=2)
     K, V = jt.alloc((2 * KEYS, d), dtype), jt.alloc((2 * KEYS, d), dtype)
     DS, DQ = jt.alloc((KEYS, bq), dtype, slots=4), jt.alloc((64, 64), jnp.float32, slots=2)
+    OUT = jt.alloc((KEYS, d), dtype, slots=2)
+    k_empty, v_empty = jt.barrier(1, arrivals=2), jt.barrier(1, arrivals=2)
     k_full, v_full, clean, shared = jt.barrier(1), jt.barrier(1), jt.barrier(1, arrivals=2), jt.barrier(1, arrivals=2)
     q_full, g_full = jt.barrier(2), jt.barrier(2)
     q_empty, g_empty = jt.barrier(2, arrivals=2), jt.barrier(2, arrivals=2)
@@ -158,7 +164,7 @@ def program(
     def half(w):  # the keys of a role
         return slice(w * KEYS, (w + 1) * KEYS)
 
-    def of_keys(w):
+    def of_keys(w, j):
         return (2 * j + w) * KEYS + jt.arange(KEYS)[:, None]
 
     def rows(starts):  # numbers of queries, repeated in every key's row
@@ -167,7 +173,7 @@ def program(
     def first(slot):  # what the sums of products start from
         return [rows(S0[slot])] if masks.score is None else []
 
-    def bounds():  # of loops over blocks of queries, and what masks are to know: see `seen`
+    def bounds(j):  # of loops over blocks of queries, and what masks are to know: see `seen`
         if listed:
             whole, end = (masks.count(b, kv, j, n) for n in range(2))
             whole = jnp.where((j + 1) * 2 * KEYS > keys, 0, whole) if hangs else whole
@@ -176,54 +182,54 @@ def program(
         offset = offsets[b] if counted else 0
         return length, offset, *query_blocks(j * 2 * KEYS, 2 * KEYS, bq, t, offset, length, window)
 
-    def at(n):  # the block of queries of round n
+    def at(j, n):  # the block of queries of round n
         return masks.block(b, kv, j, n) if listed else n
 
-    def zero_behind(length, w):  # keys and values behind it may hold anything, NaN too
+    def zero_behind(j, length, w):  # keys and values behind it may hold anything, NaN too
         if (j + 1) * 2 * KEYS > length:
             for tile in (K, V):
-                tile[half(w)].store(jnp.where(of_keys(w) < length, tile[half(w)].load(), jnp.zeros((), dtype)))
+                tile[half(w)].store(jnp.where(of_keys(w, j) < length, tile[half(w)].load(), jnp.zeros((), dtype)))
             jt.fence_shared()
             clean[0].arrive()
             clean[0].wait(0)
 
-    def seen(w, n, i, p, length, offset, inner_lo, inner_hi):  # p without the keys that a query does not see
+    def seen(w, j, n, i, p, length, offset, inner_lo, inner_hi):  # p without the keys that a query does not see
         if listed:
             if n >= inner_lo:
-                queries, columns = i * bq + jt.arange(bq)[None, :], of_keys(w)
+                queries, columns = i * bq + jt.arange(bq)[None, :], of_keys(w, j)
                 p = jnp.where(masks.seen(b, kv, queries, columns, keys, hangs), p, 0.0)
             return p
         if i < inner_lo if window[0] is None else (i < inner_lo) | (i >= inner_hi):
             queries = offset + i * bq + jt.arange(bq)[None, :]
-            p = jnp.where(visible(queries, of_keys(w), length, window), p, 0.0)
+            p = jnp.where(visible(queries, of_keys(w, j), length, window), p, 0.0)
         return p
 
     def product_of_dq(h, w, rounds):  # by the keys of role h, half w of dq: of its columns, or, of short heads, queries
         ds, k_h, part = DS[(rounds & 1) * 2 + h], K[half(h)], slice(w * 64, w * 64 + 64)
         return (ds.T, k_h[:, part]) if d == 128 else (ds[:, part].T, k_h)
 
-    def keep(w, i, seed):
+    def keep(w, j, i, seed):
         return dropouts.kept(
             seed, dropouts.places(i * bq, bq, 1), dropouts.places((2 * j + w) * KEYS, KEYS, 0), dropout
         )
 
-    def weights(w, head, i, s, slot):  # p, and how much a score changes with its product, None for the scale itself
+    def weights(w, j, head, i, s, slot):  # p, and how much a score changes with its product, None for the scale itself
         if masks.score is None:
             return jnp.exp2(s * (scale * LOG2_E)), None
-        queries, columns = i * bq + jt.arange(bq)[None, :], of_keys(w)
+        queries, columns = i * bq + jt.arange(bq)[None, :], of_keys(w, j)
         s, gradient = masks.scored(s * scale, b, kv * group + head, queries, columns)
         return jnp.exp2(s * LOG2_E + rows(S0[slot])), gradient
 
-    def step(w, rounds, head, n, s, dk_j, dv_j, edges, seed):
+    def step(w, j, rounds, head, n, s, dk_j, dv_j, edges, seed):
         """A round of role w: its n-th query block, of a head of the group; s: its products, finished. Gives those of
         the next round too."""
-        slot, i = rounds & 1, at(n)
+        slot, i = rounds & 1, at(j, n)
         g_full.at(rounds).wait()
         dp = jt.dot_async(V[half(w)], G[slot].T, *([] if seed else [rows(DP0[slot])]))
-        p, gradient = weights(w, head, i, s, slot)
-        p = seen(w, n, i, p, *edges) if masked else p
+        p, gradient = weights(w, j, head, i, s, slot)
+        p = seen(w, j, n, i, p, *edges) if masked else p
         if seed:  # both at once: registers do not hold p, with and without what is dropped, beside dp
-            stays, dp = keep(w, i, seed), jt.dot_wait(dp, pending=0)
+            stays, dp = keep(w, j, i, seed), jt.dot_wait(dp, pending=0)
             ds = (_times(p, gradient) * (jnp.where(stays, dp, 0.0) + rows(DP0[slot]))).astype(dtype)
             dv_j = jt.dot_async(jnp.where(stays, p, 0.0).astype(dtype), G[slot], dv_j)
         else:
@@ -251,31 +257,41 @@ def program(
         jt.async_copy(DQ[w], dq.tiles(None, 64, None, None, 64).at[b, row, kv, head, column], fn="add")
         return jt.dot_wait(s, pending=0), dk_j, dv_j
 
-    def give(w, sums, out):
-        V[half(w)].store(sums.astype(out.dtype))
+    def give(w, j, sums, out):
+        jt.store_wait(0)
+        OUT[w].store(sums.astype(out.dtype))
         jt.fence_shared()
         jt.role_barrier()
-        jt.async_copy(V[half(w)], out.tiles(None, KEYS, None, d).at[b, 2 * j + w, kv, 0])
-        jt.store_wait(0)
+        jt.async_copy(OUT[w], out.tiles(None, KEYS, None, d).at[b, 2 * j + w, kv, 0])
 
     for w in range(2):
         with jt.role(f"keys_{w}", warps=4, registers=240):
-            length, offset, lo, inner_lo, inner_hi, hi = bounds()
-            rounds, dk_j, dv_j = jnp.int32(0), jt.zeros((KEYS, d), jnp.float32), jt.zeros((KEYS, d), jnp.float32)
-            k_full[0].wait(0)
-            if counted:
-                v_full[0].wait(0)
-                zero_behind(length, w)
-            q_full[0].wait(0)
-            s = jt.dot_wait(jt.dot_async(K[half(w)], Q[0].T, *first(0)), pending=0)
-            v_full[0].wait(0)
-            for head in jt.range(group):
-                seed = (seeds[b, kv, head, 0], seeds[b, kv, head, 1]) if dropout else None
-                for n in jt.range(lo, hi):
-                    s, dk_j, dv_j = step(w, rounds, head, n, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi), seed)
-                    rounds = rounds + 1
-            give(w, dv_j * factor if dropout else dv_j, dv)
-            give(w, dk_j * (scale * factor), dk)
+            rounds = jnp.int32(0)
+            for x in range(several):
+                j = block + x
+                length, offset, lo, inner_lo, inner_hi, hi = bounds(j)
+                dk_j, dv_j = jt.zeros((KEYS, d), jnp.float32), jt.zeros((KEYS, d), jnp.float32)
+                k_full[0].wait(x & 1)
+                if counted:
+                    v_full[0].wait(0)
+                    zero_behind(j, length, w)
+                if x == 0:  # those of the next block of keys have been waited for
+                    q_full[0].wait(0)
+                s = jt.dot_async(K[half(w)], Q.at(rounds).T, *first(rounds & 1))
+                s = jt.dot_wait(s, pending=0)
+                v_full[0].wait(x & 1)
+                for head in jt.range(group):
+                    seed = (seeds[b, kv, head, 0], seeds[b, kv, head, 1]) if dropout else None
+                    edges = length, offset, inner_lo, inner_hi
+                    for n in jt.range(lo, hi):
+                        s, dk_j, dv_j = step(w, j, rounds, head, n, s, dk_j, dv_j, edges, seed)
+                        rounds = rounds + 1
+                if x + 1 < several:
+                    k_empty[0].arrive()
+                    v_empty[0].arrive()
+                give(w, j, dv_j * factor if dropout else dv_j, dv)
+                give(w, j, dk_j * (scale * factor), dk)
+            jt.store_wait(0)
 
     def fetch(rounds, head, i, array, ring, start, starts, full, empty):
         empty.at(rounds).wait(before=True)
@@ -283,23 +299,31 @@ def program(
         jt.async_copy(array.tiles(None, bq, None, None, d).at[b, i, kv, head, 0], ring.at(rounds), full.at(rounds))
         jt.async_copy(start.tiles(None, None, None, bq).at[b, kv, head, i], starts.at(rounds), full.at(rounds))
 
-    def fetch_keys(array, buffer, full):
+    def fetch_keys(x, j, array, buffer, full, empty):
+        if x:
+            empty[0].wait((x - 1) & 1)
         full[0].expect(buffer.nbytes)
         jt.async_copy(array.tiles(None, 2 * KEYS, None, d).at[b, j, kv, 0], buffer, full[0])
 
     with jt.role("copies", warps=1, registers=24):
-        length, offset, lo, inner_lo, inner_hi, hi = bounds()
         rounds = jnp.int32(0)
-        fetch_keys(k, K, k_full)
-        fetch(rounds, 0, at(lo), q, Q, s0, S0, q_full, q_empty)
-        fetch_keys(v, V, v_full)
-        for head in jt.range(group):
-            for n in jt.range(lo, hi):
-                fetch(rounds, head, at(n), g, G, dp0, DP0, g_full, g_empty)
-                rounds = rounds + 1  # behind the last round one more block of queries is multiplied, which nobody uses
-                last = n + 1 >= hi
-                ahead = jnp.where(last, jnp.minimum(head + 1, group - 1), head), at(jnp.where(last, lo, n + 1))
-                fetch(rounds, *ahead, q, Q, s0, S0, q_full, q_empty)
+        for x in range(several):
+            j = block + x
+            length, offset, lo, inner_lo, inner_hi, hi = bounds(j)
+            behind = at(j, lo) if x + 1 == several else bounds(j + 1)[2]
+            fetch_keys(x, j, k, K, k_full, k_empty)
+            if x == 0:
+                fetch(rounds, 0, at(j, lo), q, Q, s0, S0, q_full, q_empty)
+            fetch_keys(x, j, v, V, v_full, v_empty)
+            for head in jt.range(group):
+                for n in jt.range(lo, hi):
+                    fetch(rounds, head, at(j, n), g, G, dp0, DP0, g_full, g_empty)
+                    # Behind the last round comes the first of the next block of keys; behind those of the last block
+                    # one more block of queries is multiplied, which nobody uses.
+                    rounds, end, over = rounds + 1, n + 1 >= hi, head + 1 >= group
+                    heads = jnp.where(end, jnp.where(over, 0, head + 1), head)
+                    then = at(j, jnp.where(end, lo, n + 1))
+                    fetch(rounds, heads, jnp.where(end & over, behind, then), q, Q, s0, S0, q_full, q_empty)
 
 
 def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
@@ -344,6 +368,17 @@ def _of_rows(scale: float, window: Window, dropout: float):
     return run
 
 
+def _several(rows: int, t: int, keys: int, window: Window, counted: bool) -> int:
+    """How many blocks of keys a program takes, one behind the other, of all `rows` of all heads of keys: two where some
+    queries see each block, and programs remain for some turns of all multiprocessors. The keys of the second come while
+    the gradients of the first leave."""
+    blocks, at_once = jt.cdiv(keys, 2 * KEYS), gpu_tiles.processors()
+    seen = t >= keys and (window[0] is None or window[0] >= 0) and window[1] in (None, 0)
+    turns = lambda count: count * jt.cdiv(rows * blocks // count, at_once)
+    many = rows * blocks >= 2 * TURNS * at_once and (window[1] is not None or turns(2) <= turns(1))
+    return 2 if seen and many and not counted and blocks % 2 == 0 else 1
+
+
 def of_batch(
     q, k, v, o, lse, g, ct, lengths, offsets, seeds=None, *, scale: float, window: Window, dropout: float = 0.0
 ):
@@ -364,6 +399,7 @@ def of_batch(
     of_group = lambda x: x.reshape(batch, t, groups, heads // groups, d)
     s0, dp0, seeds = (x.reshape(batch, groups, heads // groups, -1) for x in (s0, dp0, seeds))
     args = of_group(q), k, v, of_group(g), s0, dp0, lengths, offsets, seeds, of_group(zeros)
-    options = {"bq": bq, "scale": scale, "window": window, "counted": counted, "dropout": dropout}
+    several = _several(batch * groups, t, keys, window, counted)
+    options = {"bq": bq, "scale": scale, "window": window, "counted": counted, "dropout": dropout, "several": several}
     dq, dk, dv = hopper_attention_backward(*args, **options)
     return (dq.reshape(q.shape) * (scale * factor)).astype(q.dtype), dk, dv

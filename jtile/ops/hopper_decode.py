@@ -45,6 +45,8 @@ _HINTS = 3
 # Queries of a tile where they are the columns of products instead of rows, of which there are 64, most of them none:
 # attention of 64 rows of 512 to 544 keys, 4 queries a head of keys, takes 40.5 us so on an H200, 42.5 with rows.
 FEW = 8
+# Bytes of a cache that is read so soon that the launch counts: programs start while the kernel in front ends.
+_SOON = 64 << 20
 _BESIDE = 216  # registers of a thread that multiplies, where the kernel in front is to find room beside it
 _SHORT = 2048  # slots of rows that count as short; longer rows, of which the last unit is little, were not measured
 
@@ -61,7 +63,7 @@ class Work:
 
     Attributes:
       q, k, v, lengths, table: the operands of `hopper_decode`.
-      units, parts, t, whole: its meta-parameters.
+      units, parts, t, whole, beside: its meta-parameters.
       Q, K, V: rings of tiles of queries, and of units of keys and of values.
       P: weights of two units, transposed, where queries are columns, else None.
       q_full, q_empty, ...: a slot of Q, K or V has come; has been read.
@@ -76,6 +78,7 @@ class Work:
     parts: int
     t: int
     whole: bool
+    beside: int
     Q: jt.Shared
     K: jt.Shared
     V: jt.Shared
@@ -282,15 +285,18 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
 
 @jt.function
 def _columns_of_row(w: Work, c, turn, lo, hi, start, length, *, scale: float, softcap: float | None):
-    """`sums_of_row` with the queries as columns: values [features, `FEW`], maxima and sums. A product has 64 rows at
+    """`sums_of_row` with the queries as columns: values [features, queries], maxima and sums. A product has 64 rows at
     least, so that with queries as rows most of its scores, and of their weights, are those of none."""
-    d, bk = w.V.shape[1], w.units.size
+    d, bk, few = w.V.shape[1], w.units.size, w.Q.shape[0]
     unit = scale * LOG2_E if softcap is None else 1.0
     Q = w.Q.at(turn)
 
     def weights(s, key, m, l):
         s = s if softcap is None else scores(s, scale, softcap)
-        s = jnp.where(key + jt.arange(bk)[:, None] < length, s, -math.inf)
+        seen = key + jt.arange(bk)[:, None] < length
+        if w.beside > 1:  # keys of each head in turn, and all queries of one head after those of another
+            seen &= jt.arange(bk)[:, None] % w.beside == jt.arange(few)[None, :] // (few // w.beside)
+        s = jnp.where(seen, s, -math.inf)
         top = jnp.maximum(m, s.max(0) * unit)
         p, fade = jnp.exp2(s * unit - top[None]), jnp.exp2(m - top)
         return p, top, l * fade[None] + p, fade
@@ -299,8 +305,8 @@ def _columns_of_row(w: Work, c, turn, lo, hi, start, length, *, scale: float, so
     w.k_full.at(c).wait()
     s = jt.dot_wait(jt.dot_async(w.K.at(c), Q.T), pending=0)
     w.k_empty.at(c).arrive()
-    m, l = jt.full((FEW,), NOTHING, jnp.float32), jt.zeros((bk, FEW), jnp.float32)
-    acc = jt.zeros((d, FEW), jnp.float32)
+    m, l = jt.full((few,), NOTHING, jnp.float32), jt.zeros((bk, few), jnp.float32)
+    acc = jt.zeros((d, few), jnp.float32)
     p, m, l, _ = weights(s, (lo - start) * bk, m, l)
     w.P.at(c).store(p.astype(w.q.dtype).T)
     jt.fence_shared()
@@ -372,28 +378,36 @@ def _meet(w: Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
-    whole: bool = False, ahead: int = 1, turned: bool = False, hints: int = 0, early: bool = False,
+    whole: bool = False, ahead: int = 1, turned: bool = False, hints: int = 0, early: bool = False, begun: bool = False,
+    beside: int = 1,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
     with `whole` rows there are no parts. ahead: tiles of queries that there is room for. turned: the one token of a row
     has at most `FEW` queries, which are the columns of products. hints: units that the second-level cache is asked for
-    while kernels in front run. early: these make neither `lengths` nor slots but the last of each row.
+    while kernels in front run. early: these make neither `lengths` nor slots but the last of each row. begun: roles
+    begin while kernels in front run, and wait for them. beside: so many heads of keys lie side by side as keys of one
+    head, whose queries are those of all of them (only if `turned`).
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
     slots = _RING // (units.size * d * dtype.itemsize)
-    Q = jt.alloc((FEW if turned else ROWS, d), dtype, slots=ahead)
-    P = jt.alloc((FEW, units.size), dtype, slots=2) if turned else None
+    few = max(FEW, jt.next_power_of_2(q.shape[1])) if turned else ROWS
+    Q = jt.alloc((few, d), dtype, slots=ahead)
+    P = jt.alloc((few, units.size), dtype, slots=2) if turned else None
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = jt.barrier(ahead), jt.barrier(ahead)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, P, *barriers)
-    with jt.role("products", warps=4, registers=_BESIDE if hints else 0, early=early):
+    w = Work(q, k, v, lengths, table, units, parts, t, whole, beside, Q, K, V, P, *barriers)
+    with jt.role("products", warps=4, registers=_BESIDE if hints else 0, early=early or begun):
+        if begun:
+            jt.wait_for_kernels()
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last, early=early)
-    with jt.role("copies", warps=1, registers=40, early=early):
+    with jt.role("copies", warps=1, registers=40, early=early or begun):
+        if begun:
+            jt.wait_for_kernels()
         copies(w, early)
     if hints:
         with jt.role("hints", warps=1, registers=40, early=True):
@@ -481,8 +495,9 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, wh
     last = whole or by_the_last(lengths.shape[0] * kvs, t * group, d, parts)
     options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
     options |= hints | {"ahead": min(_QUERIES // (ROWS * d * q.dtype.itemsize), _AHEAD)}
-    turned = t == 1 and group <= FEW and units.piece is not None and not whole  # long rows and pages were not timed
-    options |= {"turned": True} if turned else {}
+    options |= {"turned": True} if t == 1 and group <= FEW and d <= 128 and not whole else {}
+    soon = 2 * batch * units.slots * kvs * d * k.dtype.itemsize <= _SOON
+    options |= {"begun": True} if soon and not hints and not gpu_tiles.overlaps() else {}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

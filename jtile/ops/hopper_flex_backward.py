@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dropouts, hopper_attention_backward, hopper_tiles
+from jtile.ops import dropouts, gpu_tiles, hopper_attention_backward, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import first_unmet
@@ -52,6 +52,7 @@ def misfit(
     """Why `gradients` cannot compute the gradients of this call, None where it can."""
     why = hopper_attention_backward.misfit(q, k, softcap=softcap, scale=scale)
     return why or first_unmet(
+        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
         (not by[1] or q.shape[2] == k.shape[2], "heads that share keys have masks of their own"),
         (score is None or _one_by_one(score, True, extras), "score does more than a function of one element would"),
         (mask is None or _one_by_one(mask, False, extras), "mask does more than a function of one element would"),

@@ -90,6 +90,36 @@ def test_blocks_of_heads_side_by_side(monkeypatch):
             assert relative_error(ours, theirs) < 1e-3
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "heads that share keys", "dropout"])
+def test_two_blocks_of_keys_a_program(name, monkeypatch):
+    """The keys of the second come while the gradients of the first leave."""
+    sizes, given = CASES.get(name, ((1, 260, 256, 4, 2, 64), {"window": (None, 0), "ct": True}))
+    batch, t, _, heads, groups, d = sizes
+    args, options = arguments((batch, max(t, 256), 256, heads, groups, d), **given)
+    want, kernel, asked = evaluated(tiles(options))(*args), hopper.hopper_attention_backward, []
+    monkeypatch.setattr(hopper.gpu_tiles, "processors", lambda: 1)
+    monkeypatch.setattr(hopper, "TURNS", 0)
+
+    def interpreted(*operands, **meta):
+        asked.append(meta["several"])
+        return kernel.interpret(*operands, seed=len(name), **meta)
+
+    monkeypatch.setattr(hopper, "hopper_attention_backward", interpreted)
+    for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
+        assert relative_error(ours, theirs) < 1e-3
+    assert asked == [2]
+
+
+def test_programs_of_two_blocks(monkeypatch):
+    monkeypatch.setattr(hopper.gpu_tiles, "processors", lambda: 132)
+    of = lambda rows, t, keys, window=(None, 0), counted=False: hopper._several(rows, t, keys, window, counted)
+    assert of(16, 16384, 16384) == of(128, 4096, 4096) == 2
+    assert of(16, 4096, 4096) == 1  # as many turns as there are would not be filled
+    assert of(128, 4096, 4096, (None, None)) == 2  # 32 turns of one, 16 of two
+    assert of(33, 8192, 8192, (None, None)) == 2 and of(34, 8192, 8192, (None, None)) == 1  # 17 turns, 9 of two
+    assert of(128, 4096, 8192) == of(128, 4096, 4096, counted=True) == of(128, 4096, 4096, (None, -1)) == 1
+
+
 @pytest.mark.parametrize(
     ("d", "dtype", "options", "why"),
     [

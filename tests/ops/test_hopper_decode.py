@@ -187,9 +187,29 @@ def test_lengths_and_older_keys_are_read_early(name, monkeypatch):
     assert np.array_equal(early, late) and relative_error(early, reference(*args)) < 4e-3
 
 
+def test_programs_over_small_caches_start_early(monkeypatch):
+    """Where nothing else is promised of kernels in front; the roles wait for these."""
+    args, kernel, asked = arguments(*CASES["rows in parts"][0]), hopper_decode.hopper_decode, []
+
+    def interpreted(*operands, **options):
+        asked.append((options.get("begun", False), options.get("early", False)))
+        return kernel.interpret(*operands, seed=len(asked), **options)
+
+    monkeypatch.setattr(hopper_decode, "hopper_decode", interpreted)
+    run = functools.partial(hopper_decode.of_batch, *args, scale=0.1, softcap=None)
+    soon = run()
+    with jt.config(overlap=True):
+        run()
+    monkeypatch.setattr(hopper_decode, "_SOON", 1 << 10)
+    later = run()
+    assert asked == [(True, False), (False, True), (False, False)]
+    assert np.array_equal(soon, later) and relative_error(soon, reference(*args)) < 4e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("d", "page", "turned"), [(128, None, False), (128, None, True), (256, None, False), (128, 64, False)]
+    ("d", "page", "turned"),
+    [(128, None, False), (128, None, True), (256, None, False), (128, 64, False), (128, 64, True)],
 )
 def test_what_it_compiles_to(d, page, turned):
     pytest.importorskip("triton")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from library import normal
+from sass import spills_of_products
 
 import jtile as jt
 from jtile import ops
@@ -126,3 +127,23 @@ def test_other_derivatives(way):
 )
 def test_functions_of_one_element(function, scored, extras, fits):
     assert hopper._one_by_one(function, scored, extras) == fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "spills"), [({"mask": documents}, 10), ({"mask": lambda b, h, i, j: j <= i}, 0), ({"score": alibi}, 8)]
+)
+def test_what_it_compiles_to(options, spills):
+    pytest.importorskip("triton")
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    q, k, row = of("bfloat16", 2, 4096, 4, 1, 128), of("bfloat16", 2, 4096, 4, 128), of("float32", 2, 4, 1, 4096)
+    extras = of("int32", 2, 4096) if options.get("mask") is documents else of("float32", 4)
+    lists = of("int32", 2, 1, 32, 64), of("int32", 2, 1, 32, 2), of("uint32", 2, 4, 1, 2), of("float32", *q.shape)
+    options = {"mask": None, "score": None} | options
+    found = hopper.hopper_flex_backward.lower(
+        q, k, k, q, row, row, (extras,) if options["score"] or options["mask"] is documents else (), *lists,
+        bq=64, scale=0.1, window=(None, None), dropout=0.0, **options, target="cuda:sm_90",
+    )  # fmt: skip
+    assert len(spills_of_products(found.texts["sass"])) <= spills
+    for what in ("HGMMA", "UTMALDG", "UTMAREDG", "SYNCS", "USETMAXREG"):
+        assert what in found.texts["sass"]
