@@ -26,6 +26,7 @@ _MAP = re.compile(r"^\s*\.param \.align 64 \.b8 (\w+)\[128\]", re.M)
 _LABEL = re.compile(r"^(\$L__BB\w+):", re.M)
 _JOIN = r"\tbarrier\.sync \t1;\n"
 _REGISTERS = r"\tsetmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32 \t\d+;\n"
+_OF_ALL = re.compile(r"^\s*(?:@!?%p\d+\s+)?bar(?:rier)?(?:\.cta)?\.sync(?:\.aligned)?\s+\w+;", re.M)  # names no count
 _BEGIN = re.compile(rf"{_REGISTERS}(?:{_NOTE})*{_JOIN}")  # of a role, behind which the first of all roles begins
 _IDLE = re.compile(rf"{_JOIN}{_JOIN}\tbra\.uni ")  # warps that have no role
 _LOOP = re.compile(
@@ -82,9 +83,9 @@ def _ended(text: str) -> str:
     back = re.compile(rf"{_JOIN}{_REGISTERS}(?:\tbra\.uni \t{again};\n|(?={again}:))")
     found = _LAST.sub("\tret;\n", back.sub("\tret;\n", text))
     # The roles join at the top of the loop; where each begins, and the first one in front of that, too; and two times
-    # where warps have no role. Another join would be an end that is not understood.
+    # where warps have no role. Another join would be an end that is not understood, or wait for those that returned.
     joins = 1 + len(_BEGIN.findall(found)) + 2 * len(_IDLE.findall(found))
-    return _keeping(found) if len(re.findall(_JOIN, found)) == joins else text
+    return _keeping(found) if len(_OF_ALL.findall(found)) == joins else text
 
 
 def _keeping(text: str) -> str:

@@ -124,6 +124,7 @@ def test_meetings_stay_where_something_else_may_depend_on_them(old, new):
         ("\tbra.uni \t$L__BB0_6;", "\tbarrier.sync \t1;\n\tmov.b32 \t%r9, 0;\n\tbra.uni \t$L__BB0_1;"),  # another end
         ("$L__BB0_7:                             // %common.ret\n", "$L__BB0_7:\n\tst.global.b32 \t[%rd1], %r2;\n"),
         ("\tld.shared.b8 \t%r5, [%r6+1036];\n", "\tld.shared.b32 \t%r5, [%r6+1036];\n"),
+        ("\tst.global.b32 \t[%rd1], %r1;\n", "\tbar.sync \t0;\n"),  # waits for roles that have returned
         ("\tbar.sync \t0, 128;\n\tfence", "\t// jtile.cluster ready\n\tbar.sync \t0, 128;\n\tfence"),
     ],
 )
