@@ -139,14 +139,16 @@ def _convolutions(tiny: bool) -> Iterator[Case]:
         given: dict[str, Any] = {"config": f"{batch} x {name}", "dtype": "bfloat16", "make": make}
         moved = batch * args[0].size + args[1].size
         torch = {"torch": Torch(functools.partial(_torch_convolution, name))}
+        torch_gradient = {"torch": Torch(functools.partial(_torch_gradient, name))}
         yield Case(
             "convolution", ours=ours, peers={"xla": xla, **torch}, reference=_exact(xla), bytes=2 * moved,
             flops=batch * flops, prepare={"torch": lambda x, w: (x, jnp.moveaxis(w, -1, 0))}, **given,
         )  # fmt: skip
         given["make"] = lambda seed, make=make, ours=ours: (jax.vjp(ours, *make(seed))[0], *make(seed))
         yield Case(
-            "convolution_gradient", ours=pulled(ours, 2), peers={"xla": pulled(xla, 2)}, bytes=6 * moved,
-            reference=_exact(pulled(xla, 2)), flops=2 * batch * flops, **given,
+            "convolution_gradient", ours=pulled(ours, 2), peers={"xla": pulled(xla, 2), **torch_gradient},
+            bytes=6 * moved, reference=_exact(pulled(xla, 2)), flops=2 * batch * flops,
+            prepare={"torch": lambda g, x, w: (g, x, jnp.moveaxis(w, -1, 0))}, **given,
         )  # fmt: skip
 
 
@@ -169,6 +171,30 @@ def _torch_convolution(name: str, torch, x, w):
     run = torch.nn.functional.conv2d if rank == 2 else torch.nn.functional.conv3d
     y = run(x, w, stride=stride, padding=[n // 2 for n in over], groups=options.get("groups", 1)).movedim(1, -1)
     return y[:, 0] if len(zoo.CONVOLUTIONS[name][0]) == 2 else y
+
+
+def _torch_gradient(name: str, torch, g, x, w):
+    """The gradients of x and w of `_torch_convolution`, for the cotangents g."""
+    window, options = zoo.CONVOLUTIONS[name][1], dict(zoo.CONVOLUTIONS[name][2])
+    torch.backends.cudnn.benchmark = True
+    stride, rank, transposed = options.get("stride", 1), max(2, x.dim() - 2), options.get("transposed", False)
+    if one := x.dim() == 3:
+        g, x, w, window = g[:, None], x[:, None], w[:, None], (1, *window)
+    g, x, w = (z.movedim(-1, 1) for z in (g, x, w))
+    sides = x.shape[2:]
+    over = [max(k - (stride if n % stride == 0 else n % stride), 0) for n, k in zip(sides, window)]
+    pad, front = [n // 2 for n in over], [0] * rank
+    if any(n % 2 for n in over) and not transposed:
+        x = torch.nn.functional.pad(x, [side for n in reversed(over) for side in (n // 2, n - n // 2)])
+        pad, front = front, pad
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        g, x, w, None, [stride] * rank, pad, [1] * rank, transposed, [0] * rank, options.get("groups", 1),
+        [True, True, False],
+    )  # fmt: skip
+    for k, (at, n) in enumerate(zip(front, sides)):
+        dx = dx.narrow(2 + k, at, n)
+    dx, dw = dx.movedim(1, -1), dw.movedim(1, -1).movedim(0, -1)
+    return (dx[:, 0], dw[0]) if one else (dx, dw)
 
 
 def _muon(x):

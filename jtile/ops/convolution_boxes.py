@@ -14,7 +14,7 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.convolution_points import Pads, Sides, points_of
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.hopper_convolution import ROOM, ROWS, Axis, Form, hopper_convolution
+from jtile.ops.hopper_convolution import ROOM, ROWS, Axis, Form, hopper_convolution, planes_of
 from jtile.ops.hopper_convolution_sums import SumForm, hopper_convolution_sums
 
 _RANK = 5  # axes of a tensor map
@@ -82,10 +82,44 @@ def form_of(
     found = []
     for columns in (n for n in reversed(_REGISTERS) if n < 2 * outputs and (n >= 64 or n >= outputs)):
         for consumers in _REGISTERS[columns]:
-            form = Form(box, columns, deep, consumers, width=min(columns, width))
-            form = dataclasses.replace(form, slots=_slots(form), registers=_REGISTERS[columns][consumers])
-            found.append(_shared_out(form, sides, outputs, terms, groups, axes, processors))
-    return min(found, key=lambda of: of[1])
+            form = Form(
+                box, columns, deep, consumers, width=min(columns, width), registers=_REGISTERS[columns][consumers]
+            )
+            for one in (form, *_sliding(form, sides, terms, axes)):
+                slots = _slots(one, axes, terms)
+                if slots < 2:
+                    continue
+                one = dataclasses.replace(one, slots=slots)
+                found.append(_shared_out(one, sides, outputs, terms, groups, axes, processors))
+    return min(found, key=lambda of: of[1] * (_GAIN if of[0].slide else 1))
+
+
+_GAIN = 1.15  # by which planes that consumers share must be quicker, since points behind the last ones are waste
+
+
+def _sliding(form: Form, sides: Sides, terms: int, axes: tuple[Axis, ...]) -> tuple[Form, ...]:
+    """The form whose consumers are neighbours along the first axis, where the points of the window along it are several
+    planes for all remainders alike."""
+    first, *others = axes
+    if not others or first.stride > 1 or len({*first.counts}) > 1 or not 2 <= first.counts[0] <= 4:
+        return ()
+    form = dataclasses.replace(form, box=(1, 1, *box_of(sides[2:])), slide=True)
+    alike = all(len({*a.counts}) == 1 for a in others)
+    kept = alike and _weight(form, axes) * _rounds(form, axes, terms) <= _KEPT
+    return (dataclasses.replace(form, kept=kept),) if max(planes_of(axes, form)) <= 4 else ()
+
+
+def _rounds(form: Form, axes: tuple[Axis, ...], terms: int) -> int:
+    """Rounds of a tile, at most."""
+    return math.prod((max(a.counts) for a in axes[form.slide :]), start=jt.cdiv(terms, form.terms))
+
+
+def _weight(form: Form, axes: tuple[Axis, ...], itemsize: int = 2) -> int:
+    """Bytes of the weight of a round."""
+    return len(planes_of(axes, form)) * form.columns * form.terms * itemsize
+
+
+_KEPT = 96 << 10  # bytes of a weight that stays, at most
 
 
 # Registers of a consumer's thread, by the columns of a tile and how many consumers it has.
@@ -100,14 +134,15 @@ def _shared_out(form: Form, sides, outputs: int, terms: int, groups: int, axes, 
     """A form with as many tiles of a program as keep all multiprocessors busy, and the thousands of cycles it takes."""
     parts = groups * jt.cdiv(outputs, form.columns) * math.prod(a.phases for a in axes)
     taps = [math.prod(k) for k in itertools.product(*(a.counts for a in axes))]
-    tiles, rounds = jt.cdiv(math.prod(form.boxes(sides)), form.consumers), jt.cdiv(terms, form.terms)
+    tiles, rounds = jt.cdiv(math.prod(form.boxes(sides)), form.own), jt.cdiv(terms, form.terms)
     at_once = max(1, processors // parts)
     if len(set(taps)) > 1:  # remainders take unequal times: programs are more than run at once
         at_once = max(1, 3 * processors // (2 * parts))
     form = dataclasses.replace(form, tiles=jt.cdiv(tiles, at_once))
-    rows = form.consumers * ROWS
-    one = form.terms * max(rows * form.columns / 2048, 2 * (rows + form.columns) / _BYTES)
-    of_program = form.tiles * (sum(taps) / len(taps) * rounds * one + _LEAVES)
+    planes, rows = planes_of(axes, form), form.consumers * ROWS
+    read = 2 * form.terms * (form.consumers + max(planes)) * ROWS + (0 if form.kept else _weight(form, axes))
+    one = max(len(planes) * form.terms * rows * form.columns / 2048, read / _BYTES)
+    of_program = form.tiles * (sum(taps) / len(taps) / len(planes) * rounds * one + _LEAVES)
     return form, (_STARTS + jt.cdiv(parts * form.programs(sides), processors) * of_program) / 1e3
 
 
@@ -117,11 +152,12 @@ def _terms(terms: int, whole: bool) -> int:
     return min(sides, key=lambda n: (jt.cdiv(terms, n) * n, -n))
 
 
-def _slots(form: Form, itemsize: int = 2) -> int:
-    """Slots that rings have room for, beside what leaves."""
+def _slots(form: Form, axes: tuple[Axis, ...], terms: int, itemsize: int = 2) -> int:
+    """Slots that rings have room for, beside what leaves, and a weight that stays."""
     buffers = min(form.buffers, form.columns // form.width)
-    leaving = form.consumers * buffers * ROWS * form.width * itemsize
-    return min(8, (ROOM - leaving) // ((form.consumers * ROWS + form.columns) * form.terms * itemsize))
+    room = ROOM - form.consumers * buffers * ROWS * form.width * itemsize
+    rows, weight = (form.consumers + max(planes_of(axes, form))) * ROWS * form.terms * itemsize, _weight(form, axes)
+    return min(8, (room - weight * _rounds(form, axes, terms)) // rows if form.kept else room // (rows + weight))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,6 +176,38 @@ def sum_form_of(sides: Sides, outputs: int, channels: int, taps: int, groups: in
     most = max(1, min(boxes // 8, 4 * processors // programs))
     took = lambda n: jt.cdiv(programs * n, processors) * (jt.cdiv(boxes, n) + 16)
     return dataclasses.replace(form, splits=min(range(1, most + 1), key=took))
+
+
+# -- small groups ------------------------------------------------------------------------------------------------------
+
+
+def together(groups: int, channels: int, outputs: int) -> int:
+    """How many groups of so many channels and outputs make one, whose weight has zeros where they do not meet: products
+    of 64 terms and columns are as quick as those of few, and their operands come in rows of 128 bytes."""
+    most = ROWS // max(channels, outputs) if min(channels, outputs) >= 4 else 1
+    return max(n for n in range(1, max(most, 1) + 1) if groups % n == 0)
+
+
+def _own(w_outputs: int, groups: int, many: int) -> jax.Array:
+    """Which of `many` groups that are one each output is of: [many, 1, outputs]."""
+    group = jnp.arange(w_outputs) // (w_outputs // groups)
+    return ((group % many)[None, :] == jnp.arange(many)[:, None])[:, None]
+
+
+def _spread(w, groups: int):
+    """A weight [..., c / groups, o] as that of fewer groups, and how many these are."""
+    *window, channels, outputs = w.shape
+    many = together(groups, channels, outputs // groups)
+    if many == 1:
+        return w, groups
+    own = jnp.expand_dims(_own(outputs, groups, many), range(len(window)))
+    whole = jnp.where(own, w[..., None, :, :], jnp.zeros((), w.dtype))
+    return whole.reshape(*window, many * channels, outputs), groups // many
+
+
+def _fewer(groups: int, channels: int, outputs: int) -> int:
+    """How many groups there are when small ones are one, of so many channels and outputs of all."""
+    return groups // together(groups, channels // groups, outputs // groups)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -215,6 +283,7 @@ def convolved(x, w, **options) -> jax.Array:
 
 
 def _convolved(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+    w, groups = _spread(w, groups)
     axes = axes_of(x.shape[1:-1], w.shape[:-2], stride, dilation, pads)
     *_, terms, outputs = w.shape
     form = _form(x.shape[0], axes, outputs // groups, terms, groups)
@@ -231,7 +300,7 @@ def not_convolved(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pa
     plain = math.prod(w.shape[:-2]) == 1 and {*stride} == {1} and not any(map(any, pads))
     if plain and groups == 1:
         return "it is a product of matrices"
-    return _misfit(x, w, axes, (x.shape[-1], w.shape[-1]), groups)
+    return _misfit(x, w, axes, (x.shape[-1], w.shape[-1]), _fewer(groups, x.shape[-1], w.shape[-1]))
 
 
 def dx(g, w, *, shape: Sides, **options) -> jax.Array:
@@ -240,6 +309,7 @@ def dx(g, w, *, shape: Sides, **options) -> jax.Array:
 
 
 def _dx(g, w, *, sides: Sides, stride: Sides, dilation: Sides, groups: int, low: Sides):
+    w, groups = _spread(w, groups)
     axes = axes_of_dx(sides, w.shape[:-2], stride, dilation, low)
     *_, channels, outputs = w.shape
     form = _form(g.shape[0], axes, channels, outputs // groups, groups)
@@ -254,7 +324,7 @@ def not_dx(g, w, *, shape: Sides, stride: Sides, dilation: Sides, groups: int, l
     if not _known(g, w, jax.ShapeDtypeStruct(shape, g.dtype)):
         return "sizes are 0, or not known"
     axes = axes_of_dx(shape[1:-1], w.shape[:-2], stride, dilation, low)
-    return _misfit(g, w, axes, (g.shape[-1], shape[-1]), groups)
+    return _misfit(g, w, axes, (g.shape[-1], shape[-1]), _fewer(groups, shape[-1], g.shape[-1]))
 
 
 def dw(x, g, **options) -> jax.Array:
@@ -263,6 +333,12 @@ def dw(x, g, **options) -> jax.Array:
 
 
 def _dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+    many = groups // _fewer(groups, x.shape[-1], g.shape[-1])
+    if many > 1:
+        given = {"window": window, "stride": stride, "dilation": dilation, "pads": pads}
+        whole = _dw(x, g, groups=groups // many, **given).reshape(*window, many, x.shape[-1] // groups, g.shape[-1])
+        own = jnp.expand_dims(_own(g.shape[-1], groups, many), range(len(window)))
+        return jnp.where(own, whole, 0.0).sum(-3)
     axes, channels = _axes_of_dw(x, g, window, stride, dilation, pads), x.shape[-1] // groups
     sizes = g.shape[-1] // groups, channels, math.prod(window), groups
     form = sum_form_of(g.shape[:-1], *sizes, gpu_tiles.processors())
@@ -280,7 +356,7 @@ def not_dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, 
     """Why `dw` does not compute the gradient of the weight, None where it does and is the quickest."""
     if not _known(x, g):
         return "sizes are 0, or not known"
-    axes = _axes_of_dw(x, g, window, stride, dilation, pads)
+    axes, groups = _axes_of_dw(x, g, window, stride, dilation, pads), _fewer(groups, x.shape[-1], g.shape[-1])
     why = _misfit(x, g, axes, (x.shape[-1], g.shape[-1]), groups)
     channels, points = x.shape[-1] // groups, math.prod(g.shape[:-1])
     return why or first_unmet(

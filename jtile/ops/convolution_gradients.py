@@ -24,7 +24,13 @@ from jtile.ops.convolution_kernels import (
     out_shape,
     points_of_tile,
 )
-from jtile.ops.convolution_points import Pads, convolution_points, convolution_row_points, depthwise_rows
+from jtile.ops.convolution_points import (
+    Pads,
+    convolution_points,
+    convolution_row_points,
+    depthwise_rows,
+    transposed_points,
+)
 from jtile.ops.convolution_sums import convolution_weight_points, convolution_weight_rows, depthwise_weight_rows
 
 Phase = tuple[slice, int, int]
@@ -58,10 +64,27 @@ def _dx_of_remainders(g, w, *, shape, stride: Sides, dilation: Sides, groups: in
     return whole[(slice(None), *(slice(0, n) for n in shape[1:-1]))]
 
 
+def _linear_dx(g, w, *, shape, stride: Sides, dilation: Sides, groups: int, low: Sides):
+    """`convolution_dx` by a kernel of which the reverse is the convolution that it is the transpose of."""
+    if groups > 1 or min(math.gcd(n, 64) for n in w.shape[-2:]) < 16:  # terms of a product
+        return _dx_of_remainders(g, w, shape=shape, stride=stride, dilation=dilation, groups=groups, low=low)
+    *window, channels, outputs = w.shape
+    of = {"sides": tuple(shape[1:-1]), "points": g.shape[1:-1], "window": tuple(window), "channels": channels}
+    steps = {"stride": stride, "dilation": dilation, "low": low}
+    tile = {"bm": 128, "bc": math.gcd(channels, 64), "bo": math.gcd(outputs, 64)}
+    run = tuned(transposed_points, num_warps=4, specialize=False)
+    return run(g.reshape(-1, outputs), w.reshape(-1, outputs), **tile, **of, **steps).reshape(shape)
+
+
 _dx = dispatch.Op(
     "gradient of the points of a convolution",
     dispatch.Implementation(
-        "boxes of points", convolution_boxes.dx, convolution_boxes.not_dx, dispatch.BLOCK_LEVEL, portable=False
+        "boxes of points",
+        convolution_boxes.dx,
+        convolution_boxes.not_dx,
+        dispatch.BLOCK_LEVEL,
+        portable=False,
+        differentiated=_linear_dx,
     ),
     dispatch.Implementation("a convolution for each remainder", _dx_of_remainders),
 )
@@ -277,6 +300,31 @@ def _points_backward(residuals, g, *, sides, window, stride, dilation, pads, **_
     g = g.reshape(out_shape(around, kernel, stride, dilation))
     dx, dw = _both(whole, g, kernel, stride=stride, dilation=dilation, pads=pads)
     return dx.reshape(x.shape), dw.reshape(w.shape)
+
+
+def _transposed_backward(residuals, ct, *, sides, points, window, channels, stride, dilation, low, **_):
+    g, w = residuals
+    cotangents, outputs = ct.reshape(-1, *sides, channels), g.shape[1]
+    axes = zip(points, window, stride, dilation, sides, low, strict=True)
+    # behind may be less padding than none, where the window does not reach the last points
+    pads = tuple((lo, (m - 1) * s + (k - 1) * d + 1 - n - lo) for m, k, s, d, n, lo in axes)
+    x, pads = cut(cotangents, pads)
+    kernel, options = w.reshape(*window, channels, outputs), {"stride": stride, "dilation": dilation, "groups": 1}
+    dg = convolution_op(x, kernel, **options, pads=pads)
+    dw = convolution_dw(x, g.reshape(-1, *points, outputs), window, w.dtype, **options, pads=pads)
+    return dg.reshape(g.shape), dw.reshape(w.shape)
+
+
+transposed_points.defvjp(lambda g, w, **meta: (_transposed(g, w, **meta), (g, w)), _transposed_backward)
+
+
+def _transposed(g, w, *, sides, points, window, channels, stride, dilation, low, **_):
+    """`transposed_points` by the quickest kernel."""
+    whole, kernel = g.reshape(-1, *points, g.shape[1]), w.reshape(*window, channels, w.shape[1])
+    y = convolution_dx(
+        whole, kernel, (whole.shape[0], *sides, channels), stride=stride, dilation=dilation, groups=1, low=low
+    )
+    return y.reshape(-1, channels)
 
 
 @_rule(convolution_row_points)

@@ -67,6 +67,40 @@ def convolution_points(
     y.tiles(bm, bo)[at, o] = acc.astype(y.dtype)
 
 
+@jt.kernel(
+    out_type=lambda g, w, *, sides, points, channels, **_: jt.like(
+        g, shape=(g.shape[0] // math.prod(points) * math.prod(sides), channels)
+    ),
+    grid=lambda g, w, *, bm, bc, sides, points, channels, **_: (
+        jt.cdiv(g.shape[0] // math.prod(points) * math.prod(sides), bm), jt.cdiv(channels, bc)
+    ),
+)  # fmt: skip
+def transposed_points(
+    g, w, y, *, bm: int, bc: int, bo: int, channels: int, sides: Sides, points: Sides, window: Sides, stride: Sides,
+    dilation: Sides, low: Sides,
+):  # fmt: skip
+    """g [batch * `points`, o], w [points of the window * channels, o], y [batch * `sides`, channels]: the transpose of
+    a convolution with `low` points of padding in front. `bo` outputs at a time, a divisor of o, as `bc` is of the
+    channels. Zeros between the points of g are multiplied, too: only derivatives forwards run this."""
+    # y[n, i, c] = sum_a sum_o g[n, (i + p - d a) / s, o] w[a, c, o], where s divides
+    at, c = jt.program_id(0), jt.program_id(1)
+    parts, blocks = g.shape[1] // bo, channels // bc
+    image, *own = apart(at * bm + jt.arange(bm), sides)
+    acc = jt.zeros((bm, bc), sums_in(g))
+    for u in jt.range(math.prod(window) * parts):
+        part, tap = jax.lax.rem(u, jnp.int32(parts)), jax.lax.div(u, jnp.int32(parts))
+        place, inside = image, image < g.shape[0] // math.prod(points)
+        for here, step, s, d, lo, n in zip(own, apart(tap, window)[1:], stride, dilation, low, points, strict=True):
+            ahead = here + lo - step * d
+            one = jax.lax.div(ahead, jnp.full_like(ahead, s))
+            place, inside = place * n + one, inside & (ahead >= 0) & (one * s == ahead) & (one < n)
+        place = jnp.where(inside, place, 0)
+        index = place[:, None], (part * bo + jt.arange(bo))[None, :]
+        G = jt.load(g, index, mask=jnp.broadcast_to(inside[:, None], (bm, bo)))
+        acc = jt.dot(G, w.tiles(bc, bo)[tap * blocks + c, part].T, acc)
+    y.tiles(bm, bc)[at, c] = acc.astype(y.dtype)
+
+
 # -- few channels: a row of the window at a time, whose numbers lie side by side in memory -----------------------------
 
 

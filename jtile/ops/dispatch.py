@@ -54,6 +54,8 @@ class Implementation:
       misfit: `misfit(*operands, **options)` says why it does not take a call, None where it does; None: it takes all.
       needs: features that the target has to have.
       portable: whether it runs on targets without them too, if not as fast as others.
+      differentiated: `differentiated(*operands, **options)` computes the same, and its derivative is that of the op
+        where this one is bound to a platform; None: that of its stand-in is.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Implementation:
     misfit: Callable[..., str | None] | None = None
     needs: tuple[str, ...] = ()
     portable: bool = True
+    differentiated: Callable[..., Any] | None = None
 
     def refuses(self, target: jt.Target, operands: Sequence[Any], options: dict[str, Any]) -> str | None:
         """Why a call on this target does not fit, or None."""
@@ -108,7 +111,7 @@ class Op:
     """An op, or a step of one, with its implementations: `op(*operands, **options)`.
 
     Operands are pytrees of arrays, options hashable Python values. The derivative of an implementation that is bound to
-    a platform is that of its stand-in, for a schedule has none.
+    a platform is that of its stand-in, or of `differentiated`, for a schedule has none.
     """
 
     def __init__(self, name: str, *implementations: Implementation):
@@ -122,7 +125,8 @@ class Op:
         if other is None:
             return chosen.run(*operands, **options)
         fixed = tuple((name, type(value), value) for name, value in sorted(options.items()))
-        return _on(jt.target().platform, _with(chosen.run, fixed), _with(other, fixed), operands)
+        like = other if chosen.differentiated is None else chosen.differentiated
+        return _on(jt.target().platform, _with(chosen.run, fixed), _with(other, fixed), _with(like, fixed), operands)
 
     def choice(self, *operands: Any, **options: Any) -> Choice:
         """The choice that a call would get; operands may be `jax.ShapeDtypeStruct`s.
@@ -185,16 +189,19 @@ def _with(run: Callable[..., Any], options: tuple[tuple[str, type, Any], ...]) -
     return functools.partial(run, **{name: value for name, _, value in options})
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _on(platform: str, here: Callable[..., Any], elsewhere: Callable[..., Any], operands: Any) -> Any:
-    """`here(*operands)` where the program is lowered for the platform, `elsewhere(*operands)` on others."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _on(
+    platform: str, here: Callable[..., Any], elsewhere: Callable[..., Any], like: Callable[..., Any], operands: Any
+) -> Any:
+    """`here(*operands)` where the program is lowered for the platform, `elsewhere(*operands)` on others; the derivative
+    is that of `like(*operands)`."""
     return jax.lax.platform_dependent(*operands, default=elsewhere, **{platform: here})
 
 
 @functools.partial(_on.defjvp, symbolic_zeros=True)
-def _on_jvp(platform, here, elsewhere, primals, tangents):
-    _, out = derivative(lambda operands: elsewhere(*operands), primals[0], tangents[0])
-    return _on(platform, here, elsewhere, primals[0]), out
+def _on_jvp(platform, here, elsewhere, like, primals, tangents):
+    _, out = derivative(lambda operands: like(*operands), primals[0], tangents[0])
+    return _on(platform, here, elsewhere, like, primals[0]), out
 
 
 def derivative(of: Callable[[Any], Any], operands: Any, tangents: Any) -> tuple[Any, Any]:

@@ -8,6 +8,10 @@ channels, and x is neither padded nor copied out.
 A transposed convolution is one for each remainder of the points by its stride, with the points of the window that reach
 these; programs of one launch have one remainder each, and their results go to their places in the whole. Where the
 points of x are apart (a convolution with a stride), x is seen as the remainders of its points.
+
+Where `Form.slide`, consumers are neighbours along the first axis, and what the points of the window along it read are
+planes that they share: a round is one of the points of the other axes, and each plane is read once in it. With few
+channels the copies are what takes the time, and the weight stays in shared memory (`Form.kept`).
 """
 
 from __future__ import annotations
@@ -70,7 +74,9 @@ class Form:
       consumers: boxes of a tile. tiles: of a program, one after the other.
       slots: of the rings. buffers: of each consumer, for pieces of results that leave.
       share: neighbours that bring the weight together.
-      registers: of a consumer's thread.
+      registers: of a consumer's thread. width: columns that leave together.
+      slide: whether consumers are neighbours along the first axis of points, and share what they read.
+      kept: whether the weight stays.
     """
 
     box: Sides
@@ -83,19 +89,32 @@ class Form:
     share: int = 1
     registers: int = 240
     width: int = LEAVING
+    slide: bool = False
+    kept: bool = False
 
     @property
     def options(self) -> dict[str, int]:
         """Options of the compiler that put neighbours into clusters."""
         return {"multicast": self.share} if self.share > 1 else {}
 
+    @property
+    def whole(self) -> Sides:
+        """The sides of a box of a consumer, or of that of all consumers that slide."""
+        image, first, *others = self.box
+        return (image, self.consumers * first, *others) if self.slide else self.box
+
+    @property
+    def own(self) -> int:
+        """Boxes of a tile."""
+        return 1 if self.slide else self.consumers
+
     def boxes(self, sides: Sides) -> Sides:
         """How many boxes cover images and points of these sides."""
-        return tuple(map(jt.cdiv, sides, self.box))
+        return tuple(map(jt.cdiv, sides, self.whole))
 
     def programs(self, sides: Sides) -> int:
         """Programs that share out the points of one remainder."""
-        found = jt.cdiv(jt.cdiv(math.prod(self.boxes(sides)), self.consumers), self.tiles)
+        found = jt.cdiv(jt.cdiv(math.prod(self.boxes(sides)), self.own), self.tiles)
         return jt.cdiv(found, self.share) * self.share
 
 
@@ -125,16 +144,18 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      rows: for each consumer the ring of its points. columns: the ring of the weight.
+      rows: for each consumer the ring of its points, or those of the planes of consumers that slide. columns: for each
+        point of the window in a round the ring of the weight.
       leaving: for each consumer buffers of results on their way.
-      full, empty: a round has come; has been read.
+      full, empty: a round has come; has been read. ready: a weight that stays has come.
     """
 
     rows: list[jt.Shared]
-    columns: jt.Shared
+    columns: list[jt.Shared]
     leaving: list[list[jt.Shared]]
     full: jt.Barrier
     empty: jt.Barrier
+    ready: jt.Barrier | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +193,16 @@ def _counts(axes: tuple[Axis, ...], phase: list) -> list:
 
 
 def _rounds(axes: tuple[Axis, ...], phase: list, terms: int, form: Form):
-    return math.prod(_counts(axes, phase), start=jt.cdiv(terms, form.terms))
+    return math.prod(_counts(axes, phase)[form.slide :], start=jt.cdiv(terms, form.terms))
+
+
+def planes_of(axes: tuple[Axis, ...], form: Form) -> Sides:
+    """The plane that the first consumer reads at each point of the window of a round, counted from the first one that
+    any reads."""
+    if not form.slide:
+        return (0,)
+    ahead = [axes[0].step * k for k in range(axes[0].counts[0])]
+    return tuple(n - min(ahead) for n in ahead)
 
 
 def split_up(n, sides: list) -> list:
@@ -188,7 +218,7 @@ def split_up(n, sides: list) -> list:
 def corner_of(form, number, sides: Sides) -> list:
     """Where box `number` of a form begins: image and points."""
     first, *others = apart(number, form.boxes(sides)[1:])
-    return [at * side for at, side in zip((first, *others), form.box)]
+    return [at * side for at, side in zip((first, *others), form.whole)]
 
 
 def box_of_x(x, axes: tuple[Axis, ...], phase: list, taps: list, corner: list, channel, box: Sides, terms: int):
@@ -223,34 +253,53 @@ def _box_of_w(w, axes, place: _Place, taps: list, term, form: Form, sizes: _Size
 @jt.function
 def _fill(x, w, mem: _Memory, place: _Place, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
     """The role that fills the rings: the boxes of all consumers, and their weight."""
-    parts, counts = jt.cdiv(sizes.terms, form.terms), _counts(axes, place.phase)
-    nbytes = len(mem.rows) * mem.rows[0].nbytes + mem.columns.nbytes
+    parts, counts = jt.cdiv(sizes.terms, form.terms), _counts(axes, place.phase)[form.slide :]
+    rounds, within = _rounds(axes, place.phase, sizes.terms, form), len(mem.columns)
+    front = planes_of(axes, form).index(0)  # the point of the window at which the first plane is read
+    nbytes = len(mem.rows) * mem.rows[0].nbytes + (0 if form.kept else within * mem.columns[0].nbytes)
+    if mem.ready is not None:
+        mem.ready.at(0).expect(rounds * within * mem.columns[0].nbytes)
+        for u in jt.range(rounds):
+            *taps, part = split_up(u, [*counts, parts])
+            for k, ring in enumerate(mem.columns):
+                here = [k, *taps] if form.slide else taps
+                weight = _box_of_w(w, axes, place, here, part * form.terms, form, sizes, turned)
+                jt.async_copy(weight, ring.at(u), mem.ready.at(0))
     it = jnp.int32(0)
     for t in jt.range(form.tiles):
         number = t * form.programs(sizes.sides) + place.number
-        corners = [corner_of(form, number * form.consumers + h, sizes.sides) for h in range(form.consumers)]
-        for u in jt.range(_rounds(axes, place.phase, sizes.terms, form)):
+        corners = [corner_of(form, number * form.own + h, sizes.sides) for h in range(form.own)]
+        if form.slide:
+            image, first, *others = corners[0]
+            corners = [[image, first + k, *others] for k in range(len(mem.rows))]
+        for u in jt.range(rounds):
             *taps, part = split_up(u, [*counts, parts])
             term = part * form.terms
             mem.empty.at(it).wait(before=True)
             mem.full.at(it).expect(nbytes)
-            for h, corner in enumerate(corners):
-                channel = place.group * sizes.terms + term
-                box = box_of_x(x, axes, place.phase, taps, corner, channel, form.box, form.terms)
-                jt.async_copy(box, mem.rows[h].at(it), mem.full.at(it))
-            weight = _box_of_w(w, axes, place, taps, term, form, sizes, turned)
-            jt.async_copy(weight, mem.columns.at(it), mem.full.at(it))
+            for ring, corner in zip(mem.rows, corners, strict=True):
+                channel, here = place.group * sizes.terms + term, [front, *taps] if form.slide else taps
+                box = box_of_x(x, axes, place.phase, here, corner, channel, form.box, form.terms)
+                jt.async_copy(box, ring.at(it), mem.full.at(it))
+            if not form.kept:
+                for k, ring in enumerate(mem.columns):
+                    here = [k, *taps] if form.slide else taps
+                    weight = _box_of_w(w, axes, place, here, term, form, sizes, turned)
+                    jt.async_copy(weight, ring.at(it), mem.full.at(it))
             it += 1
 
 
 @jt.function
-def _sum(mem: _Memory, rows, rounds, it, form: Form, turned: bool):
-    """The sums of a consumer's box over rounds `it` to `it + rounds` of the ring, and the next round."""
+def _sum(mem: _Memory, rows: list, rounds, it, form: Form, turned: bool):
+    """The sums of a consumer's box over rounds `it` to `it + rounds` of the ring, and the next round. `rows`: the rings
+    of what it reads at the points of the window of a round."""
     total, last = jt.zeros((ROWS, form.columns), jnp.float32), mem.full.count - 1
     for k in jt.range(rounds):
         mem.full.at(it).wait()
-        right = mem.columns.at(it).T if turned else mem.columns.at(it)
-        total = jt.dot_wait(jt.dot_async(rows.at(it), right, total, keep=k > 0), pending=1)
+        for j, ring in enumerate(rows):
+            right = mem.columns[j].at(k if form.kept else it)
+            total = jt.dot_async(ring.at(it), right.T if turned else right, total, keep=(k > 0) if j == 0 else None)
+        total = jt.dot_wait(total, pending=len(rows))
         mem.empty.at(it + last).arrive(when=k > 0)
         it += 1
     total = jt.dot_wait(total)
@@ -280,10 +329,15 @@ def _leave(total, y, leaving: list, place: _Place, corner: list, axes, form: For
 def _consume(y, mem: _Memory, h: int, place: _Place, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
     """The role that multiplies the boxes number h of all tiles."""
     it, rounds = jnp.int32(0), _rounds(axes, place.phase, sizes.terms, form)
+    rows = [mem.rows[h + n] for n in planes_of(axes, form)]
+    if mem.ready is not None:
+        mem.ready.at(0).wait()
     for t in jt.range(form.tiles):
-        it, total = _sum(mem, mem.rows[h], rounds, it, form, turned)
+        it, total = _sum(mem, rows, rounds, it, form, turned)
         number = t * form.programs(sizes.sides) + place.number
-        corner = corner_of(form, number * form.consumers + h, sizes.sides)
+        corner = corner_of(form, number if form.slide else number * form.consumers + h, sizes.sides)
+        if form.slide:
+            corner[1] = corner[1] + h
         _leave(total, y, mem.leaving[h], place, corner, axes, form, sizes)
     jt.store_wait()
 
@@ -311,13 +365,15 @@ def hopper_convolution(x, w, y, *, axes: tuple[Axis, ...], form: Form, groups: i
     place = _Place(group, column, group * sizes.of_group + column, remainders, number)
     width = min(form.columns, form.width)
     buffers = min(form.buffers, form.columns // width)
+    planes, weight = planes_of(axes, form), (form.columns, form.terms) if turned else (form.terms, form.columns)
+    kept = math.prod((max(a.counts) for a in axes[form.slide :]), start=jt.cdiv(sizes.terms, form.terms))
     mem = _Memory(
-        rows=[jt.alloc((ROWS, form.terms), x.dtype, slots=form.slots) for _ in range(form.consumers)],
-        columns=jt.alloc((form.columns, form.terms) if turned else (form.terms, form.columns), x.dtype,
-                         slots=form.slots),
+        rows=[jt.alloc((ROWS, form.terms), x.dtype, slots=form.slots) for _ in range(form.consumers + max(planes))],
+        columns=[jt.alloc(weight, x.dtype, slots=kept if form.kept else form.slots) for _ in planes],
         leaving=[[jt.alloc((ROWS, width), y.dtype) for _ in range(buffers)] for _ in range(form.consumers)],
         full=jt.barrier(form.slots),
         empty=jt.barrier(form.slots, arrivals=form.consumers),
+        ready=jt.barrier(1) if form.kept else None,
     )  # fmt: skip
     for h in range(form.consumers):
         with jt.role(f"consumer{h}", warps=4, registers=form.registers, early=True):

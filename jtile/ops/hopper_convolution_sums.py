@@ -41,6 +41,11 @@ class SumForm:
         """Options of the compiler that put neighbours into clusters."""
         return {"multicast": self.share} if self.share > 1 else {}
 
+    @property
+    def whole(self) -> Sides:
+        """The sides of the box."""
+        return self.box
+
     def boxes(self, sides: Sides) -> Sides:
         """How many boxes cover images and points of these sides."""
         return tuple(map(jt.cdiv, sides, self.box))

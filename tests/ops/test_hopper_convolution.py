@@ -15,7 +15,7 @@ from jtile import ops
 from jtile.errors import KernelTypeError
 from jtile.ops import convolution_boxes as boxes
 from jtile.ops.convolution_points import points_of
-from jtile.ops.convolutions import convolution_reference
+from jtile.ops.convolutions import convolution_reference, convolution_transpose_reference
 from jtile.ops.hopper_convolution import Form, hopper_convolution
 from jtile.ops.hopper_convolution_sums import hopper_convolution_sums
 from jtile.testing import relative_error
@@ -34,6 +34,12 @@ CASES = {  # shapes of x and of the weight, and what differs from strides, gaps 
     ),
     "groups": ((2, 5, 6, 64), (3, 3, 32, 96), {"groups": 2, "pads": ((1, 1), (1, 1))}),
     "groups, a stride": ((1, 6, 8, 96), (3, 2, 48, 32), {"groups": 2, "stride": (2, 2), "pads": ((1, 1), (0, 1))}),
+    "small groups": ((2, 5, 6, 32), (3, 3, 4, 64), {"groups": 8, "pads": ((1, 1), (1, 1))}),
+    "small groups, a stride": ((1, 6, 8, 64), (3, 2, 8, 96), {"groups": 8, "stride": (2, 2), "pads": ((1, 1), (0, 1))}),
+    "planes that consumers share": ((1, 9, 12, 16), (3, 2, 16, 16), {"pads": ((1, 1), (1, 0))}),
+    "planes, three axes": ((2, 5, 4, 9, 16), (2, 3, 2, 16, 24), {"pads": ((0, 1), (1, 1), (1, 0))}),
+    "planes with gaps": ((1, 9, 20, 24), (2, 3, 24, 16), {"dilation": (2, 1), "pads": ((1, 2), (0, 1))}),
+    "planes, remainders": ((2, 8, 36, 16), (4, 4, 16, 16), {"stride": (2, 2), "pads": ((1, 1), (1, 1))}),
     "three axes": ((1, 4, 5, 6, 16), (2, 3, 2, 16, 24), {"pads": ((0, 1), (1, 1), (1, 0))}),
     "many channels": ((1, 5, 4, 136), (2, 2, 136, 264), {}),
 }
@@ -135,6 +141,27 @@ def test_what_stands_in_elsewhere_gives_the_same_shapes(name):
     with jt.config(arch="sm_90"):
         assert [z.shape for z in jax.eval_shape(back, g, x, w)] == [x.shape, w.shape]
         assert jax.eval_shape(turned, g, x, w).shape[-1] == x.shape[-1]
+
+
+@pytest.mark.long
+def test_derivatives_of_a_transposed_one():
+    """The reverse is the convolution, and there are derivatives forwards besides, of the reverse, too."""
+    x, w, t, u = (normal(k, *s).astype(jnp.float16) for k, s in enumerate([(2, 5, 6, 16), (4, 3, 32, 16)] * 2))
+    of = functools.partial(ops.convolution_transpose, stride=2)
+    good = functools.partial(convolution_transpose_reference, stride=2)
+    ct = normal(5, 2, 10, 12, 32).astype(jnp.float16)
+
+    def every(f):
+        back = lambda x, w: jax.vjp(f, x, w)[1](ct)
+        return jax.tree.leaves((back(x, w), jax.jvp(f, (x, w), (t, u))[1], jax.jvp(back, (x, w), (t, u))[1]))
+
+    with jt.config(arch="sm_90"):
+        found = ops.choices(lambda x, w: jax.vjp(of, x, w)[1](ct), x, w)
+    names = [(one.op, one.implementation) for one in found]
+    assert names.count(("convolution", "boxes of points")) == 1  # and not one for each remainder
+    with jt.config(arch="sm_90", interpret=True):
+        for one, other in zip(every(of), every(good), strict=True):
+            assert one.shape == other.shape and relative_error(one, other) < 3e-3
 
 
 @pytest.mark.gpu
