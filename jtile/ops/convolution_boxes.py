@@ -87,26 +87,29 @@ def form_of(
             )
             for one in (form, *_sliding(form, sides, terms, axes)):
                 slots = _slots(one, axes, terms)
-                if slots < 2:
+                if one.slide and slots < _FEWEST_PLANES:
                     continue
                 one = dataclasses.replace(one, slots=slots)
                 found.append(_shared_out(one, sides, outputs, terms, groups, axes, processors))
     return min(found, key=lambda of: of[1] * (_GAIN if of[0].slide else 1))
 
 
-_GAIN = 1.15  # by which planes that consumers share must be quicker, since points behind the last ones are waste
+# Planes that consumers share: by how much they must be quicker, and how many rounds of them have to be on their way (of
+# an H200: 3x3 of 64 channels takes 38 us with two slots of 64 terms, 29 with five of 32, and 36 without).
+_GAIN, _FEWEST_PLANES = 1.15, 4
 
 
 def _sliding(form: Form, sides: Sides, terms: int, axes: tuple[Axis, ...]) -> tuple[Form, ...]:
-    """The form whose consumers are neighbours along the first axis, where the points of the window along it are several
-    planes for all remainders alike."""
+    """The forms whose consumers are neighbours along the first axis, where the points of the window along it are
+    several planes for all remainders alike, and whose weight stays: where it comes with each round, nothing is won."""
     first, *others = axes
-    if not others or first.stride > 1 or len({*first.counts}) > 1 or not 2 <= first.counts[0] <= 4:
+    alike = all(len({*a.counts}) == 1 for a in axes)
+    if not others or first.stride > 1 or not alike or not 2 <= first.counts[0] <= 4:
         return ()
-    form = dataclasses.replace(form, box=(1, 1, *box_of(sides[2:])), slide=True)
-    alike = all(len({*a.counts}) == 1 for a in others)
-    kept = alike and _weight(form, axes) * _rounds(form, axes, terms) <= _KEPT
-    return (dataclasses.replace(form, kept=kept),) if max(planes_of(axes, form)) <= 4 else ()
+    form = dataclasses.replace(form, box=(1, 1, *box_of(sides[2:])), slide=True, kept=True)
+    forms = (dataclasses.replace(form, terms=n) for n in {form.terms, max(form.terms // 2, min(form.terms, 32))})
+    fits = lambda one: max(planes_of(axes, one)) <= 4 and _weight(one, axes) * _rounds(one, axes, terms) <= _KEPT
+    return tuple(filter(fits, forms))
 
 
 def _rounds(form: Form, axes: tuple[Axis, ...], terms: int) -> int:
