@@ -73,7 +73,9 @@ def _devices(options: argparse.Namespace) -> None:
 
 
 def _compile(options: argparse.Namespace) -> None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if not options.gpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes may share a GPU
     from benchmarks import compile as times
 
     times.main(options)
@@ -155,6 +157,8 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     sub = devices.add_parser("graph")
     sub.add_argument("--steps", type=int, default=1000, help="of each form")
     sub = devices.add_parser("compile")
+    sub.add_argument("--gpu", action="store_true", help="for the GPU of this machine, instead of its CPU")
+    sub.add_argument("--turns", type=int, default=4, help="processes of each side, of which the least counts")
     sub.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="programs of benchmarks.fuse")
     sub.add_argument("--json", type=_records, metavar="FILE", help="where the numbers go")
     return parser.parse_args(argv)
