@@ -148,17 +148,19 @@ def side_by_side(n: int, most: int, lanes: int = LANES) -> int:
 
 def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tiling:
     """The tiling of a group with windows, of which `within` says for each axis between which numbers none leaves its
-    array: tiles are narrower than rows there, so that most of them do not meet an end, and on GPUs always."""
+    array: tiles are narrower than rows there, so that most of them do not meet an end, and on GPUs always. There a tile
+    is a part of one row where windows leave their arrays, since the numbers of rows are scalars then."""
     m, sides, last = machine(), [1] * len(layout.sizes), len(layout.sizes) - 1
     narrow = last > 0 and (not m.whole or within[last] != (0, layout.sizes[last] - 1))
-    row, left = (NARROW_CPU if narrow else (m.tile, m.tile)) if m.whole else NARROW_GPU
+    ended = any(within[a] != (0, n - 1) for a, n in enumerate(layout.sizes))
+    row, left = (NARROW_CPU if narrow else (m.tile, m.tile)) if m.whole else ENDED_GPU if ended else NARROW_GPU
     row = row if last else left
     for a in reversed(range(len(sides))):
         n = layout.sizes[a]
         most = min(row, left) if a == last else left
         even = side_by_side if a == last else fit
         sides[a] = most if narrow and a == last and most < n else even(n, min(most, n))
-        left = max(left // sides[a], 1)
+        left = 1 if ended and not m.whole and a == last and sides[a] >= LEAST_PART else max(left // sides[a], 1)
     tiling = Tiling(layout, tuple(sides))
     if not layout.late:
         return tiling
@@ -166,7 +168,8 @@ def window_tiling(layout: Layout, within: Mapping[int, tuple[int, int]]) -> Tili
 
 
 # The elements of such a tile along the last axis, and in all.
-NARROW_CPU, NARROW_GPU = (64, 1024), (256, 2048)
+LEAST_PART = 128  # elements of a row, of which one part alone is such a tile
+NARROW_CPU, NARROW_GPU, ENDED_GPU = (64, 1024), (256, 1024), (512, 512)
 
 
 def loop_tiling(layout: Layout) -> Tiling:
