@@ -84,7 +84,7 @@ def _vector_loop(em: Emitter, n: int, bits: int, bounds, at: Callable[[Val, Lane
         if flat and main // w <= FEW:
             for j in range(0, main, w):
                 at(i64(j), Lanes(w))
-        else:
+        elif main:
             with code.loop(0, main, w) as j:
                 at(j, Lanes(w))
         if main < n:

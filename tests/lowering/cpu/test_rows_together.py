@@ -1,5 +1,7 @@
 """Reductions along rows: several rows share a pass, and their vectors are combined together in the end."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 
 import jtile as jt
 from jtile import trace
+from jtile.lowering.cpu import nest
 from jtile.lowering.cpu.compile import emit_kernel
 from jtile.lowering.cpu.isa import ISAS, host_isa
+from jtile.lowering.cpu.llvm import Code, Module
 from jtile.passes import TILE, run_pipeline
 
 FUNCTIONS = {
@@ -81,3 +85,12 @@ def test_a_loop_over_short_rows_keeps_in_registers_what_is_the_same_in_all():
     assert len(blocks) == 1 and blocks[0].count("fadd contract <16 x float>") == 2, "one loop, and two vectors in it"
     loop = blocks[0].partition("\ndone")[0]
     assert loop.count("load <16 x float>") == 2, "the carried tile alone"
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_row_shorter_than_a_vector_is_written_once(flat: bool):
+    """Not in a loop without turns, too, whose text is thrown away with what it would have computed."""
+    isa, written = ISAS["avx512"], []
+    em = SimpleNamespace(isa=isa, code=Code(Module(isa.triple), "row", []))
+    nest._vector_loop(em, 5, 32, None, lambda _, lanes: written.append(lanes.count), flat)
+    assert written == [8]
