@@ -93,6 +93,8 @@ def _keeping(text: str) -> str:
     start, taken, given = _START.search(text), re.search(_REGISTERS, text), _GIVEN.search(text)
     if start is None or taken is None or given is None or taken.start() > given.start():
         return text
+    if "setmaxnreg" in text[taken.end() : given.start()] or ".inc" not in taken[0]:
+        return text  # other roles stand in front of the first one
     has, gets = int(start[1]), int(given[2])
     way = "" if has == gets else f"\tsetmaxnreg.{'inc' if gets > has else 'dec'}.sync.aligned.u32 \t{gets};\n"
     return f"{text[: taken.start()]}{text[taken.end() : given.start()]}{given[1]}{way}{given[3]}{text[given.end() :]}"

@@ -105,6 +105,15 @@ def test_roles_return_and_the_first_one_keeps_its_registers():
     assert "u32 \t72;" not in same and same.count("setmaxnreg") == found.count("setmaxnreg") - 1
 
 
+def test_registers_of_a_role_in_front_of_the_first_one_stay():
+    first, end = TEXT.index("$L__BB0_9:\n"), TEXT.index("$L__BB0_6:\n")
+    found = sooner(TEXT[:first] + TEXT[end:-2] + TEXT[first:end] + "}\n")
+    assert found.count("\tret;") == 4  # the roles return all the same
+    top = found[found.index("$L__BB0_1:\n") :]
+    assert top.index("setmaxnreg.dec.sync.aligned.u32 \t24;") < top.index("barrier.sync")
+    assert found.count("setmaxnreg.inc.sync.aligned.u32 \t256;") == 1 and found.count("u32 \t72;") == 1
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
