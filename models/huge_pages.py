@@ -33,7 +33,8 @@ def move(weights: list[jax.Array], tree) -> int:
       tree: the tree whose leaves they are.
 
     Returns:
-      How many bytes were moved; 0 where the system has no such pages, or weights are too small to gain by it.
+      How many bytes were moved; 0 where the system has no such pages, or weights are too small to gain by it. What
+      the system refuses memory for stays where it is.
     """
     panels = [*_panels(weights, tree)]
     left = total = sum(_room(weights[i]) for i in panels)
@@ -43,7 +44,10 @@ def move(weights: list[jax.Array], tree) -> int:
     for i in panels:
         room = _room(weights[i])
         if at + room > piece.size:
-            piece, at = _piece(max(room, min(left, _MOST))), 0
+            try:
+                piece, at = _piece(max(room, min(left, _MOST))), 0
+            except OSError:  # the system refuses memory, or pages of this kind: the other weights are read as they are
+                return total - left
         weights[i] = _moved(weights[i], piece[at : at + weights[i].nbytes])
         at, left = at + room, left - room
     return total

@@ -106,6 +106,25 @@ def test_nothing_moves_where_it_would_not_matter(monkeypatch, tmp_path):
     assert all(x is y for x, y in zip(weights, before, strict=True))
 
 
+def test_weights_stay_where_the_system_refuses_memory(pages, monkeypatch):
+    weights, structure = jax.tree.flatten([quantised((1024, 64), "q8_0"), quantised((1024, 96), "q8_0")])
+    before, given, real = list(weights), [], huge_pages._piece
+
+    def piece(size: int) -> np.ndarray:
+        if given:
+            raise OSError(12, "Cannot allocate memory")
+        given.append(size)
+        return real(size)
+
+    monkeypatch.setattr(huge_pages, "_piece", piece)
+    count = huge_pages.move(weights, structure)
+    moved = [new is not old for old, new in zip(before, weights, strict=True)]
+    assert any(moved) and not all(moved)
+    assert count == sum(x.nbytes for x, there in zip(before, moved, strict=True) if there)
+    for old, new in zip(before, weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
+
+
 def test_a_model_has_its_panels_in_huge_pages(pages, data, tmp_path, monkeypatch):
     """With the same tokens as one that has not."""
     if "int16 products" not in jt.target().features:
