@@ -116,8 +116,8 @@ def hopper_chunks(
     k_full, v_full, cleared = (jt.barrier(slots) for _ in range(3))
     k_empty, v_empty = (jt.barrier(slots, arrivals=CONSUMERS) for _ in range(2))
     group, first = q.shape[1] // units.heads, q.shape[0] // t - lengths.shape[0]
-    w = _Work(q, k, v, lengths, table, units, parts, t, True, 1, buffers[0], K, V, None, q_full, q_empty, k_full,
-              k_empty, v_full, v_empty, group, first, buffers, cleared)  # fmt: skip
+    w = _Work(q, k, v, lengths, table, units, parts, t, True, buffers[0], K, V, None, q_full, q_empty, k_full, k_empty,
+              v_full, v_empty, group, first, buffers, cleared)  # fmt: skip
     for one in range(CONSUMERS):
         with jt.role(f"products{one}", warps=4):
             _products(w, one, outputs[one], o, scale=scale, softcap=softcap)

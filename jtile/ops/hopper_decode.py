@@ -63,7 +63,7 @@ class Work:
 
     Attributes:
       q, k, v, lengths, table: the operands of `hopper_decode`.
-      units, parts, t, whole, beside: its meta-parameters.
+      units, parts, t, whole: its meta-parameters.
       Q, K, V: rings of tiles of queries, and of units of keys and of values.
       P: weights of two units, transposed, where queries are columns, else None.
       q_full, q_empty, ...: a slot of Q, K or V has come; has been read.
@@ -78,7 +78,6 @@ class Work:
     parts: int
     t: int
     whole: bool
-    beside: int
     Q: jt.Shared
     K: jt.Shared
     V: jt.Shared
@@ -285,18 +284,15 @@ def sums_of_row(w: Work, one: int, c, turn, lo, hi, start, length, *, scale: flo
 
 @jt.function
 def _columns_of_row(w: Work, c, turn, lo, hi, start, length, *, scale: float, softcap: float | None):
-    """`sums_of_row` with the queries as columns: values [features, queries], maxima and sums. A product has 64 rows at
+    """`sums_of_row` with the queries as columns: values [features, `FEW`], maxima and sums. A product has 64 rows at
     least, so that with queries as rows most of its scores, and of their weights, are those of none."""
-    d, bk, few = w.V.shape[1], w.units.size, w.Q.shape[0]
+    d, bk = w.V.shape[1], w.units.size
     unit = scale * LOG2_E if softcap is None else 1.0
     Q = w.Q.at(turn)
 
     def weights(s, key, m, l):
         s = s if softcap is None else scores(s, scale, softcap)
-        seen = key + jt.arange(bk)[:, None] < length
-        if w.beside > 1:  # keys of each head in turn, and all queries of one head after those of another
-            seen &= jt.arange(bk)[:, None] % w.beside == jt.arange(few)[None, :] // (few // w.beside)
-        s = jnp.where(seen, s, -math.inf)
+        s = jnp.where(key + jt.arange(bk)[:, None] < length, s, -math.inf)
         top = jnp.maximum(m, s.max(0) * unit)
         p, fade = jnp.exp2(s * unit - top[None]), jnp.exp2(m - top)
         return p, top, l * fade[None] + p, fade
@@ -305,8 +301,8 @@ def _columns_of_row(w: Work, c, turn, lo, hi, start, length, *, scale: float, so
     w.k_full.at(c).wait()
     s = jt.dot_wait(jt.dot_async(w.K.at(c), Q.T), pending=0)
     w.k_empty.at(c).arrive()
-    m, l = jt.full((few,), NOTHING, jnp.float32), jt.zeros((bk, few), jnp.float32)
-    acc = jt.zeros((d, few), jnp.float32)
+    m, l = jt.full((FEW,), NOTHING, jnp.float32), jt.zeros((bk, FEW), jnp.float32)
+    acc = jt.zeros((d, FEW), jnp.float32)
     p, m, l, _ = weights(s, (lo - start) * bk, m, l)
     w.P.at(c).store(p.astype(w.q.dtype).T)
     jt.fence_shared()
@@ -379,28 +375,25 @@ def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
     whole: bool = False, ahead: int = 1, turned: bool = False, hints: int = 0, early: bool = False, begun: bool = False,
-    beside: int = 1,
 ):  # fmt: skip
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
     with `whole` rows there are no parts. ahead: tiles of queries that there is room for. turned: the one token of a row
     has at most `FEW` queries, which are the columns of products. hints: units that the second-level cache is asked for
     while kernels in front run. early: these make neither `lengths` nor slots but the last of each row. begun: roles
-    begin while kernels in front run, and wait for them. beside: so many heads of keys lie side by side as keys of one
-    head, whose queries are those of all of them (only if `turned`).
+    begin while kernels in front run, and wait for them.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
     slots = _RING // (units.size * d * dtype.itemsize)
-    few = max(FEW, jt.next_power_of_2(q.shape[1])) if turned else ROWS
-    Q = jt.alloc((few, d), dtype, slots=ahead)
-    P = jt.alloc((few, units.size), dtype, slots=2) if turned else None
+    Q = jt.alloc((FEW if turned else ROWS, d), dtype, slots=ahead)
+    P = jt.alloc((FEW, units.size), dtype, slots=2) if turned else None
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = jt.barrier(ahead), jt.barrier(ahead)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    w = Work(q, k, v, lengths, table, units, parts, t, whole, beside, Q, K, V, P, *barriers)
+    w = Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, P, *barriers)
     with jt.role("products", warps=4, registers=_BESIDE if hints else 0, early=early or begun):
         if begun:
             jt.wait_for_kernels()
