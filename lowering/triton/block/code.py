@@ -11,6 +11,7 @@ from ..ttir import Code, Val
 from .layouts import Layout, Sliced, sliced
 
 SHARED = "#ttg.shared_memory"
+FENCE = "ttng.fence_async_shared {bCluster = false}"  # asynchronous copies come behind what a thread did in front
 
 
 @dataclasses.dataclass(frozen=True)

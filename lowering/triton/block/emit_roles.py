@@ -9,7 +9,7 @@ from .. import clusters
 from ..ttir import Val
 from . import emit_posts
 from .analysis import COLUMNS, product_layout
-from .code import LaidCode
+from .code import FENCE, LaidCode
 from .emit_shared import slot
 from .emitter import BLOCK, BlockEmitter
 
@@ -41,7 +41,7 @@ def emit_body(em: BlockEmitter) -> int:
             em.env[op.result] = BLOCK[type(op)](em, op)
             barriers |= isinstance(op, ir.AllocBarriers)
     if barriers:  # asynchronous copies count on the barriers
-        em.code.do("ttng.fence_async_shared {bCluster = false}")
+        em.code.do(FENCE)
     if em.cluster is not None:
         em.say_cluster(clusters.READY)
     parts = [_role(em, roles, k) for k in range(len(roles.bodies))]

@@ -13,7 +13,7 @@ from ..features import Features
 from ..tma import FP8
 from ..ttir import Val
 from . import sparse
-from .code import Mem
+from .code import FENCE, Mem
 from .emitter import BlockEmitter, emits
 from .layouts import Plain, Swizzled, swizzled
 
@@ -167,7 +167,7 @@ def _store_shared(em: BlockEmitter, op: ir.StoreShared) -> None:
 
 @emits(ir.FenceShared)
 def _fence_shared(em: BlockEmitter, op: ir.FenceShared) -> None:
-    em.code.do("ttng.fence_async_shared {bCluster = false}")
+    em.code.do(FENCE)
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------
@@ -185,6 +185,8 @@ def _expect(em: BlockEmitter, op: ir.Expect) -> None:
 
 @emits(ir.Arrive)
 def _arrive(em: BlockEmitter, op: ir.Arrive) -> None:
+    if op in em.behind_loads:
+        em.code.do(FENCE)
     b = slot(em, em.env[op.barrier], em.env[op.at])
     if em.cluster is not None and op.barrier in em.cluster.rings:
         em.say_cluster(clusters.ARRIVE)

@@ -27,6 +27,7 @@ from .analysis import COLUMNS, Homes, dims_of, is_free
 from .code import LaidCode, Mem
 from .layouts import Layout, Linear, blocked, origin, sliced
 from .linear import in_vectors, linear
+from .releases import behind_loads
 
 BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of the block level
 SHARED_WITH_TILES = (
@@ -57,6 +58,7 @@ class BlockEmitter(Emitter):
         self.flying: list[ir.Value] = []  # products of the current block that nobody has waited for
         self.cluster: Shared | None = None  # what blocks of a cluster share
         self.held: list[Val] = []  # places of sparse products of the current block that may run
+        self.behind_loads = behind_loads(kernel)  # arrivals with a fence in front
 
     # -- values from outside ------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from jtile._errors import UnsupportedError
 
 from .alike import Shared
 from .emit_roles import roles_of
+from .releases import VIEWS, root
 
 _WARPS = 4
-_VIEWS = (ir.Slot, ir.TransposeShared, ir.SliceShared)
 
 
 def spread(kernel: ir.Kernel, blocks: int) -> tuple[ir.Kernel, Shared]:
@@ -65,19 +65,13 @@ def _allocated(kernel: ir.Kernel) -> list[ir.Value]:
     return [op.result for op in kernel.body.ops if isinstance(op, ir.AllocShared | ir.AllocBarriers)]
 
 
-def _root(v: ir.Value) -> ir.Value:
-    while isinstance(v.op, _VIEWS):
-        v = v.op.buffer
-    return v
-
-
 def _home(kernel: ir.Kernel, v: ir.Value, roles: ir.Roles) -> tuple[int, bool]:
     """The role in whose block a buffer or barriers lie, and whether no other role works on them."""
-    uses = {k: [op for op in b.walk() if any(_root(x) is v for x in op.operands())] for k, b in enumerate(roles.bodies)}
+    uses = {k: [op for op in b.walk() if any(root(x) is v for x in op.operands())] for k, b in enumerate(roles.bodies)}
     users = [k for k, ops in uses.items() if ops]
     if len(users) < 2:
         return (users or [0])[0], True
-    sends = lambda op: isinstance(op, (ir.StoreShared, ir.Arrive, *_VIEWS))
+    sends = lambda op: isinstance(op, (ir.StoreShared, ir.Arrive, *VIEWS))
     receivers = [k for k in users if not all(map(sends, uses[k]))]
     if len(receivers) != 1 or any(isinstance(op, ir.AsyncLoad) for op in uses[receivers[0]]):
         _refuse(kernel, "such that one of them reads what others store")
@@ -118,7 +112,7 @@ def _mark(merged: ir.Op, shared: dict[ir.Value, int], found: Shared) -> None:
     while True:
         branch = next((op for op in block.ops if isinstance(op, ir.If)), None) if place < found.blocks - 1 else None
         for op in (branch.then if branch else block).walk():
-            where = next((shared[r] for r in map(_root, op.operands()) if r in shared), None)
+            where = next((shared[r] for r in map(root, op.operands()) if r in shared), None)
             if where is not None and where != place and isinstance(op, ir.StoreShared | ir.Arrive):
                 found.far[op] = where
             if where == place and isinstance(op, ir.Wait):
