@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("lowering", "ffi", "models")
 
 # Part of jtile -> the parts that it may import, besides itself. `PUBLIC` is `import jtile` and what it exports.
-BASE = {"_errors", "_config", "_compat", "_cache", "_collector", "_memo", "_mesh", "_parts", "_frames", "_sizes",
-        "_stack"}  # fmt: skip
+BASE = {"_errors", "_config", "_compat", "_cache", "_collector", "_cores", "_memo", "_mesh", "_parts", "_frames",
+        "_sizes", "_stack"}  # fmt: skip
 PUBLIC = {"", "errors", "_errors", "testing", "tune", "ops", "models"}  # _errors: the same classes as jtile.errors
 EVERYTHING_BELOW = BASE | {"ir", "language", "trace", "passes", "transforms", "interpret", "lowering", "ffi", "tune"}
 MAY_IMPORT = {
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "_memo": {"_compat"},
     "_cache": {"_errors", "_config"},
     "_collector": set(),
+    "_cores": set(),
     "_stack": set(),
     "_frames": {"_errors"},
     "_mesh": {"_config"},

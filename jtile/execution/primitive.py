@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jtile._compat import is_partitioned, mesh_of, need_devices
 from jtile._config import current
+from jtile._cores import cores_here
 from jtile._errors import UnsupportedError
 from jtile.fusion.steps import Constant, Value
 from jtile.ir.types import DTYPES
@@ -56,10 +56,6 @@ class Options:
     cores: int | None = None
     static: bool = False
     traced: bool = False
-
-
-def cores_here() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def persistent(target: Target) -> bool:

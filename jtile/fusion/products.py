@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile._cores import cores_here
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import fit, machine
 from jtile.ops.matmul import tiles
@@ -236,7 +236,7 @@ def _sides(product: Product) -> tuple[int, int, int]:
     inner = math.lcm(*(source.inner for source in product.sources))
     if machine().whole and inner * k and any(source.layout is not None for source in product.sources):
         bn, bk = WIDE_AND_FLAT if m <= FEW_ROWS else NARROW_AND_DEEP
-        while bn > NARROW_AND_DEEP[0] and jt.cdiv(n, bn) < 2 * len(os.sched_getaffinity(0)):
+        while bn > NARROW_AND_DEEP[0] and jt.cdiv(n, bn) < 2 * cores_here():
             bn //= 2
         return fit(m, MOST_ROWS), fit(n, bn), _even(k, bk, inner)
     sides = tiles(m, n, k, wide, gates, transposed=any(source.transposed for source in rights))

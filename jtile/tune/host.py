@@ -9,11 +9,12 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Collection
 
 import numpy as np
+
+from jtile._cores import cores_here
 
 # One loop of independent multiply-adds in registers, twelve chains to cover the latency; the text is for one width and
 # one instruction. `{{}}` stays a brace of LLVM.
@@ -77,7 +78,7 @@ def measure(threads: int | None = None) -> Roofline:
     """The roofline of this machine; rates are measured when they are asked for, and kept."""
     import llvmlite.binding as llvm
 
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or cores_here()
     return Roofline(f"{llvm.get_host_cpu_name()}-{threads}t", threads)
 
 

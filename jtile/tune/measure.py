@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import functools
 import math
-import os
 import statistics
 import threading
 import time
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtile import ir
+from jtile._cores import cores_here
 from jtile._parts import is_complex, is_key
 from jtile.lowering.here import target
 from jtile.testing import TOLERANCES
@@ -169,7 +169,7 @@ class Runner:
 def compile_all(jobs: dict[Any, Callable[[], Any]], deadline: float, tick: Callable[[], None]) -> dict[Any, Any]:
     """What the jobs give, run in parallel in their order: the result, or the exception; those that have not begun at
     the deadline are left out, and the others waited for: they would disturb whatever is timed next."""
-    workers = max(1, min(len(os.sched_getaffinity(0)), 16, len(jobs)))
+    workers = max(1, min(cores_here(), 16, len(jobs)))
     pool = ThreadPoolExecutor(workers, thread_name_prefix="jtile-tune")
     try:
         futures: dict[Any, Future[Any]] = {k: pool.submit(here(job)) for k, job in jobs.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from jtile import ir
 from jtile._config import current
+from jtile._cores import cores_here
 
 from ..platforms import Options, Platform, milliseconds, slug
 
@@ -68,7 +68,7 @@ def _kind_of(isa: str | None) -> str:
     from .targets import cpu_target
 
     arch = cpu_target(isa).arch.split(":")
-    return slug(f"cpu-{arch[1] or arch[0]}-{len(os.sched_getaffinity(0))}t")
+    return slug(f"cpu-{arch[1] or arch[0]}-{cores_here()}t")
 
 
 def _predicted_us(kernel: ir.Kernel) -> float:

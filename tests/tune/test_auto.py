@@ -179,8 +179,7 @@ def test_attention_on_a_cpu():
         (1 << 24, "float32", AMD, 4096),
     ],
 )
-def test_elements_are_shared_out_by_bytes_and_programs(n, dtype, target, block, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+def test_elements_are_shared_out_by_bytes_and_programs(n, dtype, target, block):
     if target is None:
         scales = tuple(dataclasses.replace(s, units=2) if s.name == "device" else s for s in jt.host_target().scales)
         target = dataclasses.replace(jt.host_target(), scales=scales)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jtile._cores import cores_here
 from jtile._errors import KernelValueError
 from jtile.debug.shrink import edits
 from jtile.debug.shrink.outcome import Outcome
@@ -74,7 +75,7 @@ def shrink(
     """
     source = _read(path)
     name = os.path.abspath(path)
-    count = jobs or min(len(os.sched_getaffinity(0)), 4)
+    count = jobs or min(cores_here(), 4)
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(contextlib.closing(Runs(name))) for _ in range(count)]
         search = _Search(runs, timeout, time.monotonic() + time_limit, progress)
