@@ -379,27 +379,40 @@ def _several(rows: int, t: int, keys: int, window: Window, counted: bool) -> int
     return 2 if seen and many and not counted and blocks % 2 == 0 else 1
 
 
+def operands(q, k, v, o, lse, g, ct, seeds, *, unit: float, dropout: float):
+    """(q, k, v, g, s0, dp0, seeds, zeros) as the kernels take them, and the queries of a block. Heads are extended to
+    the next power of two, since zeros add nothing; `unit`: see `attention_backward_start`."""
+    (batch, t, heads, d), groups = q.shape, k.shape[2]
+    whole = hopper_tiles.head(d)
+    if d != whole:
+        q, k, v, o, g = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - d),)) for x in (q, k, v, o, g))
+    bq = 64 if whole == 128 else 128
+    start = tuned(attention_backward_start, num_warps=8)
+    s0, dp0, zeros = start(o, g, lse, ct, n=bq, unit=unit, factor=dropouts.factor(dropout))
+    seeds = jnp.zeros((batch, heads, 2), jnp.uint32) if seeds is None else seeds
+    of_group = lambda x: x.reshape(batch, t, groups, heads // groups, whole)
+    s0, dp0, seeds = (x.reshape(batch, groups, heads // groups, -1) for x in (s0, dp0, seeds))
+    return (of_group(q), k, v, of_group(g), s0, dp0, seeds, of_group(zeros)), bq
+
+
+def finished(dq, dk, dv, q, *, scale: float, dropout: float):
+    """The gradients of q [batch, t, heads, d], whose heads the kernels may have extended, of its keys and values."""
+    (batch, t, heads, d), whole = q.shape, dk.shape[3]
+    dq = (dq.reshape(batch, t, heads, whole) * (scale * dropouts.factor(dropout))).astype(q.dtype)
+    return tuple(x if d == whole else x[..., :d] for x in (dq, dk, dv))
+
+
 def of_batch(
     q, k, v, o, lse, g, ct, lengths, offsets, seeds=None, *, scale: float, window: Window, dropout: float = 0.0
 ):
     """The result of `gradients` by `hopper_attention_backward`, without a rule for vmap."""
-    (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
-    if d != hopper_tiles.head(d):  # heads are extended to the next power of two; zeros add nothing
-        wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, hopper_tiles.head(d) - d),))
-        args = *map(wide, (q, k, v, o)), lse, wide(g), ct, lengths, offsets, seeds
-        return tuple(x[..., :d] for x in of_batch(*args, scale=scale, window=window, dropout=dropout))
-    bq = 64 if d == 128 else 128
-    start = tuned(attention_backward_start, num_warps=8)
-    factor = dropouts.factor(dropout)
-    s0, dp0, zeros = start(o, g, lse, ct, n=bq, unit=scale * LOG2_E, factor=factor)
+    (batch, t), (keys, groups) = q.shape[:2], k.shape[1:3]
+    given, bq = operands(q, k, v, o, lse, g, ct, seeds, unit=scale * LOG2_E, dropout=dropout)
+    *args, seeds, zeros = given
     counted = lengths is not None or offsets is not None
     lengths = jnp.full((batch,), keys, jnp.int32) if lengths is None else lengths
     offsets = jnp.zeros((batch,), jnp.int32) if offsets is None else offsets
-    seeds = jnp.zeros((batch, heads, 2), jnp.uint32) if seeds is None else seeds
-    of_group = lambda x: x.reshape(batch, t, groups, heads // groups, d)
-    s0, dp0, seeds = (x.reshape(batch, groups, heads // groups, -1) for x in (s0, dp0, seeds))
-    args = of_group(q), k, v, of_group(g), s0, dp0, lengths, offsets, seeds, of_group(zeros)
     several = _several(batch * groups, t, keys, window, counted)
     options = {"bq": bq, "scale": scale, "window": window, "counted": counted, "dropout": dropout, "several": several}
-    dq, dk, dv = hopper_attention_backward(*args, **options)
-    return (dq.reshape(q.shape) * (scale * factor)).astype(q.dtype), dk, dv
+    found = hopper_attention_backward(*args, lengths, offsets, seeds, zeros, **options)
+    return finished(*found, q, scale=scale, dropout=dropout)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dropouts, gpu_tiles, hopper_attention_backward, hopper_tiles
+from jtile.ops import gpu_tiles, hopper_attention_backward
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flex_lists import mask_lists
-from jtile.ops.hopper_attention_backward import KEYS, Function, Masks, attention_backward_start, program
+from jtile.ops.hopper_attention_backward import KEYS, Function, Masks, finished, operands, program
 
 # Primitives whose results for a tile are those of its elements, one by one: functions of these alone are right for
 # tiles whose rows are keys, too.
@@ -96,22 +96,14 @@ def of_batch(
     *, scale: float, score: Function, mask: Function, window: Window, dropout: float, by: tuple[bool, bool],
 ):  # fmt: skip
     """The result of `gradients`, without a rule for vmap."""
-    (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
-    whole = hopper_tiles.head(d)
-    if d != whole:  # heads are extended to the next power of two; zeros add nothing
-        q, k, v, o, g = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - d),)) for x in (q, k, v, o, g))
-    bq = 64 if whole == 128 else 128
-    unit, factor = scale * LOG2_E if score is None else 1.0, dropouts.factor(dropout)
-    s0, dp0, zeros = tuned(attention_backward_start, num_warps=8)(o, g, lse, ct, n=bq, unit=unit, factor=factor)
+    (batch, t), (keys, groups) = q.shape[:2], k.shape[1:3]
+    unit = scale * LOG2_E if score is None else 1.0
+    given, bq = operands(q, k, v, o, lse, g, ct, seeds, unit=unit, dropout=dropout)
+    *args, seeds, zeros = given
     lists, counts = _lists(extras, (batch, groups, keys, t), mask, window, by, bq)
-    seeds = jnp.zeros((batch, heads, 2), jnp.uint32) if seeds is None else seeds
-    of_group = lambda x: x.reshape(batch, t, groups, heads // groups, whole)
-    s0, dp0, seeds = (x.reshape(batch, groups, heads // groups, -1) for x in (s0, dp0, seeds))
-    args = of_group(q), k, v, of_group(g), s0, dp0, extras, lists, counts, seeds, of_group(zeros)
     options = {"bq": bq, "scale": scale, "score": score, "mask": mask, "window": window, "dropout": dropout}
-    dq, dk, dv = hopper_flex_backward(*args, **options)
-    dq = (dq.reshape(q.shape) * (scale * factor)).astype(q.dtype)
-    return tuple(x if d == whole else x[..., :d] for x in (dq, dk, dv))
+    found = hopper_flex_backward(*args, extras, lists, counts, seeds, zeros, **options)
+    return finished(*found, q, scale=scale, dropout=dropout)
 
 
 def _lists(extras, sizes: tuple[int, int, int, int], mask: Function, window: Window, by: tuple[bool, bool], bq: int):
