@@ -1,4 +1,4 @@
-"""Reverse mode of attention with functions for scores and masks, for Hopper: the roles of `hopper_attention_backward`,
+"""Reverse mode of attention with functions for scores and masks, for Hopper: the roles of `hopper_backward_roles`,
 by lists of the blocks of queries that see a block of keys."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flex_lists import mask_lists
-from jtile.ops.hopper_attention_backward import KEYS, Function, Masks, finished, operands, program
+from jtile.ops.hopper_attention_backward import finished, operands
+from jtile.ops.hopper_backward_roles import KEYS, Function, Masks, program
 
 # Primitives whose results for a tile are those of its elements, one by one: functions of these alone are right for
 # tiles whose rows are keys, too.

@@ -11,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import attention_gradients, dropouts
+from jtile.ops import attention_gradients, dropouts, hopper_backward_roles
 from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
 from jtile.primitive import partition
@@ -82,7 +82,7 @@ def test_blocks_of_heads_side_by_side(monkeypatch):
     args, options = arguments((1, 40, 140, 2, 2, 64), window=(None, 0))
     want = evaluated(tiles(options))(*args)
     for bytes_ in (1, 1 << 30):
-        monkeypatch.setattr(hopper, "NEAR", bytes_)
+        monkeypatch.setattr(hopper_backward_roles, "NEAR", bytes_)
         spread = hopper.hopper_attention_backward.with_options()
         monkeypatch.setattr(hopper, "hopper_attention_backward", spread)  # traced anew
         got = evaluated(functools.partial(hopper.of_batch, **options))(*args)
