@@ -66,6 +66,12 @@ def machine() -> Machine:
     return _NPU if "vector cores" in features else _CPU
 
 
+def programs_at_once() -> int:
+    """How many programs run at once on the platform at hand: the cores that this process may use, or a GPU's
+    multiprocessors."""
+    return jt.target().units("device") or 1
+
+
 @functools.cache
 def _variant(kernel: jt.Kernel, options: tuple[tuple[str, int], ...]) -> jt.Kernel:
     return kernel.with_options(**dict(options))

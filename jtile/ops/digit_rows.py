@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops._shapes import known
+from jtile.ops._shapes import known, programs_at_once
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import finished
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
@@ -160,7 +160,7 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     most = max(_BYTES_OF_X // (2 * inner) // 16, 4) * 16
     parts = -(-m // min(most, _MOST_ROWS))
     bm = -(-m // parts // 16) * 16
-    count = max(-(-out * bm * matrices // _RESULTS), -(-_PROGRAMS * (jt.target().units("device") or 1) // parts))
+    count = max(-(-out * bm * matrices // _RESULTS), -(-_PROGRAMS * programs_at_once() // parts))
     return {"bm": bm, "rows": min(-(-out // count // 32) * 32, out)}
 
 

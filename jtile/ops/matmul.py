@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import dispatch, gpu_tiles, hopper_columns, hopper_gemv, hopper_rows, hopper_small, spaces
-from jtile.ops._shapes import check_shape, known, tuned
+from jtile.ops._shapes import check_shape, known, programs_at_once, tuned
 from jtile.ops.columns import Columns, cut_columns
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
 from jtile.ops.epilogues import ACTIVATIONS, activation_derivative, check_activation
@@ -127,8 +126,8 @@ def tiles(
     if small_tiles():
         return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
     if parts:
-        return {**products.in_parts_on_cpu(m, n, len(os.sched_getaffinity(0))), "bk": 0}
-    return {**products.on_cpu(m, n, k, len(os.sched_getaffinity(0))), "bk": 0}
+        return {**products.in_parts_on_cpu(m, n, programs_at_once()), "bk": 0}
+    return {**products.on_cpu(m, n, k, programs_at_once()), "bk": 0}
 
 
 def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops._shapes import known
+from jtile.ops._shapes import known, programs_at_once
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import finished
 from jtile.ops.operands import Epilogue, Weight
@@ -113,7 +113,7 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     most = _INTEGERS // (2 * inner)
     parts = -(-m // (min(_TILED, max(32, most)) if by_tiles else max(8, most)))
     bm = min(m, -(-m // parts // 8) * 8)
-    cores = jt.target().units("device") or 1
+    cores = programs_at_once()
     programs = cores if m <= 8 and out < 2 * cores * _WORTH else 2 * cores
     most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW * min(m, 4)
     most = min(most, max(out * -(-m // bm) // programs, 64))

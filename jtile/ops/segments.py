@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, machine, sums_in, tuned
+from jtile.ops._shapes import check_float, check_int, check_shape, fit, known, machine, programs_at_once, sums_in, tuned
 from jtile.ops.dispatch import VECTOR_CORES, Implementation, Op, first_unmet
 from jtile.ops.row_groups import as_int32
 
@@ -180,7 +179,7 @@ def _in_columns(data, ids, *, segments: int, how: str, in_order: bool):
     n, f = map(known, data.shape)
     bf = min(f, 128)
     # Every part has a table of its own, which should stay in a cache: there are no more parts than cores.
-    parts = len(os.sched_getaffinity(0)) // jt.cdiv(f, bf) if how == "sum" else 1
+    parts = programs_at_once() // jt.cdiv(f, bf) if how == "sum" else 1
     # The results of all parts are a fourth of the rows at most; and to begin a thread, and to add up, takes a while.
     parts = max(1, min(parts, n // (4 * segments), n * jt.cdiv(bf, 16) // _VECTORS))
     kernel = segment_columns(_neutral(_sums(data.dtype), how), how)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtile import _cache
+from jtile._cores import cores_here
 from jtile._errors import KernelValueError
 
 from ..targets import Memory, Scale, Target
@@ -48,7 +49,7 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
         scales=(
             Scale("thread", memory="l1" if "l1" in has else None),
             Scale("block", memory="l2" if "l2" in has else None),
-            Scale("device", units=os.cpu_count() or 1, memory="dram"),
+            Scale("device", units=cores_here(), memory="dram"),
             Scale("node"),
         ),
         memories=memories,

@@ -38,7 +38,7 @@ def test_segments(kind, arch):
 @pytest.mark.usefixtures("on_the_cpu")
 def test_parts_of_rows(monkeypatch):
     """Few segments of many rows."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(segments, "programs_at_once", lambda: 8)
     monkeypatch.setattr(segments, "_VECTORS", 1)
     ids, x = IDS[:140] % 3, normal(0, 140, 2)
     ours, theirs = (lambda x, f=f: f(x, ids, 3) for f in KINDS["sum"])
