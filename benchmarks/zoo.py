@@ -156,16 +156,16 @@ CONVOLUTIONS = {  # name -> shapes of x and of the window, and options; a batch 
 
 def _convolutions() -> Iterator[Case]:
     for name in CONVOLUTIONS:
-        ours, xla, args, flops = convolution_case(name, 2, "float32")
+        ours, xla, args, flops = convolution_case(*CONVOLUTIONS[name], 2, "float32")
         given = {"config": f"2 x {name}", "dtype": "float32", "bytes": size(*args)}
         yield Case("convolution", ours=ours, peers={"xla": xla}, args=args, flops=flops, **given)
 
 
-def convolution_case(name: str, batch: int, dtype: str, seed=0):
-    """(our convolution, XLA's, the arguments, the operations that are needed)."""
-    shape, window, options = CONVOLUTIONS[name]
-    options = dict(options)
-    transposed, stride, rank = options.pop("transposed", False), options.get("stride", 1), len(shape) - 1
+def convolution_case(shape: tuple, window: tuple, options: dict, batch: int, dtype: str, seed=0):
+    """(our convolution, XLA's, the arguments, the operations that are needed). `options`: those of ours, alike for all
+    axes, and whether it is `transposed`."""
+    transposed, options = options.get("transposed", False), {k: v for k, v in options.items() if k != "transposed"}
+    stride, rank, pad = options.get("stride", 1), len(shape) - 1, options.get("padding", "SAME")
     x, w = normal(2 * seed, batch, *shape, dtype=dtype), normal(2 * seed + 1, *window, dtype=dtype)
     ours = functools.partial(ops.convolution_transpose if transposed else ops.convolution, **options)
     axes = "DHW"[3 - rank :]
@@ -176,8 +176,10 @@ def convolution_case(name: str, batch: int, dtype: str, seed=0):
             given = {"dimension_numbers": dimensions, "transpose_kernel": True}
             return jax.lax.conv_transpose(x, w, (stride,) * rank, "SAME", **given)
         return jax.lax.conv_general_dilated(
-            x, w, (stride,) * rank, "SAME", feature_group_count=options.get("groups", 1), dimension_numbers=dimensions
-        )
+            x, w, (stride,) * rank, pad if isinstance(pad, str) else ((pad, pad),) * rank,
+            rhs_dilation=(options.get("dilation", 1),) * rank, feature_group_count=options.get("groups", 1),
+            dimension_numbers=dimensions,
+        )  # fmt: skip
 
     points = math.prod(shape[:-1]) // (1 if transposed else stride**rank)
     return ours, xla, (x, w), 2 * batch * points * math.prod(window)

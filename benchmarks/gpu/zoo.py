@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from benchmarks import zoo
 from benchmarks.backward import pulled
 from benchmarks.data import normal
-from benchmarks.gpu.case import Case, Torch
+from benchmarks.gpu import convolutions
+from benchmarks.gpu.case import Case, Torch, exact
 from jtile import ops
 from jtile.ops import optimizers
 from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
@@ -24,7 +24,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _segments(tiny)
     yield from _optimizers(tiny)
     yield from _filters(tiny)
-    yield from _convolutions(tiny)
+    yield from convolutions.cases(tiny)
     for make, of in zoo.array_cases(True, tiny):
         # Calls that XLA is known to merge; the others it is asked for: see `merged.py`.
         once: dict[str, Any] = {"calls": 1} if of["workload"] in ("n_body", "sample_top_p") else {}
@@ -77,14 +77,14 @@ def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
         (x @ w.T).float(), labels.long(), reduction="none"
     )
     yield Case(
-        "linear_cross_entropy", make=make, ours=ops.linear_cross_entropy, reference=_exact(zoo.linear_cross_entropy),
+        "linear_cross_entropy", make=make, ours=ops.linear_cross_entropy, reference=exact(zoo.linear_cross_entropy),
         peers={"xla": zoo.linear_cross_entropy, "torch.compile": Torch(torch, compiled=True)},
         flops=2 * rows * k * vocab, **given,
     )  # fmt: skip
     yield Case(
         "linear_cross_entropy_gradient", make=lambda seed: (normal(seed + 7, rows), *make(seed)),
         ours=pulled(ops.linear_cross_entropy, 2), peers={"xla": pulled(zoo.linear_cross_entropy, 2)},
-        reference=lambda ct, *args: pulled(_exact(zoo.linear_cross_entropy), 2)(ct, *args),
+        reference=lambda ct, *args: pulled(exact(zoo.linear_cross_entropy), 2)(ct, *args),
         flops=6 * rows * k * vocab, **given,
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def _optimizers(tiny: bool) -> Iterator[Case]:
     m, n = (32, 48) if tiny else (4096, 14336)
     yield Case(
         "newton_schulz", f"{m}x{n}", "bfloat16", ours=ops.newton_schulz,
-        make=lambda seed: (normal(seed, m, n, dtype="bfloat16"),), reference=_exact(newton_schulz_reference),
+        make=lambda seed: (normal(seed, m, n, dtype="bfloat16"),), reference=exact(newton_schulz_reference),
         peers={"xla": _muon, "torch.compile": Torch(_torch_muon, compiled=True)}, bytes=4 * m * n,
         flops=5 * (3 * m * m * n + m**3), tolerance=5e-2,
     )  # fmt: skip
@@ -128,73 +128,6 @@ def _filters(tiny: bool) -> Iterator[Case]:
             name, config, "float32", make=make, ours=ours, peers={"xla": peer}, reference=peer,
             bytes=8 * sides[number - 2] ** number, tolerance=1e-5,
         )  # fmt: skip
-
-
-def _convolutions(tiny: bool) -> Iterator[Case]:
-    """Convolutions against cuDNN, which XLA calls, and torch."""
-    batch = 1 if tiny else 64
-    for name in list(zoo.CONVOLUTIONS)[2:3] if tiny else zoo.CONVOLUTIONS:
-        make = lambda seed, name=name: zoo.convolution_case(name, batch, "bfloat16", seed)[2]
-        ours, xla, args, flops = zoo.convolution_case(name, 1, "bfloat16")
-        given: dict[str, Any] = {"config": f"{batch} x {name}", "dtype": "bfloat16", "make": make}
-        moved = batch * args[0].size + args[1].size
-        torch = {"torch": Torch(functools.partial(_torch_convolution, name))}
-        torch_gradient = {"torch": Torch(functools.partial(_torch_gradient, name))}
-        yield Case(
-            "convolution", ours=ours, peers={"xla": xla, **torch}, reference=_exact(xla), bytes=2 * moved,
-            flops=batch * flops, prepare={"torch": lambda x, w: (x, jnp.moveaxis(w, -1, 0))}, **given,
-        )  # fmt: skip
-        given["make"] = lambda seed, make=make, ours=ours: (jax.vjp(ours, *make(seed))[0], *make(seed))
-        yield Case(
-            "convolution_gradient", ours=pulled(ours, 2), peers={"xla": pulled(xla, 2), **torch_gradient},
-            bytes=6 * moved, reference=_exact(pulled(xla, 2)), flops=2 * batch * flops,
-            prepare={"torch": lambda g, x, w: (g, x, jnp.moveaxis(w, -1, 0))}, **given,
-        )  # fmt: skip
-
-
-def _torch_convolution(name: str, torch, x, w):
-    """A convolution of the suite by torch, channels last in memory: w [outputs, *window, channels], or, transposed,
-    [channels, *window, outputs]. A window along one axis is one along two, of which one side is 1: that is quicker."""
-    window, options = zoo.CONVOLUTIONS[name][1], dict(zoo.CONVOLUTIONS[name][2])
-    torch.backends.cudnn.benchmark = True
-    stride, rank = options.get("stride", 1), max(2, x.dim() - 2)
-    if x.dim() == 3:
-        x, w, window = x[:, None], w[:, None], (1, *window)
-    x, w = (z.movedim(-1, 1) for z in (x, w))
-    if options.get("transposed"):
-        pad = [(k - stride) // 2 for k in window[:rank]]
-        return torch.nn.functional.conv_transpose2d(x, w, stride=stride, padding=pad).movedim(1, -1)
-    over = [max(k - (stride if n % stride == 0 else n % stride), 0) for n, k in zip(x.shape[2:], window)]
-    if any(n % 2 for n in over):
-        x = torch.nn.functional.pad(x, [side for n in reversed(over) for side in (n // 2, n - n // 2)])
-        over = [0] * rank
-    run = torch.nn.functional.conv2d if rank == 2 else torch.nn.functional.conv3d
-    y = run(x, w, stride=stride, padding=[n // 2 for n in over], groups=options.get("groups", 1)).movedim(1, -1)
-    return y[:, 0] if len(zoo.CONVOLUTIONS[name][0]) == 2 else y
-
-
-def _torch_gradient(name: str, torch, g, x, w):
-    """The gradients of x and w of `_torch_convolution`, for the cotangents g."""
-    window, options = zoo.CONVOLUTIONS[name][1], dict(zoo.CONVOLUTIONS[name][2])
-    torch.backends.cudnn.benchmark = True
-    stride, rank, transposed = options.get("stride", 1), max(2, x.dim() - 2), options.get("transposed", False)
-    if one := x.dim() == 3:
-        g, x, w, window = g[:, None], x[:, None], w[:, None], (1, *window)
-    g, x, w = (z.movedim(-1, 1) for z in (g, x, w))
-    sides = x.shape[2:]
-    over = [max(k - (stride if n % stride == 0 else n % stride), 0) for n, k in zip(sides, window)]
-    pad, front = [n // 2 for n in over], [0] * rank
-    if any(n % 2 for n in over) and not transposed:
-        x = torch.nn.functional.pad(x, [side for n in reversed(over) for side in (n // 2, n - n // 2)])
-        pad, front = front, pad
-    dx, dw, _ = torch.ops.aten.convolution_backward(
-        g, x, w, None, [stride] * rank, pad, [1] * rank, transposed, [0] * rank, options.get("groups", 1),
-        [True, True, False],
-    )  # fmt: skip
-    for k, (at, n) in enumerate(zip(front, sides)):
-        dx = dx.narrow(2 + k, at, n)
-    dx, dw = dx.movedim(1, -1), dw.movedim(1, -1).movedim(0, -1)
-    return (dx[:, 0], dw[0]) if one else (dx, dw)
 
 
 def _muon(x):
@@ -214,9 +147,3 @@ def _torch_muon(torch, x):
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X
     return X
-
-
-def _exact(f):
-    """`f` in float32."""
-    wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return lambda *args: f(*map(wide, args))
