@@ -41,6 +41,8 @@ def run_generate(
     system: str | None = None,
     ignore_eos: bool = False,
     cache_dir: str = "",
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
     adapter: str | None = None,
     devices: str | int | None = None,
 ) -> int:
@@ -57,12 +59,13 @@ def run_generate(
         decoding with `draft_tokens` at a time.
       cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
+      dtype, cache_dtype: of activations, and of the key-value cache, see `load`.
       adapter: a folder with a low-rank adapter of the model, see `load`.
       devices: how many share the model, see `mesh.devices_at_hand`.
     """
     keep_programs(cache_dir)
     try:
-        lm = load_over(devices, model, adapter=adapter)
+        lm = load_over(devices, model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
         generation = lm.stream(
             ids,

@@ -107,6 +107,8 @@ def generate(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The file for the answers to --batch.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speeds on standard error.")] = False,
+    cache_dtype: CacheDtype = None,
+    dtype: Dtype = None,
     adapter: Adapter = None,
     devices: Devices = None,
     as_json: Json = False,
@@ -117,7 +119,7 @@ def generate(
     options |= dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
     options |= dict(frequency_penalty=frequency_penalty, draft=draft, draft_tokens=draft_tokens, adapter=adapter)
-    options |= dict(devices=devices)
+    options |= dict(devices=devices, cache_dtype=cache_dtype, dtype=dtype)
     if batch is not None or out is not None:
         raise typer.Exit(_run_batch(batch, out, prompt, options))
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))

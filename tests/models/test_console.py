@@ -108,6 +108,8 @@ def test_text_from_a_gguf(write_gguf, tmp_path, capsys):
         ({"prompt": "hi"}, "has no tokenizer"),
         ({"prompt_ids": "1", "system": "be brief"}, "a system prompt is part of a chat"),
         ({"prompt_ids": "1", "model": "/nowhere"}, "there is no model at /nowhere"),
+        ({"prompt_ids": "1", "dtype": "float31"}, "float31"),
+        ({"prompt_ids": "1", "cache_dtype": "int3"}, "int3"),
     ],
 )
 def test_errors_are_one_sentence(tiny_folder, capsys, options, message):

@@ -113,6 +113,7 @@ def test_generate_passes_its_options_on(monkeypatch):
     monkeypatch.setattr("jtile.models.run_generate", lambda prompt, **options: seen.update(options, prompt=prompt) or 7)
     wanted = {"temperature": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -0.5}
     wanted |= {"frequency_penalty": 0.2, "logit_bias": "3=-1", "top_k": 3, "draft": "ngram", "draft_tokens": 2}
+    wanted |= {"dtype": "float32", "cache_dtype": "int8"}
     flags = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     assert run("generate", "hello", "-n", "5", "--raw", "--json", *flags) == 7
     wanted |= {"prompt": "hello", "max_new_tokens": 5, "chat": False, "json": True}
