@@ -114,6 +114,10 @@ class LanguageModel:
     def _nbytes(self) -> int:
         return sum(w.nbytes for w in self._weights)
 
+    @functools.cached_property
+    def _layer(self) -> prompts.Layer:
+        return prompts.Layer.of(list(self.model.blocks))
+
     @property
     def part(self) -> Decoder:
         """The module of what each device has of the model: on one device `model`; over a mesh its weights are only
@@ -402,7 +406,7 @@ class Generation(Iterator):
         size = kv.bucket(length, lm.config.max_length)
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
         rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
-        args = (widen(self._prompt.ids, size), self._prompt.lengths, *rest)
+        args = (programs.packed(widen(self._prompt.ids, size), self._prompt.lengths), *rest)
         context = lm.devices and lm.devices.axes.context
         layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size, context)
         prompt, (tokens, _, done, memory), seconds = prompts.compiled(lm, args, static | {"layout": layout})

@@ -44,7 +44,7 @@ DONATED = (MEMORY, ENTRIES, STATE)
 LIES: dict[str, tuple[tuple[str, ...], Any]] = {
     "logits": ((WEIGHTS, ROWS, ROWS, ROWS), ROWS),
     "embed": ((WEIGHTS, ROWS, ROWS), ROWS),
-    "prefill": ((WEIGHTS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
+    "prefill": ((WEIGHTS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
     "decode": ((WEIGHTS, MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, ROWS, MEMORY)),
     "step": ((WEIGHTS, ENTRIES, SAME, SAME, SAME, SAME, WEIGHTS), (SAME, ENTRIES)),
     "several": ((WEIGHTS, ENTRIES, STATE, SAME, SAME, SAME, WEIGHTS), (SAME, ENTRIES, STATE)),

@@ -3,13 +3,17 @@
 Before the device begins, the host goes through all operands and kernels of a program, some microseconds for each: 2 ms
 for Llama-3.1-8B in fp8 on an H200. With several programs the device waits for the first and smallest one only, and is
 at work on it while the host launches the next: a prompt of 512 tokens takes 8.2 ms instead of 10.1, in bfloat16 12.0
-instead of 13.1.
+instead of 13.1. How many layers each program has follows from what a layer takes the host and the device (`cuts`).
+
+The tokens come to the device with the first program, which hands them on to the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +22,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from jtile.ops import QuantizedTensor
+
 from . import cache as kv
 from . import layers as ops
 from . import programs
@@ -25,33 +31,82 @@ from .host import on_host
 
 APART = True  # whether prompts on GPUs are several programs
 LARGE = 4 << 30  # bytes of a model, at least; of smaller ones, whose layers take the device as long as the host, less
-FIRST, LAST = 4, 8  # layers of the first program; of the last one, at least
+MOST = 4  # programs
+# Microseconds: of the host for a program and for each array of weights in it, with the kernels that read it (a host
+# beside an H200 needs 150 and 5, another one twice as much); of the device between two programs.
+PROGRAM, ARRAY, BETWEEN = 200.0, 7.0, 20.0
+# The device by a microsecond, as an H200 has it: bytes, and operations with 8-bit and with wider numbers. A slower one
+# takes longer for each layer, and a longer wait for the first program is then the smaller part.
+BYTES, EIGHT, WIDE = 4.0e6, 1.4e9, 0.8e9
+SMALL = 40.0  # microseconds of a layer's norms, rotation and attention
 _PINNED = "pinned_host"  # the kind of memory of the host that a GPU writes to
 
 
-def cuts(count: int) -> list[tuple[int, int]]:
-    """The layers of each program, where a model has `count`: the first of each, and the one behind its last. Each has
-    three times as many as the one in front, since the device takes longer for a layer than the host."""
-    found, at, size = [], 0, FIRST
-    while count - at - size >= LAST:
-        found.append((at, at + size))
-        at, size = at + size, 3 * size
-    return [*found, (at, count)]
+@functools.cache
+def cuts(count: int, host: float, device: float) -> tuple[tuple[int, int], ...]:
+    """The layers of each program, where a model has `count`: the first of each, and the one behind its last. host,
+    device: microseconds for a layer.
+
+    The device begins a program when the host has launched it and the one in front has ended. Of all ways to have up to
+    `MOST` programs, this is the one that ends first."""
+    ends: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # layers -> (when they end, the cuts so far)
+    found = []
+    for launched in range(1, MOST + 1):
+        before, ends = ends, {}
+        for layers in range(launched, count + 1):
+            ready = launched * PROGRAM + layers * host
+            ends[layers] = min(
+                (max(end, ready) + BETWEEN + (layers - of) * device, (*at, layers))
+                for of, (end, at) in before.items()
+                if of < layers
+            )
+        found += [ends[count]] if count in ends else []
+    return tuple(itertools.pairwise(min(found)[1]))
 
 
-def are_apart(lm: Any) -> bool:
-    """Whether prompts of this `LanguageModel` are several programs."""
-    there = APART and lm.devices is None and not on_host()
-    return there and lm._nbytes >= LARGE and len(cuts(lm.config.num_layers)) > 1
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What an average layer of a prompt takes, in microseconds. host: the host; read: the device to read its weights;
+    token: the device for the products of one token. Of stacks of experts only the bytes count, for a token goes through
+    a few of them: a device takes longer than this, not less."""
+
+    host: float
+    read: float
+    token: float
+
+    @classmethod
+    def of(cls, blocks: Sequence[nnx.Module]) -> Layer:
+        """The average of these blocks of a model."""
+        count, weights = len(blocks), [nnx.to_pure_dict(nnx.state(block)) for block in blocks]
+        arrays = jax.tree.leaves(weights)
+        matrices = jax.tree.leaves(weights, is_leaf=lambda w: isinstance(w, QuantizedTensor))
+        rate = lambda w: EIGHT if isinstance(w, QuantizedTensor) and w.activations else WIDE
+        token = sum(2.0 * w.shape[0] * w.shape[1] / rate(w) for w in matrices if w.ndim == 2)
+        read = sum(w.nbytes for w in arrays) / BYTES
+        return cls(ARRAY * len(arrays) / count, read / count, token / count)
+
+    def device(self, tokens: int) -> float:
+        """Microseconds of the device for so many tokens."""
+        return max(self.read, tokens * self.token) + SMALL
+
+
+def shared(lm: Any, tokens: int) -> tuple[tuple[int, int], ...]:
+    """The layers of each program of a prompt of so many tokens: see `cuts`. One program has all layers of a small
+    model, of one that is cut over several devices, and on CPUs."""
+    count = lm.config.num_layers
+    if not APART or lm.devices is not None or on_host() or lm._nbytes < LARGE:
+        return ((0, count),)
+    return cuts(count, lm._layer.host, lm._layer.device(tokens))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("held", "layers", "layout", "steps", "logprobs", "host"))
-def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, layers, layout, steps, logprobs, host):
+def part(structure, weights, carried, prompt, numbers, ends, *, held, layers, layout, steps, logprobs, host):
     """Some `layers` of `programs.prefill`, the first and the one behind the last: (what the next program takes, the
-    entries of these layers for the cache), or, of the last ones, (what `programs.prefill` gives, with these entries
-    only; its tokens and log-probabilities [batch, 1] or None, and whether rows have ended, for the host). weights:
-    those that are needed, which have the numbers `held` among all. host: the sharding of what is for the host, or
-    None."""
+    entries of these layers for the cache, and of the first ones the prompt as an array of the device, else None), or,
+    of the last ones, (what `programs.prefill` gives, with these entries only; its tokens and log-probabilities [batch,
+    1] or None, and whether rows have ended, for the host). weights: those that are needed, which have the numbers
+    `held` among all. host: the sharding of what is for the host, or None."""
+    ids, lengths = programs.unpacked(prompt)
     given = dict(zip(held, weights, strict=True))
     absent = jax.ShapeDtypeStruct((), jnp.float32)
     model = programs.merge(structure, [given.get(i, absent) for i in range(structure[1].num_leaves)])
@@ -62,7 +117,7 @@ def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, laye
     own = dataclasses.replace(layout, windows=tuple(layout.windows)[begin:end])
     cache = kv.from_prefill(entries, lengths, own)
     if end < len(model.blocks):
-        return carried, cache.entries
+        return carried, cache.entries, prompt if begin == 0 else None
     x, delta, _ = carried
     hidden = x + ops.whole(delta)
     out = programs.first_tokens(model, hidden, cache, ids, lengths, numbers, ends, steps, logprobs)
@@ -70,6 +125,7 @@ def part(structure, weights, carried, ids, lengths, numbers, ends, *, held, laye
     return out, seen if host is None else jax.device_put(seen, host)
 
 
+@jax.jit
 def _seen(out):
     """What the host reads of `programs.prefill`: first tokens, log-probabilities [batch, 1] or None, and whether rows
     have ended, as a copy, since `decode` takes the array itself."""
@@ -81,22 +137,23 @@ def compiled(lm: Any, args: tuple, static: dict) -> tuple[Callable[[], tuple], A
     """(a function that runs the prompt, the shapes and dtypes of what it gives, seconds to compile), for the arguments
     of `programs.prefill` behind the weights. It gives two things: what `programs.prefill` does, and its first tokens
     and log-probabilities [batch, 1] or None, and whether rows have ended, for the host."""
-    if not are_apart(lm):
+    layers = shared(lm, math.prod(programs.unpacked(args[0])[0].shape))
+    if len(layers) == 1:
         prefill, seconds = lm._compiled(programs.prefill, *args, **static)
         return functools.partial(_run_whole, prefill, lm._weights, args), _shapes(prefill.out_info), seconds
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
     key = ("prompt", shapes, tuple(static.items()))
-    found, given, seconds = lm._executables.get(key) or _parts(lm, args, static)
+    found, given, seconds = lm._executables.get(key) or _parts(lm, layers, args, static)
     lm._executables[key] = found, given, 0.0
     return functools.partial(_run, found, lm._weights, args), given, seconds
 
 
-def _parts(lm: Any, args: tuple, static: dict) -> tuple[list[tuple], tuple, float]:
+def _parts(lm: Any, cut: Sequence[tuple[int, int]], args: tuple, static: dict) -> tuple[list[tuple], tuple, float]:
     """(the programs of a prompt, each with the numbers of its weights; the shapes and dtypes of what they give; seconds
     to compile)."""
     found, carried, entries, seconds = [], None, (), 0.0
     static = static | {"host": _memory_of_host(lm._weights)}
-    for layers in cuts(lm.config.num_layers):
+    for layers in cut:
         held = _needed(lm._structure, layers)
         weights = [lm._weights[i] for i in held]
         one, more = lm._compiled(part, carried, *args, weights=weights, held=held, layers=layers, **static)
@@ -104,7 +161,7 @@ def _parts(lm: Any, args: tuple, static: dict) -> tuple[list[tuple], tuple, floa
         seconds += more
         given = _shapes(one.out_info)
         if layers[1] < lm.config.num_layers:
-            carried, of_these = given
+            carried, of_these, _ = given
             entries += of_these
     return found, _whole(given[0], entries), seconds
 
@@ -124,11 +181,14 @@ def _shapes(infos):
 
 
 def _run(found: Sequence[tuple], weights: Sequence[jax.Array], args: tuple):
-    given, entries = (None, ()), ()
-    for one, held in found:
-        entries += given[1]
-        given = one([weights[i] for i in held], given[0], *args)
-    return _whole(given[0], entries), given[1]
+    carried, entries, (prompt, *rest) = None, (), args
+    for one, held in found[:-1]:
+        carried, of_these, on_device = one([weights[i] for i in held], carried, prompt, *rest)
+        entries += of_these
+        prompt = prompt if on_device is None else on_device
+    last, held = found[-1]
+    given, seen = last([weights[i] for i in held], carried, prompt, *rest)
+    return _whole(given, entries), seen
 
 
 def _run_whole(prefill: Callable, weights: Sequence[jax.Array], args: tuple):

@@ -149,8 +149,9 @@ class Rows:
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("layout",))
-def draft_cache(structure, weights, ids, lengths, *, layout):
-    """The cache of a model that drafts, filled with the prompts ids int32 [batch, length]."""
+def draft_cache(structure, weights, prompt, *, layout):
+    """The cache of a model that drafts, filled with prompts as `programs.packed` gives them."""
+    ids, lengths = programs.unpacked(prompt)
     return kv.from_prefill(merge(structure, weights).prefill(ids)[1], lengths, layout)
 
 
@@ -303,7 +304,8 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
     layout = kv.Layout(slots, lm.cache_dtype, windows, lm.page_size)
     static = {"steps": choice.steps, "logprobs": choice.logprobs}
     ids, numbers = widen(prompt.ids, size), (choice.numbers, choice.ends)
-    prefill, first = lm._compiled(programs.prefill, ids, prompt.lengths, *numbers, layout=layout, **static)
+    whole = programs.packed(ids, prompt.lengths)
+    prefill, first = lm._compiled(programs.prefill, whole, *numbers, layout=layout, **static)
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     draft, second = plan.draft, 0.0
     if isinstance(draft, NGram):
@@ -311,9 +313,9 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
         drafts = jax.ShapeDtypeStruct((len(ids), layout.slots), jnp.int32)
     else:
         of_draft = kv.Layout(slots, draft.cache_dtype, page=draft.page_size)
-        known = np.minimum(ids, draft.config.vocab_size - 1)
-        begin, second = draft._compiled(draft_cache, known, prompt.lengths, layout=of_draft)
-        start_drafts, drafts = (lambda: begin(draft._weights, known, prompt.lengths)), shapes(begin.out_info)
+        known = programs.packed(np.minimum(ids, draft.config.vocab_size - 1), prompt.lengths)
+        begin, second = draft._compiled(draft_cache, known, layout=of_draft)
+        start_drafts, drafts = (lambda: begin(draft._weights, known)), shapes(begin.out_info)
     tokens, _, done, memory = shapes(prefill.out_info)
     counts = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
     memory, rows = Memory(memory.cache, memory.penalties, drafts), Rows(tokens, done, counts, counts, counts)
@@ -322,7 +324,7 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
     step, third = lm._compiled(speculate, *args, drafter=plan.drafter, count=plan.count, **static)
     stats.compile_seconds = first + second + third
     start = time.perf_counter()
-    tokens, logprobs, done, memory = prefill(lm._weights, ids, prompt.lengths, *numbers)
+    tokens, logprobs, done, memory = prefill(lm._weights, whole, *numbers)
     memory = Memory(memory.cache, memory.penalties, start_drafts())
     out = jax.block_until_ready((tokens, logprobs, done, memory))
     stats.prefill_seconds = time.perf_counter() - start

@@ -68,7 +68,7 @@ def test_cpus_hold_weights_in_panels():
 def test_the_cache_has_its_own_dtype(data, dtype, cache_dtype, held):
     lm = jtile.models.load(data / "llama", dtype=dtype, cache_dtype=cache_dtype)
     ids = np.zeros((2, 16), np.int32)
-    args = lm._weights, ids, ids[:, 0] + 16, {}, ids[0, :1]
+    args = lm._weights, programs.packed(ids, ids[:, 0] + 16), {}, ids[0, :1]
     options = dict(layout=kv.Layout(32, lm.cache_dtype), steps=sampling.Steps(), logprobs=False)
     cache = programs.prefill.eval_shape(lm._structure, *args, **options)[3].cache
     assert {x.dtype.name for entry in cache.entries for x in entry.arrays} == {held}
