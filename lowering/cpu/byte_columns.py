@@ -23,7 +23,9 @@ _FLOATS, _HALVES = vec(LANES, "float"), vec(2 * LANES, "i16")
 # The largest weight of a column as an integer, and how many parts of one the factor of a code has. The instruction
 # that multiplies codes takes both as int16: 2 * 8 * 30000 / 15 and 128 * 32512 / 128 fit.
 _LARGEST, _PARTS = {True: 30000, False: 32512}, {True: 8, False: 128}
-_STEPS = 12  # that are multiplied in one go: both digits of 32 columns stay in the first-level cache so
+# Steps that are multiplied in one go, if these are all or a part: both digits of 32 columns stay in the first-level
+# cache so, or most of them. For a part sums come and go, too.
+_ALL, _PART = 12, 8
 _LEAST = float(2.0**-100)  # of the largest weight of a column
 
 
@@ -66,7 +68,7 @@ class DigitSpec:
     @property
     def parts(self) -> list[tuple[int, int]]:
         """(the first step, how many) of each part of k."""
-        count = -(-self.steps // _STEPS)
+        count = 1 if self.steps <= _ALL else -(-self.steps // _PART)
         ends = [self.steps * i // count for i in range(count + 1)]
         return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
@@ -233,8 +235,16 @@ def _numbers(c: Code, spec: DigitSpec, words: Val, factor: Val, added: Val):
 
 def _digits(c: Code, even: Val, odd: Val) -> tuple[Val, Val]:
     """The high and the low bytes of integers x + 128: x = 256 h + l with -128 <= l < 128."""
-    low, high = const(_HALVES, "255"), const(_HALVES, "-256")
     eight = const(_HALVES, "8")
-    highs = c.binary("or", c.binary("lshr", even, eight), c.binary("and", odd, high))
-    lows = c.binary("or", c.binary("and", even, low), c.binary("shl", odd, eight))
+    highs = _either_byte(c, odd, c.binary("lshr", even, eight))
+    lows = _either_byte(c, c.binary("shl", odd, eight), even)
     return highs, c.binary("xor", lows, const(_HALVES, "-32640"))  # 0x8080
+
+
+def _either_byte(c: Code, high: Val, low: Val) -> Val:
+    """The high bytes of one and the low bytes of another. Spelt out, since LLVM takes a shuffle of bytes for shifts and
+    masks, which is three instructions where this is one."""
+    words = (c.cast("bitcast", x, WORDS) for x in (high, low, const(_HALVES, "-256")))
+    by_third = Val("i32", str(0xF0 & 0xAA | 0xCC & ~0xAA))  # of the bits of three: the first's where the last's are set
+    chosen = c.intrinsic("x86.avx512.pternlog.d.512", WORDS, *words, by_third, suffix="")
+    return c.cast("bitcast", chosen, _HALVES)

@@ -102,7 +102,7 @@ def _multiply(
     begin, count = part
     for tile in (t for v in range(vectors) for t in (v, v + _VECTORS)):
         if begin:
-            tiles.load(c, tile, c.gep("i8", sums, tile * tiles.TILE_BYTES))
+            tiles.load(c, tile, c.gep("i8", sums, tile * tiles.TILE_BYTES), passing=True)
         else:
             tiles.clear(c, tile)
     each = next(n for n in (1, 2, 4, 8, 16) if n * count >= ROWS)
@@ -125,7 +125,8 @@ def _step(c: Code, spec: DigitSpec, vectors: int, step: Val, a: list[Val], panel
     """One tile of k for 16 rows; other work may come in between."""
     (high, low), of_b = (4, 5), (6, 7)
     for tile, ptr, distance in zip((high, low), a, _A[1::2], strict=True):
-        tiles.load(c, tile, offset(c, ptr, step, STEP), distance)
+        # Rows of A meet each panel once, and all of them do not fit into the first-level cache beside it.
+        tiles.load(c, tile, offset(c, ptr, step, STEP), distance, passing=True)
 
     def digit(v: int, n: int) -> Val:
         at = v * spec.steps * B_STEP + n * tiles.TILE_BYTES

@@ -37,9 +37,9 @@ def clear(c: Code, tile: int) -> None:
     _do(c, "tilezero", _number(tile))
 
 
-def load(c: Code, tile: int, ptr: Val, row: Val | int = ROW_BYTES) -> None:
-    """A tile from memory, whose rows are `row` bytes apart."""
-    _do(c, "tileloadd64", _number(tile), ptr, _distance(row))
+def load(c: Code, tile: int, ptr: Val, row: Val | int = ROW_BYTES, passing: bool = False) -> None:
+    """A tile from memory, whose rows are `row` bytes apart. passing: the first-level cache is to keep others."""
+    _do(c, "tileloaddt164" if passing else "tileloadd64", _number(tile), ptr, _distance(row))
 
 
 def store(c: Code, tile: int, ptr: Val, row: Val | int = ROW_BYTES) -> None:
