@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import llm
 from benchmarks.data import normal
-from benchmarks.gpu import kernels, models, plain, routed, torch_decoder, torch_peers
+from benchmarks.gpu import kernels, models, plain, routed, timing, torch_decoder, torch_peers
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measure import Options, relative_error, short
 from benchmarks.harness import Result, WrongResultError, result
@@ -27,18 +27,27 @@ from jtile.errors import ModelError
 from jtile.models import LanguageModel
 from jtile.models.llama import LlamaConfig
 from jtile.models.load import default_model
-from jtile.testing import Timing
 
 PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512), (256, 512))  # rows, tokens
 MIXED = ((1, 512), (16, 512), (32, 512), (64, 512), (256, 512))  # rows, tokens for models with mixtures of experts
 QUANTISED = ((1, 512), (1, 2048))  # rows, tokens for models with quantised weights
 STEPS = 64
+PROMPT_TURNS, PROMPT_S = 40, 2.0  # more samples of a prompt, which is short and waits for the host; seconds for them
 CHECKED = 32  # tokens of the prompt whose logits are compared
 ROUTED = 256  # tokens that are compared for models with mixtures
 FAR = 0.5  # the largest error of ours without a peer: in 16 bits some tokens take other experts
 SHOWN = 8  # how many kernels of a profile are printed
 NEAR = 1.2  # the most that our error over the peer's may be: in both, roundings add up over the blocks
-Runner = Callable[..., tuple[float, float]]  # seconds of a prompt, and of a step; with False the prompt alone
+
+
+class Runner(NamedTuple):
+    """How a decoder is timed. whole: runs the prompt and the steps; returns seconds of the prompt, and of a step.
+    prompt: seconds of the prompt, behind which the decoder starts steps as in `whole`, which are over when it returns.
+    alone: runs the prompt without steps, for the profiler."""
+
+    whole: Callable[[], tuple[float, float]]
+    prompt: Callable[[], float]
+    alone: Callable[[], Any]
 
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
@@ -168,89 +177,112 @@ def _measured(
             continue
         try:
             runners[peer] = make(work, ids)
-            runners[peer]()  # compiles
+            runners[peer].whole()  # compiles
         except Exception as failed:
             if peer == "ours":
                 raise
             say(f"    {name}: peer {peer} is left out: {short(failed)}")
             runners.pop(peer, None)
     ready = time.monotonic()
-    samples: dict[str, list[tuple[float, float]]] = {peer: [] for peer in runners}
-    for _ in range(min(max(3, options.repeats // 3), 5)):
-        for peer, run in runners.items():
-            samples[peer].append(run())
+    samples = _sampled(runners, options)
     measured = time.monotonic()
-    profiles = _profiles(runners, samples, work.steps, say) if options.profile else None
+    steps = {peer: statistics.median(of[1]) for peer, of in samples.items()}
+    profiles = _profiles(runners, steps, work.steps, say) if options.profile else None
     took = f"{ready - began:.0f} s to compile, {measured - ready:.0f} s to measure"
     unit = "fp8" if stored == "fp8" else "bf16"
     bounds = machine.bound_us(0, work.prompt_flops(), unit), 1e6 * work.step_bytes() / rate
     for i, (config, bound) in enumerate(zip(_lines(name, work.rows, work.tokens), bounds)):
-        times = {p: [1e6 * pair[i] for pair in pairs] for p, pairs in samples.items()}
-        timings = {p: Timing(statistics.median(us), min(us)) for p, us in times.items()}
+        times = {p: [1e6 * x for x in of[i]] for p, of in samples.items()}
         of: dict[str, Any] = dict(
             bound_us=bound, error=checked.error, peer_error=checked.peer, kernels=profiles and profiles[i]
         )
-        got = result("llm", config, stored, machine.device, timings, **of)
-        say(_line(got, work, i == 0, took))
+        got = result("llm", config, stored, machine.device, timing.timings(times), **of)
+        say(_line(got, work, i == 0, took, times))
         yield got
 
 
-def _profiles(runners: Mapping[str, Runner], samples: Mapping[str, list], steps: int, say: Callable) -> list[dict]:
+def _sampled(runners: Mapping[str, Runner], options: Options) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of prompts, and of steps, of every decoder, in turns. A sample of a step is the mean of `STEPS`, one of a
+    prompt is a single one: of these there are more."""
+    pairs: dict[str, list[tuple[float, float]]] = {peer: [] for peer in runners}
+    for _ in range(min(max(3, options.repeats // 5), 5)):
+        for peer, run in runners.items():
+            pairs[peer].append(run.whole())
+    more = {peer: run.prompt for peer, run in runners.items()}
+    turns = min(3 * options.repeats, PROMPT_TURNS)
+    prompts = timing.alternate(more, repeats=turns, budget_s=min(options.budget_s, PROMPT_S))
+    return {peer: ([p for p, _ in of] + prompts[peer], [s for _, s in of]) for peer, of in pairs.items()}
+
+
+def _profiles(runners: Mapping[str, Runner], median: Mapping[str, float], steps: int, say: Callable) -> list[dict]:
     """The time of each kernel in the prompt and in a step, as records keep it, for ours and for the best peer of a
-    step; `say` gets a summary of both."""
-    peers = sorted((p for p in runners if p != "ours"), key=lambda p: statistics.median(s for _, s in samples[p]))
+    step, whose seconds are `median`; `say` gets a summary of both."""
+    peers = sorted((p for p in runners if p != "ours"), key=median.__getitem__)
     kept: list[dict] = [{}, {}]
     for name in ("ours", *peers[:1]):
-        prompt = kernels.by_kernel(functools.partial(runners[name], False))
-        step = kernels.difference(kernels.by_kernel(runners[name]), prompt, steps)
+        prompt = kernels.by_kernel(runners[name].alone)
+        step = kernels.difference(kernels.by_kernel(runners[name].whole), prompt, steps)
         for i, (what, found) in enumerate((("the prompt", prompt), ("a step", step))):
             kept[i][name] = kernels.rows(found)
             say(f"    {name}, {what}:\n{kernels.table(found, SHOWN)}")
     return kept
 
 
-def _line(got: Result, work: models.Work, prompt: bool, took: str) -> str:
+def _line(got: Result, work: models.Work, prompt: bool, took: str, times: Mapping[str, list[float]]) -> str:
     r, tokens = got.record, work.rows * (work.tokens if prompt else 1)
     rate = lambda us: f"{1e6 * tokens / us:.0f} tokens/s"
     peers = ", ".join(f"{name} {us:.0f} us ({rate(us)})" for name, us in r.peers.items())
     text = (
         f"llm {r.config} {r.dtype}: {r.ours_us:.0f} us, {rate(r.ours_us)}, {100 * (r.bound_frac or 0):.0f} % of bound"
     )
-    return text + (f"; {peers}; ratio {r.ratio:.3f}" if peers else "") + f" [{took}]"
+    if peers:
+        spread = timing.spread(times["ours"], times[min(r.peers, key=r.peers.__getitem__)])
+        text += f"; {peers}; ratio {r.ratio:.3f} (spread {spread:.3f}, {len(times['ours'])} samples)"
+    return f"{text} [{took}]"
 
 
 def _ours(work: models.Work, ids: jax.Array) -> Runner:
     rows = np.asarray(ids)
 
-    def run(steps: bool = True):
-        stream = work.lm.stream(rows, work.steps + 1 if steps else 1, eos=None)
+    def whole():
+        stream = work.lm.stream(rows, work.steps + 1, eos=None)
         for _ in stream:
             pass
         return stream.stats.prefill_seconds, stream.stats.decode_seconds / work.steps
 
-    return run
+    def prompt():
+        stream = work.lm.stream(rows, work.steps + 1, eos=None)
+        next(stream)
+        jax.block_until_ready(ids + 0)  # behind the steps that are under way
+        return stream.stats.prefill_seconds
+
+    return Runner(whole, prompt, lambda: list(work.lm.stream(rows, 1, eos=None)))
 
 
 def _plain(work: models.Work, ids: jax.Array, attention: plain.Attention = None) -> Runner:
     lm, count = work.dense or work.lm, work.steps
     w, s = plain.dense(plain.weights_of(lm), jnp.bfloat16), plain.sizes_of(lm, attention)
 
-    def run(steps: bool = True):
+    def begun():
         start = time.perf_counter()
-        tokens, caches = jax.block_until_ready(plain.prefill(w, ids, s=s, slots=work.tokens + count))
-        middle = time.perf_counter()
-        if steps:
-            jax.block_until_ready(plain.steps(w, tokens, caches, s=s, length=work.tokens, count=count))
-        return middle - start, (time.perf_counter() - middle) / count
+        out = jax.block_until_ready(plain.prefill(w, ids, s=s, slots=work.tokens + count))
+        return time.perf_counter() - start, out
 
-    return run
+    def whole():
+        seconds, (tokens, caches) = begun()
+        start = time.perf_counter()
+        jax.block_until_ready(plain.steps(w, tokens, caches, s=s, length=work.tokens, count=count))
+        return seconds, (time.perf_counter() - start) / count
+
+    return Runner(whole, lambda: begun()[0], begun)
 
 
 def _torch(work: models.Work, ids: jax.Array) -> Runner:
     w = plain.dense(plain.weights_of(work.lm), jnp.bfloat16)
     decoder = torch_decoder.TorchDecoder(w, plain.sizes_of(work.lm, None), ids, work.steps)
     prompt, step = torch_decoder.Graph(decoder.prompt), torch_decoder.Graph(decoder.step)
-    return lambda steps=True: (prompt.seconds(1), step.seconds(work.steps) if steps else 0.0)
+    alone = functools.partial(prompt.seconds, 1)
+    return Runner(lambda: (alone(), step.seconds(work.steps)), alone, alone)
 
 
 def _ours_dense(work: models.Work, ids: jax.Array) -> Runner:

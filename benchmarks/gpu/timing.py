@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jtile.testing import Timing
@@ -154,3 +155,11 @@ def alternate(
 def timings(samples: Mapping[str, Sequence[float]]) -> dict[str, Timing]:
     """Median and minimum of the samples."""
     return {name: Timing(statistics.median(values), min(values)) for name, values in samples.items()}
+
+
+def spread(ours: Sequence[float], peer: Sequence[float], draws: int = 500) -> float:
+    """By how much the ratio of the medians, the peer's over ours, would change from run to run: the standard deviation
+    over `draws` times as many samples, drawn from these with replacement (the same in every run)."""
+    lots = np.random.default_rng(0)
+    of = lambda samples: np.median(lots.choice(np.asarray(samples, float), (draws, len(samples))), axis=1)
+    return float(np.std(of(peer) / of(ours)))

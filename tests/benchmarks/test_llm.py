@@ -5,10 +5,11 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.gpu import kernels, llm, measure, models, routed
+from benchmarks.gpu import kernels, llm, measure, models, routed, timing
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measure import relative_error
 from benchmarks.harness import WrongResultError
@@ -67,7 +68,25 @@ def test_a_tiny_model_is_checked_and_timed():
     assert bool(step.record.kernels["ours"]) == (jax.default_backend() == "gpu")  # which the profiler sees
     assert step.record.bound_us > 0 and step.record.bound_frac > 0
     assert any("tokens/s" in line for line in said)
+    assert prompt.record.ours_us > 0 and step.record.ours_us > 0
     assert not list(llm.results(MACHINE, measure.Options(match=("8B",)), said.append, tiny=True))
+
+
+def test_prompts_have_more_samples_than_steps():
+    """A prompt behind which steps begin is timed as often as the time allows, in turns; a sample of a step is a mean
+    already. The spread of a ratio is what it differs by from run to run."""
+    ran = []
+    of = lambda name: llm.Runner(lambda: ran.append(name) or (3.0, 2.0), lambda: ran.append(name) or 1.0, lambda: None)
+    runners = {name: of(name) for name in ("ours", "a")}
+    found = llm._sampled(runners, measure.Options(repeats=15))
+    assert found == {"ours": ([3.0] * 3 + [1.0] * 40, [2.0] * 3), "a": ([3.0] * 3 + [1.0] * 41, [2.0] * 3)}
+    assert ran[:6] == ["ours", "a"] * 3 and ran.count("ours") == 43
+    assert [len(of[0]) for of in llm._sampled(runners, measure.Options(repeats=1)).values()] == [6, 7]
+    assert timing.spread([2.0] * 9, [3.0] * 5) == 0
+    lots = np.random.default_rng(0)
+    runs = [(lots.normal(10, 1, 40), lots.normal(15, 1, 40)) for _ in range(200)]
+    ratios = [np.median(peer) / np.median(ours) for ours, peer in runs]
+    assert timing.spread(*runs[0]) == pytest.approx(np.std(ratios), rel=0.4)
 
 
 def test_a_quantised_table_is_checked():
