@@ -13,6 +13,7 @@ import resource
 import shutil
 import subprocess
 import tempfile
+from pathlib import Path
 
 # Before jax is imported. The suite must not read what an earlier version left in the user's cache; a folder for all
 # workers of one run keeps the sharing of a cache between processes under test.
@@ -232,8 +233,16 @@ def _costs(terminalreporter):
     terminalreporter.write_line("and, for each test, in")
     for name, seconds in tests.most_common(20):
         terminalreporter.write_line(f"  {seconds:6.1f} s {name}")
+    if _through_a_table():
+        terminalreporter.write_line("this Python calls its own functions through a table, a fifth longer: .ci/setup links it")
     if total > ENOUGH and not terminalreporter.config.getoption("--runslow"):
         terminalreporter.write_line(f"more than {ENOUGH:.0f} s: docs/suite.md says how tests are kept cheap")
+
+
+def _through_a_table() -> bool:
+    """Whether Python's functions are in a library of their own, from which `.ci/setup` links a program of its own."""
+    maps = Path("/proc/self/maps")
+    return maps.exists() and "/libpython3" in maps.read_text()
 
 
 def pytest_terminal_summary(terminalreporter):
