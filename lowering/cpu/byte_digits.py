@@ -11,6 +11,7 @@ How columns become tiles is said in `byte_columns`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 from . import tiles
@@ -82,12 +83,18 @@ def _kernel(module: Module, spec: DigitSpec, vectors: int, part: tuple[int, int]
     def finish(p: Val, r: Val) -> None:
         _finish(c, spec, vectors, c.add(c.mul(p, ROWS), r), offset(c, place(p), r, tiles.ROW_BYTES), scales)
 
-    _multiply(c, spec, vectors, part, i64(0), panels, place(i64(0)), lambda r: None)
+    if spec.steps == 1:
+        multiply = functools.partial(_multiply_once, c, vectors)
+        for v, n in itertools.product(range(vectors), range(2)):
+            tiles.load(c, _b_at(v, n), _digit(c, spec, panels, i64(0), v, n))
+    else:
+        multiply = functools.partial(_multiply, c, spec, vectors, part, panels)
+    multiply(i64(0), place(i64(0)), lambda r: None)
     with c.loop(1, count) as p:
         # Tiles are all that is busy for long, and what they have stored is to be loaded later: each step of k comes
         # with some of the rows before.
         meanwhile = functools.partial(finish, c.sub(p, 1)) if last else (lambda r: None)
-        _multiply(c, spec, vectors, part, p, panels, place(p), meanwhile)
+        multiply(p, place(p), meanwhile)
     if last:
         with c.loop(0, ROWS) as r:
             finish(i64(count - 1), r)
@@ -96,7 +103,7 @@ def _kernel(module: Module, spec: DigitSpec, vectors: int, part: tuple[int, int]
 
 
 def _multiply(
-    c: Code, spec: DigitSpec, vectors: int, part: tuple[int, int], p: Val, panels: Val, sums: Val, meanwhile
+    c: Code, spec: DigitSpec, vectors: int, part: tuple[int, int], panels: Val, p: Val, sums: Val, meanwhile
 ) -> None:
     """The sums of 16 rows over a part of k, on top of those of the parts before; `meanwhile` is called for 16 rows."""
     begin, count = part
@@ -128,10 +135,7 @@ def _step(c: Code, spec: DigitSpec, vectors: int, step: Val, a: list[Val], panel
         # Rows of A meet each panel once, and all of them do not fit into the first-level cache beside it.
         tiles.load(c, tile, offset(c, ptr, step, STEP), distance, passing=True)
 
-    def digit(v: int, n: int) -> Val:
-        at = v * spec.steps * B_STEP + n * tiles.TILE_BYTES
-        return c.gep("i8", panels, c.add(c.mul(step, B_STEP), at))
-
+    digit = functools.partial(_digit, c, spec, panels, step)
     for v in range(vectors):
         tiles.load(c, of_b[v], digit(v, 0))
         tiles.multiply(c, "tdpbssd", v, high, of_b[v])
@@ -141,6 +145,44 @@ def _step(c: Code, spec: DigitSpec, vectors: int, step: Val, a: list[Val], panel
         tiles.load(c, of_b[v], digit(v, 1))
         tiles.multiply(c, "tdpbssd", v + _VECTORS, high, of_b[v])
     yield
+
+
+def _digit(c: Code, spec: DigitSpec, panels: Val, step: Val, v: int, n: int) -> Val:
+    """The tile of the high or the low bytes of 16 columns at a step."""
+    at = v * spec.steps * B_STEP + n * tiles.TILE_BYTES
+    return c.gep("i8", panels, c.add(c.mul(step, B_STEP), at))
+
+
+def _b_at(v: int, n: int) -> int:
+    """Where the tile of a digit of 16 columns stays in `_multiply_once`."""
+    return 4 + _VECTORS * n + v
+
+
+def _multiply_once(c: Code, vectors: int, p: Val, sums: Val, meanwhile) -> None:
+    """`_multiply` where all of k is one step: the tiles of B stay, and those of sums are stored when they are done."""
+    a, mixed, row = 3, (2, 0), c.mul(p, ROWS)
+    high, low = (c.gep("i8", ptr, c.mul(row, distance)) for ptr, distance in zip(_A[::2], _A[1::2], strict=True))
+
+    def quarter(n: int) -> None:
+        for r in range(n * ROWS // 4, (n + 1) * ROWS // 4):
+            meanwhile(i64(r))
+
+    tiles.load(c, a, high, _A[1])
+    for v in range(vectors):
+        tiles.clear(c, v)
+        tiles.multiply(c, "tdpbssd", v, a, _b_at(v, 0))
+        tiles.store(c, v, c.gep("i8", sums, v * tiles.TILE_BYTES))
+    quarter(0)
+    for v in range(vectors):
+        tiles.clear(c, mixed[v])
+        tiles.multiply(c, "tdpbssd", mixed[v], a, _b_at(v, 1))
+    quarter(1)
+    tiles.load(c, a, low, _A[3])
+    for v in range(_VECTORS):
+        if v < vectors:
+            tiles.multiply(c, "tdpbssd", mixed[v], a, _b_at(v, 0))
+            tiles.store(c, mixed[v], c.gep("i8", sums, (v + _VECTORS) * tiles.TILE_BYTES))
+        quarter(2 + v)
 
 
 def _finish(c: Code, spec: DigitSpec, vectors: int, row: Val, sums: Val, scales: Val) -> None:

@@ -119,7 +119,7 @@ def of_digits(ah, al, s, bh, bl, t, c, y, *, turned: bool, form: str):
 
 @there
 @pytest.mark.parametrize(("turned", "form", "m", "n", "k"), [
-    (True, "rows", 16, 48, 128), (True, "row", 48, 32, 64), (False, "row", 32, 64, 192), (False, "one", 16, 16, 896),
+    (True, "rows", 16, 48, 128), (True, "row", 48, 80, 64), (False, "row", 32, 64, 192), (False, "one", 16, 16, 896),
 ])  # fmt: skip
 def test_columns_in_digits(turned, form, m, n, k):
     (q, (ah, al, s)), (p, (bh, bl, t)) = rows_of(m, k), rows_of(n, k, 7)
