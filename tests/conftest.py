@@ -234,7 +234,7 @@ def _costs(terminalreporter):
     for name, seconds in tests.most_common(20):
         terminalreporter.write_line(f"  {seconds:6.1f} s {name}")
     if _through_a_table():
-        terminalreporter.write_line("this Python calls its own functions through a table, a fifth longer: .ci/setup links it")
+        terminalreporter.write_line("this Python is slow: .ci/setup links one without a library")
     if total > ENOUGH and not terminalreporter.config.getoption("--runslow"):
         terminalreporter.write_line(f"more than {ENOUGH:.0f} s: docs/suite.md says how tests are kept cheap")
 
