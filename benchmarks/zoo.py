@@ -143,7 +143,7 @@ def filter_cases(n: int, cube: int, seed: int = 0) -> Iterator[tuple[str, str, A
     )  # fmt: skip
 
 
-CONVOLUTIONS = {  # name -> shapes of x and of the window, and options; a batch of 1
+CONVOLUTIONS: dict[str, tuple[tuple, tuple, dict]] = {  # shapes of x and of the window, and options; a batch of 1
     "7x7 of 3 channels": ((224, 224, 3), (7, 7, 3, 64), {"stride": 2}),
     "3x3 of 64 channels": ((56, 56, 64), (3, 3, 64, 64), {}),
     "1x1 of 256 channels": ((28, 28, 256), (1, 1, 256, 512), {}),
