@@ -7,11 +7,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import hopper_parts, hopper_spread, hopper_step
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
 from jtile.ops.cache_appends import heads_of, rope_append, rotated
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, has
 from jtile.ops.matmul import matmul
 from jtile.ops.operands import Weight
 from jtile.ops.quantized import quantized_matmul
@@ -81,6 +82,7 @@ def attention_product(
     kind, stored = _stored(weight)
     scale = qkv.shape[2] ** -0.5 if scale is None else float(scale)
     alike = stored.codes.dtype == jnp.uint32 if kind in PACKED else kind == qkv.dtype.name
+    alike = alike and has(jt.target(), *BLOCK_LEVEL)
     operands = qkv, lengths, keys, stored, kind, heads, scale
     forms = ((name, form.choice(*operands)) for name, form in _FORMS.items()) if PRODUCTS and alike else ()
     name, found = next(((name, found) for name, found in forms if found is not None), (None, None))

@@ -70,6 +70,11 @@ def test_which_calls_it_takes(monkeypatch):
     *operands, w = _operands(3, 1, 130, 24, "bfloat16", 5)
     monkeypatch.setattr(MODULE, "PRODUCTS", True)
     run = functools.partial(attention_product, heads=3)
+    for arch in ("sm_80", "sm_100", "gfx942"):  # which have no block level of Hopper's
+        with jt.config(arch=arch, overlap=True):
+            assert run(*operands, w) is None
+    with jt.config(overlap=True):
+        assert jax.default_backend() == "gpu" or run(*operands, w) is None
     with jt.config(arch="sm_90"):
         assert run(*operands, w) is None  # kernels do not overlap
         with jt.config(overlap=True):
