@@ -18,7 +18,8 @@ from jtile.ops import dropouts, gpu_tiles, hopper_flex_backward
 from jtile.ops._shapes import check_shape, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, derivative
-from jtile.ops.flex_lists import BOTH, listed_attention, mask_lists, seen, types
+from jtile.ops.flex_lists import BOTH, listed_attention, seen, types
+from jtile.ops.flex_shards import lists_of_mask, numbered
 from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
 Function = Callable[..., Any] | None
@@ -84,9 +85,13 @@ def mask_ranges(extras, q, k, ranges, *, by: tuple[bool, bool], bq: int, bk: int
     ranges[b, h, i, 1] = end
 
 
-def run(q, k, v, extras, seeds, *, tiles: dict[str, int], mask: Function, window: Window, **options):
+def run(
+    q, k, v, extras, seeds, *, tiles: dict[str, int], score: Function, mask: Function, window: Window, **options
+):  # fmt: skip
     """Attention in tiles of `bq` queries and `bk` keys, with what its mask says of them: in lists on a GPU with
     warpgroup products, in ranges elsewhere."""
+    score, mask, extras = numbered(score, mask, extras, q.shape[0], q.shape[2])
+    options["score"] = score
     of = {"mask": mask, "window": window, "bq": tiles["bq"], "bk": tiles["bk"]}
     of["by"] = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
     known = all(isinstance(n, int) for n in (*q.shape, *k.shape)) and k.shape[1] < BOTH
@@ -168,7 +173,7 @@ flex_backward = Op(
 def _lists(options: tuple[tuple[str, Any], ...], operands):
     q, k, _, extras, _ = operands
     sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    return tuned(mask_lists, num_warps=4)(jax.tree.map(jax.lax.stop_gradient, extras), sizes=sizes, **_of_mask(options))
+    return lists_of_mask(jax.tree.map(jax.lax.stop_gradient, extras), sizes=sizes, **_of_mask(options))
 
 
 def _of_mask(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Masks:
     Attributes:
       window, score, mask: as in `flash_attention` and `flex_attention`; counted: rows have lengths and offsets.
       extras: the operands of score and mask. lists, counts: those of `hopper_flex_backward`, else None.
+      rows, heads: the numbers of rows of the batch, and of heads [kv heads, group], which score and mask get where they
+        are not those of a shard; else None.
     """
 
     window: Window
@@ -44,6 +46,16 @@ class Masks:
     extras: tuple[jt.Ref, ...] = ()
     lists: jt.Ref | None = None
     counts: jt.Ref | None = None
+    rows: jt.Ref | None = None
+    heads: jt.Ref | None = None
+
+    def row(self, b):
+        """The number of row b for score and mask."""
+        return b if self.rows is None else self.rows[b]
+
+    def head(self, kv, member, group: int):
+        """That of a member of the group of heads that share kv."""
+        return kv * group + member if self.heads is None else self.heads[kv, member]
 
     def block(self, b, h, j, n):
         """The n-th block of queries that see block j of keys."""
@@ -57,13 +69,17 @@ class Masks:
         some, heads = self.counts.shape[:2]
         return self.counts[b if some > 1 else 0, h if heads > 1 else 0, j, n]
 
-    def seen(self, b, h, i, j, keys: int, hangs: bool):
-        """Which of the keys j [keys, 1] the queries i [1, bq] see; `hangs`: whether j may be behind the keys."""
-        return flex_lists.seen(b, h, i, j, self.extras, mask=self.mask, window=self.window, s=keys, hangs=hangs)
+    def seen(self, b, kv, i, j, keys: int, hangs: bool):
+        """Which of the keys j [keys, 1] the queries i [1, bq] see; `hangs`: whether j may be behind the keys.
+        Heads that share keys have one mask."""
+        h = self.head(kv, 0, 1)
+        return flex_lists.seen(
+            self.row(b), h, i, j, self.extras, mask=self.mask, window=self.window, s=keys, hangs=hangs
+        )
 
     def scored(self, s, b, h, i, j):
-        """The scores of products s [keys, bq], and their derivatives."""
-        score = self.score
+        """The scores of products s [keys, bq], and their derivatives; h: what `head` gives."""
+        score, b = self.score, self.row(b)
         assert score is not None
         return jax.jvp(lambda s: score(s, b, h, i, j, *self.extras), (s,), (jnp.ones_like(s),))
 
@@ -246,8 +262,8 @@ def _weights(work: _Work, mem: _Memory, w: int, j, head, i, s, slot):
     """p, and how much a score changes with its product, None for the scale itself."""
     if work.masks.score is None:
         return jnp.exp2(s * (work.scale * LOG2_E)), None
-    queries, columns = work.queries(i), _of_keys(w, j)
-    s, gradient = work.masks.scored(s * work.scale, work.b, work.kv * work.group + head, queries, columns)
+    queries, columns, h = work.queries(i), _of_keys(w, j), work.masks.head(work.kv, head, work.group)
+    s, gradient = work.masks.scored(s * work.scale, work.b, h, queries, columns)
     return jnp.exp2(s * LOG2_E + _rows(mem.S0[slot], work.bq)), gradient
 
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_attention_backward
-from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.flex_lists import mask_lists
+from jtile.ops.flex_shards import lists_of_mask, reads
 from jtile.ops.hopper_attention_backward import finished, operands
 from jtile.ops.hopper_backward_roles import KEYS, Function, Masks, program
 
@@ -31,19 +30,29 @@ _ONE_BY_ONE = frozenset({
 })  # fmt: skip
 
 
-@jt.kernel(
-    out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
-    grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
-    alias={"zeros": "dq"},
-)
-def hopper_flex_backward(
-    q, k, v, g, s0, dp0, extras, lists, counts, seeds, zeros, dq, dk, dv,
+def _hopper_flex_backward(
+    q, k, v, g, s0, dp0, extras, lists, counts, seeds, numbers, zeros, dq, dk, dv,
     *, bq: int, scale: float, score: Function, mask: Function, window: Window, dropout: float,
 ):  # fmt: skip
     """`hopper_attention_backward` by lists and counts of `mask_lists`, [batch or 1, kv heads or 1, blocks of keys, n],
-    of the blocks of queries that see the keys. With a score, s0 are the negative logarithms of sums themselves."""
-    masks = Masks(window=window, score=score, mask=mask, extras=extras, lists=lists, counts=counts)
+    of the blocks of queries that see the keys. With a score, s0 are the negative logarithms of sums themselves.
+    numbers: `rows` and `heads` of `Masks`."""
+    rows, heads = numbers
+    masks = Masks(window, score=score, mask=mask, extras=extras, lists=lists, counts=counts, rows=rows, heads=heads)
     program(q, k, v, g, s0, dp0, None, None, seeds, dq, dk, dv, bq=bq, scale=scale, masks=masks, dropout=dropout)
+
+
+@functools.lru_cache(maxsize=128)
+def _kernel(sharding: str | None) -> jt.Kernel:
+    """The kernel, with a rule of its own for each way in which functions read extras."""
+    return jt.kernel(
+        out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
+        grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
+        alias={"zeros": "dq"}, sharding=sharding, name="hopper_flex_backward",
+    )(_hopper_flex_backward)  # fmt: skip
+
+
+hopper_flex_backward = _kernel(None)
 
 
 def misfit(
@@ -53,7 +62,6 @@ def misfit(
     """Why `gradients` cannot compute the gradients of this call, None where it can."""
     why = hopper_attention_backward.misfit(q, k, softcap=softcap, scale=scale)
     return why or first_unmet(
-        (gpu_tiles.on_one_device(), "rows may be shared out among several devices"),
         (not by[1] or q.shape[2] == k.shape[2], "heads that share keys have masks of their own"),
         (score is None or _one_by_one(score, True, extras), "score does more than a function of one element would"),
         (mask is None or _one_by_one(mask, False, extras), "mask does more than a function of one element would"),
@@ -103,15 +111,31 @@ def of_batch(
     *args, seeds, zeros = given
     lists, counts = _lists(extras, (batch, groups, keys, t), mask, window, by, bq)
     options = {"bq": bq, "scale": scale, "score": score, "mask": mask, "window": window, "dropout": dropout}
-    found = hopper_flex_backward(*args, extras, lists, counts, seeds, zeros, **options)
+    kernel, numbers = hopper_flex_backward, (None, None)
+    if not gpu_tiles.on_one_device():
+        kernel, numbers = _cut(extras, lists, (batch, groups, q.shape[2] // groups), score, mask)
+    found = kernel(*args, extras, lists, counts, seeds, numbers, zeros, **options)
     return finished(*found, q, scale=scale, dropout=dropout)
+
+
+def _cut(extras, lists, sizes: tuple[int, int, int], score: Function, mask: Function):
+    """The kernel that devices may share out along rows and heads, and its `numbers`; sizes: rows, heads of keys, and
+    heads that share them."""
+    batch, groups, group = sizes
+    found = reads(score, mask, extras, batch, groups * group, group > 1)
+    of_lists = f"{'b' if lists.shape[0] > 1 else '_'} {'h' if lists.shape[1] > 1 else '_'} _ _"
+    names = ["b _ h n _", "b _ h _", "b _ h _", "b _ h n _", "b h n _", "b h n _", *map(" ".join, found.dims)]
+    names += [of_lists, of_lists, "b h n _", *["b"] * found.row, *["h n"] * found.head, "b _ h n _"]
+    rows = jnp.arange(batch, dtype=jnp.int32) if found.row else None
+    heads = jnp.arange(groups * group, dtype=jnp.int32).reshape(groups, group) if found.head else None
+    return _kernel(f"{', '.join(n or '()' for n in names)} -> b _ h n _, b _ h _, b _ h _"), (rows, heads)
 
 
 def _lists(extras, sizes: tuple[int, int, int, int], mask: Function, window: Window, by: tuple[bool, bool], bq: int):
     """The lists and counts of the blocks of queries that see each block of keys; sizes: batch, heads, keys, queries."""
     left, right = window
     of = {"mask": mask and _turned(mask), "window": (right, left), "by": by, "bq": 2 * KEYS, "bk": bq}
-    return tuned(mask_lists, num_warps=4)(extras, sizes=sizes, **of)[1:3]
+    return lists_of_mask(extras, sizes=sizes, **of)[1:3]
 
 
 @functools.lru_cache(maxsize=128)

@@ -118,6 +118,19 @@ def test_products_and_attention_over_both(put):
             assert relative_error(got, want) < 1e-2
 
 
+@pytest.mark.parametrize("spec", [("x",), (None, None, "x")], ids=["rows", "heads"])
+def test_gradients_with_functions_over_both(put, spec):
+    q, k, v = (normal(8 + j, 2, 256, 4, 128) for j in range(3))
+    sloped = lambda s, b, h, i, j: s + (h + 1).astype(jnp.float32) * 0.1 * (j - i).astype(jnp.float32)
+    loss = lambda f: jax.grad(lambda *x: f(*x, score=sloped, causal=True).astype(jnp.float32).sum(), (0, 1, 2))
+    program, text = compiled(loss(ops.attention), *[put(x, *spec) for x in (q, k, v)])
+    assert "all-gather" not in text and "all-reduce" not in text
+    assert "jtile_hopper_flex_backward" in text or jt.architecture() != "sm_90"
+    for j, got in enumerate(program(*[put(x, *spec) for x in (q, k, v)])):
+        want = by_cpu(lambda *x, j=j: loss(attention_reference)(*x)[j], q, k, v)
+        assert relative_error(got, want) < 1e-2
+
+
 def test_inside_of_shard_map(put):
     q, k, v, n = decoding()
     args = [put(x, "x") for x in (q, k, v, n)]

@@ -140,8 +140,9 @@ def test_what_it_compiles_to(options, spills):
     extras = of("int32", 2, 4096) if options.get("mask") is documents else of("float32", 4)
     lists = of("int32", 2, 1, 32, 64), of("int32", 2, 1, 32, 2), of("uint32", 2, 4, 1, 2), of("float32", *q.shape)
     options = {"mask": None, "score": None} | options
+    extras = (extras,) if options["score"] or options["mask"] is documents else ()
     found = hopper.hopper_flex_backward.lower(
-        q, k, k, q, row, row, (extras,) if options["score"] or options["mask"] is documents else (), *lists,
+        q, k, k, q, row, row, extras, *lists[:3], (None, None), lists[3],
         bq=64, scale=0.1, window=(None, None), dropout=0.0, **options, target="cuda:sm_90",
     )  # fmt: skip
     assert len(spills_of_products(found.texts["sass"])) <= spills
