@@ -9,7 +9,7 @@ from jtile import ir
 
 from . import byte_columns, byte_digits, nibbles
 from .isa import Isa
-from .plan import BlockPlan
+from .plan import BlockPlan, used_by
 from .scaled_columns import BLOCK, SCALES
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -88,10 +88,13 @@ def _alone(plan: BlockPlan, op: ir.Dot, of: Digits) -> Digits:
     return of if alone else of._replace(fade=None)
 
 
-def stored(isa: Isa, block: ir.Block) -> list[ir.Value]:
-    """What products of digits of a block read."""
-    found = [of for op in block.ops if isinstance(op, ir.Dot) and (of := digits(isa, op)) is not None]
-    return [v for of in found for v in (*of.of_a, *of.of_b)]
+def read(isa: Isa, op: ir.Op) -> list[ir.Value]:
+    """What a product of digits reads; of another op what it uses, and what products of digits in its regions read."""
+    of = digits(isa, op) if isinstance(op, ir.Dot) else None
+    if of is not None:
+        return [*of.of_a, *of.of_b, *([] if op.acc is None else [op.acc])]
+    inner = [v for block in op.blocks() for o in block.ops for v in read(isa, o)]
+    return [*used_by(op), *inner]
 
 
 def _columns(made: set[ir.Value], v: ir.Value, turned: bool):

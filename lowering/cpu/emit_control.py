@@ -86,7 +86,7 @@ def copy_buffer(em: Emitter, src: Buffer, dst: Buffer) -> None:
 def settle(em: Emitter, op: ir.Op) -> None:
     """Compute the lazy outer values that a region reads, once, before it: the region may overwrite their operands."""
     for b in op.blocks():
-        inner = [v for o in b.ops for v in used_by(o)] + list(b.yields) + digit_products.stored(em.isa, b)
+        inner = [v for o in b.ops for v in digit_products.read(em.isa, o)] + list(b.yields)
         for v in dict.fromkeys(inner):
             if isinstance(em.env.get(v), Lazy) and not isinstance(v.op, ir.Full | ir.Iota):
                 if isinstance(v.op, ir.Broadcast) and not v.op.x.type.rank:
