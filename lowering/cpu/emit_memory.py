@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 from jtile import ir
 
-from . import access, overhang, pairs, plan
+from . import access, overhang, pairs, plan, together
 from .access import Lanes, const_value, to_i64
 from .convert import from_memory, memory_type, to_memory
 from .emitter import Emitter, emits
@@ -373,7 +374,10 @@ def _store(em: Emitter, op: ir.Store) -> None:
         return
     axes = affine_axes(em, op)
     pair = pairs.parts(op.value.op) if isinstance(em.env.get(op.value), Lazy) else None  # a pair left for this store
-    em.prepare([] if pair else roots, shape if not any(a.checked for a in axes) else ())
+    whole = not any(a.checked for a in axes)
+    if whole and op.mask is None and pair is None and (others := _behind(em, op)):
+        return _store_together(em, [(op, axes), *others])
+    em.prepare([] if pair else roots, shape if whole else ())
     target = sub_buffer(em, ref, axes, shape)
     bounds, cond = box(em, axes)
     if pair is not None:
@@ -393,6 +397,28 @@ def _store(em: Emitter, op: ir.Store) -> None:
     else:
         with em.code.when(cond):
             emit_nest(em, shape, em.bits(roots), body, bounds={**bounds, **({} if bounds else _all(shape))})
+
+
+def _behind(em: Emitter, op: ir.Store) -> list[tuple[ir.Store, list[Axis]]]:
+    """The stores that may come with this one, as far as they write whole tiles."""
+    found = ((other, affine_axes(em, other)) for other in together.behind(em, op))
+    return list(itertools.takewhile(lambda of: not any(a.checked for a in of[1]), found))
+
+
+def _store_together(em: Emitter, stores: list[tuple[ir.Store, list[Axis]]]) -> None:
+    """Stores of whole tiles of one shape in one nest: what they share is computed once and need not be kept."""
+    ops, shape = [op for op, _ in stores], stores[0][0].value.shape
+    roots = [op.value for op in ops]
+    em.prepare(roots, shape)
+    em.flagged -= together.alone(em, roots, ops, [])
+    targets = [sub_buffer(em, em.rep(op.ref), axes, shape) for op, axes in stores]
+
+    def body(p: Point) -> None:
+        for root, target in zip(roots, targets, strict=True):
+            access.write(em.code, em.isa, target, p.ix, p.at(root, p.ix), p.lanes)
+
+    emit_nest(em, shape, em.bits(roots), body, flat=em.is_short(roots))
+    em.done.update(ops)
 
 
 def _all(shape) -> Bounds:

@@ -7,7 +7,7 @@ import math
 
 from jtile import ir
 
-from . import access, plan
+from . import access, plan, together
 from .access import Lanes, const_value, constant_mask
 from .convert import emit_cast, register_type
 from .elementwise import emit_elementwise
@@ -28,11 +28,13 @@ ROWS = 4  # rows that share one pass over the reduced axes
 
 @dataclasses.dataclass
 class Job:
-    """One reduction of a group: its op, its accumulation dtype and its result buffer."""
+    """One reduction of a group: its op, its accumulation dtype and its result buffer; `beside`: what is computed and
+    kept on the way."""
 
     op: ir.Reduce
     acc: str
     out: Buffer
+    beside: list[ir.Value] = dataclasses.field(default_factory=list)
 
     @property
     def fn(self) -> str:
@@ -50,10 +52,16 @@ def _reduce(em: Emitter, op: ir.Reduce) -> None:
     if 0 in shape or not axes:
         _trivial(em, jobs)
     else:
+        for job in jobs:
+            job.beside = together.beside(em, job.op.x)
+        beside = [v for job in jobs for v in job.beside]
         roots = [g.x for g in group]
-        em.prepare(roots, shape)
+        em.prepare([*roots, *beside], shape)
+        bits = em.bits(roots)
         with em.keep_scope():
-            _emit(em, jobs, shape, axes, em.bits(roots))
+            em.flagged -= set(beside)
+            em.flagged -= together.alone(em, [*roots, *beside], group, beside)
+            _emit(em, jobs, shape, axes, bits)
     for job in jobs:
         em.set_buffer(job.op.result, job.out)
         em.done.add(job.op)
@@ -130,9 +138,17 @@ def _identity(job: Job, lanes: int) -> Val:
 
 def _value(em: Emitter, p: Point, job: Job) -> Val:
     """The operand at the point, with lanes outside the tail mask replaced by the identity."""
-    x = p.full(job.op.x, p.ix)
+    x = _read(p, job)
     if p.lanes.mask is not None:
         x = em.code.select(p.lanes.mask, x, _identity(job, p.lanes.count))
+    return x
+
+
+def _read(p: Point, job: Job) -> Val:
+    """The operand at the point; what is beside it is kept."""
+    x = p.full(job.op.x, p.ix)
+    for v in job.beside:
+        p.em.keep(p, v, p.at(v, p.ix))
     return x
 
 
@@ -190,7 +206,7 @@ def _columns(em: Emitter, jobs: list[Job], shape, axes, columns: list[list[Ix]],
         for index, totals in zip(columns, sums, strict=True):
             point = Point(em, tuple(shape), tuple(reduced.get(k, x) for k, x in enumerate(index)), lanes)
             for job, total in zip(jobs, totals, strict=True):
-                x = point.full(job.op.x, point.ix)
+                x = _read(point, job)
                 code.store(_combine(em, job, code.load(x.ty, total), x), total)
 
     inner(0, {})

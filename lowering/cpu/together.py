@@ -1,0 +1,66 @@
+"""Values that one nest computes together, since they are made of the same ones at the same place.
+
+A value that several others are made of is kept in memory by the first nest that reads it. Where all of these are
+computed in that nest, too, it need not be: `alone` says so. `beside` says what a reduction may compute on its way, and
+`behind` which stores a store may take with it.
+"""
+
+from __future__ import annotations
+
+from jtile import ir
+
+from . import plan
+from .emitter import Emitter
+from .packed import is_packed
+from .values import Lazy
+
+
+def beside(em: Emitter, root: ir.Value) -> list[ir.Value]:
+    """Bytes that products of digits of this block will read in memory, each made of `root` at its own index."""
+    products = (of for op, of in em.digits.items() if op not in em.done and op in em.plan.block.ops)
+    stored = dict.fromkeys(v for of in products for v in of.of_a[:2])
+    return [v for v in stored if isinstance(em.env.get(v), Lazy) and v.shape == root.shape and _reads(em, v, root)]
+
+
+def behind(em: Emitter, op: ir.Store) -> list[ir.Store]:
+    """The stores right behind this one, of values of the same shape that share what they are made of, to other Refs.
+    They write whole tiles, or the caller sees that they do."""
+    found, refs = [], {op.ref}
+    shared = {v for v, at_its_own in em.tree(op.value) if at_its_own and v in em.flagged}
+    for other in em.plan.block.ops[em.pos + 1 :]:
+        if not isinstance(other, ir.Store):
+            if plan.is_lazy(other) and other in em.done:
+                continue
+            break
+        simple = (
+            other.mask is None and not is_packed(other.ref) and not any(isinstance(d, ir.Take) for d in other.index)
+        )
+        if not simple or other.ref in refs or other.value.shape != op.value.shape:
+            break
+        if not isinstance(em.env.get(other.value), Lazy) or not any(_reads(em, other.value, v) for v in shared):
+            break
+        found.append(other)
+        refs.add(other.ref)
+    return found
+
+
+def _reads(em: Emitter, v: ir.Value, root: ir.Value) -> bool:
+    """Whether a lazy value is made of `root`, and of that at its own index alone."""
+    ways = [at_its_own for x, at_its_own in em.tree(v) if x is root]
+    return bool(ways) and all(ways)
+
+
+def alone(em: Emitter, roots: list[ir.Value], ops: list[ir.Op], kept: list[ir.Value]) -> set[ir.Value]:
+    """The flagged values in the expressions at `roots`, which one nest computes for `ops`, that nobody but these and
+    those `kept` in memory will read: the nest computes them once, and need not keep them."""
+    inside = {v for root in roots for v, at_its_own in em.tree(root) if at_its_own}
+    block = em.plan.block.ops
+
+    def within(v: ir.Value) -> bool:
+        users = [block[k] if k < len(block) else None for k in em.plan.uses.get(v, [])]
+        return v in em.plan.defined and all(u in ops or (u is not None and taken(u)) for u in users)
+
+    def taken(user: ir.Op) -> bool:
+        return plan.is_lazy(user) and user.result in inside and (user.result in kept or within(user.result))
+
+    return {v for v in inside & em.flagged if v not in kept and isinstance(em.env.get(v), Lazy) and within(v)}
