@@ -26,15 +26,21 @@ class _Ring:
     """What a block brings: slots of rows of x, and of columns of w, with the terms of a round.
 
     Attributes:
-      full, empty: a round has come; has been read, in all blocks of a cluster.
+      full, empty: a round has come; has been read, in all blocks of a cluster. A role that brings what it alone reads
+        knows without `empty`.
       rounds: how many there are.
     """
 
     rows: jt.Shared
     columns: jt.Shared
     full: jt.Barrier
-    empty: jt.Barrier
+    empty: jt.Barrier | None
     rounds: int
+
+    def read(self, k) -> None:
+        """Round k has been read."""
+        if self.empty is not None:
+            self.empty.at(k).arrive()
 
 
 def _sizes(x, w, ta: bool, tb: bool) -> tuple[int, int, int]:
@@ -60,7 +66,7 @@ def _ring(x, w, ta: bool, tb: bool, form: Form, part: int) -> _Ring:
         rows=jt.alloc(sides(form.rows, ta), x.dtype, slots=slots),
         columns=jt.alloc(sides(form.columns, not tb), w.dtype, slots=slots),
         full=jt.barrier(slots),
-        empty=jt.barrier(slots),
+        empty=jt.barrier(slots) if form.roles > 1 or form.share > 1 else None,
         rounds=rounds,
     )
 
@@ -71,7 +77,8 @@ def _bring(x, w, ring: _Ring, k, i, j, part: int, ta: bool, tb: bool, form: Form
     m, n, _k = _sizes(x, w, ta, tb)
     inside = lambda first, size: jnp.where(first < size, first, 0)  # nobody needs what is outside, and it takes longer
     here, there = jt.ds(inside(i * form.rows, m), form.rows), jt.ds(inside(j * form.columns, n), form.columns)
-    ring.empty.at(k).wait(before=True)
+    if ring.empty is not None:
+        ring.empty.at(k).wait(before=True)
     ring.full.at(k).expect(ring.rows.nbytes + ring.columns.nbytes)
     terms = jt.ds((k * form.parts + part) * form.terms, form.terms)
     jt.async_copy(x.at[terms, here] if ta else x.at[here, terms], ring.rows.at(k), ring.full.at(k))
@@ -93,18 +100,20 @@ def _sum(x, w, ring: _Ring, i, j, part: int, ta: bool, tb: bool, form: Form):
     does."""
     slots = ring.full.count if form.roles == 1 else 0
     for k in jt.range(slots):
+        # This never waits, but keeps the loop: written out, all places of copies are computed in front of the first.
+        ring.full.at(k).wait(before=True)
         _bring(x, w, ring, k, i, j, part, ta, tb, form)
     total = _added(ring, jnp.int32(0), jnp.zeros((form.rows, form.columns), jnp.float32), ta, tb)
     last = 1 + max(ring.rounds - slots, 0) if slots else 1  # rounds behind which nothing is brought any more
     for k in jt.range(1, last):  # what is brought takes the place of the round before
         total = _added(ring, k, total, ta, tb)
-        ring.empty.at(k - 1).arrive()
+        ring.read(k - 1)
         _bring(x, w, ring, k - 1 + slots, i, j, part, ta, tb, form)
     for k in jt.range(last, ring.rounds):
         total = _added(ring, k, total, ta, tb)
-        ring.empty.at(k - 1).arrive()
+        ring.read(k - 1)
     total = jt.dot_wait(total)
-    ring.empty.at(jnp.int32(ring.rounds - 1)).arrive()
+    ring.read(jnp.int32(ring.rounds - 1))
     return total
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from . import clusters
+from .ptx_copies import met
 from .ptx_roles import sooner
 
 _ADD = re.compile(r"^(\s*)add\.[su]16x2 (\s*)(%\w+), (%\w+), (%\w+|-?\w+);", re.M)
@@ -37,7 +38,7 @@ _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 def mended(text: str) -> str:
     """PTX of a kernel in which the defects below are worked around."""
-    return sooner(_paged(_defined(_sums_of_halves(_whole_products(text)))))
+    return met(sooner(_paged(_defined(_sums_of_halves(_whole_products(text))))))
 
 
 def _paged(text: str) -> str:

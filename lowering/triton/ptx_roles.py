@@ -5,7 +5,8 @@ kernels a layer where a model generates for one row. So the instructions in betw
 
 - The first role makes the barriers of a kernel, twenty and more, and triton 3.6 lets its warps meet behind each. No
   warp looks at one before all of them are there.
-- Copies wait for their tensor maps, which come from memory: they are asked for in front of the barriers.
+- Copies wait for their tensor maps, which come from memory: they are asked for in front of the barriers. Where no
+  registers change hands, another warp asks than the one that makes barriers, which takes as long.
 - The first role takes all registers while it makes barriers. It waits until the others have handed theirs over, and
   these wait until it has given them back. It keeps those that it has started with.
 - At their end the roles meet, hand registers back and forth, and wait for a word that there is nothing left to do. They
@@ -15,11 +16,12 @@ kernels a layer where a model generates for one row. So the instructions in betw
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from .clusters import MARK
 
 _INIT = re.compile(r"^\s*(@%p\d+) mbarrier\.init\.")
-_MEETING = re.compile(r"^\s*bar(?:rier)?\.sync\s+0, \d+;")
+_MEETING = re.compile(r"^\s*bar(?:rier)?\.sync\s+0(?:, \d+)?;")  # of the first role, or of the only one
 _NOTE = r"\s*(?://|\.loc\b)[^\n]*\n"  # a line that is no instruction
 _PLACES = re.compile(r"^\s*(?:$|//|\.loc\b|\$L__tmp\d+:|(?:add\.[su](?:32|64)|mov\.[bu](?:32|64))\s)")  # of a barrier
 _MAP = re.compile(r"^\s*\.param \.align 64 \.b8 (\w+)\[128\]", re.M)
@@ -35,6 +37,7 @@ _LOOP = re.compile(
 _LAST = re.compile(
     rf"{_JOIN}{_REGISTERS}(?:{_NOTE})*(?:\tst\.shared\.[^\n]*\n)+{_JOIN}(?=(?:\$L__BB\w+:[^\n]*\n|{_NOTE})*\tret;)"
 )
+_ASKS = 96  # the thread that asks for tensor maps there: of the first role's last warp, if it has four
 _START = re.compile(r"^\.maxnreg (\d+)", re.M)
 _GIVEN = re.compile(rf"({_JOIN})\tsetmaxnreg\.\w+\.sync\.aligned\.u32 \t(\d+);\n({_JOIN})")
 
@@ -61,9 +64,17 @@ def _begun(text: str) -> str:
             meetings.append(k)
         elif not _PLACES.match(lines[k]):
             break
-    one = lines[first].split()[0]  # who makes barriers
-    asks = [f"\t{one} prefetch.param.tensormap [{name}];" for name in _MAP.findall("\n".join(lines[entry:first]))]
+    asks = _asks(text, lines[first].split()[0], _MAP.findall("\n".join(lines[entry:first])))
     return "\n".join([*lines[:first], *asks, *(lines[k] for k in range(first, len(lines)) if k not in left_out)])
+
+
+def _asks(text: str, one: str, names: Sequence[str]) -> list[str]:
+    """Lines that ask for tensor maps; `one`: the predicate of the thread that makes barriers."""
+    if not names or "setmaxnreg" in text:
+        return [f"\t{one} prefetch.param.tensormap [{name}];" for name in names]
+    who = ["\t.reg .pred %asks;", "\t.reg .b32 %thread;", "\tmov.u32 %thread, %tid.x;"]
+    who.append(f"\tsetp.eq.u32 %asks, %thread, {_ASKS};")
+    return ["\t{", *who, *(f"\t@%asks prefetch.param.tensormap [{name}];" for name in names), "\t}"]
 
 
 def _comes_first(lines: list[str], entry: int, at: int) -> bool:

@@ -93,6 +93,18 @@ def test_barriers_are_made_without_meetings_and_maps_are_asked_for_first():
     assert found.rindex("mbarrier.init") < found.index("\tbar.sync \t0, 128;") < found.index("fence.proxy.async")
 
 
+def test_another_warp_asks_for_maps_where_there_is_one_role():
+    end = TEXT.index("\tfence.proxy")
+    text = (
+        re.sub(r"\tsetmaxnreg[^\n]*\n", "", TEXT[:end]).replace("bar.sync \t0, 128;", "bar.sync \t0;") + "\tret;\n}\n"
+    )
+    found = sooner(text)
+    assert text.count("\tbar.sync \t0;") == 2 and found.count("\tbar.sync \t0;") == 1
+    assert found.rindex("mbarrier.init") < found.index("\tbar.sync \t0;")
+    who = re.search(r"setp\.eq\.u32 (%\w+), %\w+, 96;\n\t@\1 prefetch\.param\.tensormap \[both_param_1\];", found)
+    assert who is not None and who.end() < found.index("mbarrier.init") and found.count("prefetch") == 1
+
+
 def test_roles_return_and_the_first_one_keeps_its_registers():
     found = sooner(TEXT)
     assert found.count("\tret;") == 4  # one stood there; two partitions and the first role
