@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles
+from jtile.ops.convolution_box_forms import box_of, form_of, sum_form_of
 from jtile.ops.convolution_points import Pads, Sides, points_of
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.hopper_convolution import ROOM, ROWS, Axis, Form, hopper_convolution, planes_of
-from jtile.ops.hopper_convolution_sums import SumForm, hopper_convolution_sums
+from jtile.ops.hopper_convolution import ROWS, Axis, Form, hopper_convolution
+from jtile.ops.hopper_convolution_sums import hopper_convolution_sums
 
 _RANK = 5  # axes of a tensor map
 
@@ -56,129 +57,6 @@ def _apart(x, axes: tuple[Axis, ...]):
     inner = [(n // a.stride, a.stride) if a.stride > 1 else (n,) for n, a in zip(x.shape[1:-2], axes)]
     last = axes[-1].stride
     return x.reshape(x.shape[0], *itertools.chain(*inner), x.shape[-2] // last, last * x.shape[-1])
-
-
-# -- forms -------------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def box_of(sides: Sides, rows: int = ROWS) -> Sides:
-    """The sides of a box of `rows` images and points, the first of which are images, by which the fewest cover arrays
-    of these sides: powers of two. Of several, the one whose points are the most neighbours of a row."""
-    powers = [1 << k for k in range(rows.bit_length())]
-    boxes = [box for box in itertools.product(powers, repeat=len(sides)) if math.prod(box) == rows]
-    return min(boxes, key=lambda box: (math.prod(map(jt.cdiv, sides, box)), box[0], tuple(-n for n in box[::-1])))
-
-
-@functools.lru_cache(maxsize=1024)
-def form_of(
-    sides: Sides, outputs: int, terms: int, groups: int, axes: tuple[Axis, ...], processors: int
-) -> tuple[Form, float]:
-    """How programs compute a convolution with so many images and points, and outputs and terms of a group, and in how
-    many thousand cycles about."""
-    apart = groups > 1 or axes[-1].phases > 1  # what hangs over the outputs of a group is another's
-    width = math.gcd(outputs, 64) if apart else 64
-    deep, box = _terms(terms, groups > 1 or axes[-1].stride > 1), box_of(sides)
-    found = []
-    for columns in (n for n in reversed(_REGISTERS) if n < 2 * outputs and (n >= 64 or n >= outputs)):
-        for consumers in _REGISTERS[columns]:
-            form = Form(
-                box, columns, deep, consumers, width=min(columns, width), registers=_REGISTERS[columns][consumers]
-            )
-            for one in (form, *_sliding(form, sides, terms, axes)):
-                slots = _slots(one, axes, terms)
-                if one.slide and slots < _FEWEST_PLANES:
-                    continue
-                one = dataclasses.replace(one, slots=slots)
-                found.append(_shared_out(one, sides, outputs, terms, groups, axes, processors))
-    return min(found, key=lambda of: of[1] * (_GAIN if of[0].slide else 1))
-
-
-# Planes that consumers share: by how much they must be quicker, and how many rounds of them have to be on their way (of
-# an H200: 3x3 of 64 channels takes 38 us with two slots of 64 terms, 29 with five of 32, and 36 without).
-_GAIN, _FEWEST_PLANES = 1.15, 4
-
-
-def _sliding(form: Form, sides: Sides, terms: int, axes: tuple[Axis, ...]) -> tuple[Form, ...]:
-    """The forms whose consumers are neighbours along the first axis, where the points of the window along it are
-    several planes for all remainders alike, and whose weight stays: where it comes with each round, nothing is won."""
-    first, *others = axes
-    alike = all(len({*a.counts}) == 1 for a in axes)
-    if not others or first.stride > 1 or not alike or not 2 <= first.counts[0] <= 4:
-        return ()
-    form = dataclasses.replace(form, box=(1, 1, *box_of(sides[2:])), slide=True, kept=True)
-    forms = (dataclasses.replace(form, terms=n) for n in {form.terms, max(form.terms // 2, min(form.terms, 32))})
-    fits = lambda one: max(planes_of(axes, one)) <= 4 and _weight(one, axes) * _rounds(one, axes, terms) <= _KEPT
-    return tuple(filter(fits, forms))
-
-
-def _rounds(form: Form, axes: tuple[Axis, ...], terms: int) -> int:
-    """Rounds of a tile, at most."""
-    return math.prod((max(a.counts) for a in axes[form.slide :]), start=jt.cdiv(terms, form.terms))
-
-
-def _weight(form: Form, axes: tuple[Axis, ...], itemsize: int = 2) -> int:
-    """Bytes of the weight of a round."""
-    return len(planes_of(axes, form)) * form.columns * form.terms * itemsize
-
-
-_KEPT = 96 << 10  # bytes of a weight that stays, at most
-
-
-# Registers of a consumer's thread, by the columns of a tile and how many consumers it has.
-_FEW = {2: 240, 4: 104}
-_REGISTERS = {16: _FEW, 32: _FEW, 64: _FEW, 128: {2: 240}, 256: {2: 240}}
-# Cycles of a multiprocessor: operands come at so many bytes in each, products take 4096 terms in two; besides, a tile
-# takes this long, and a launch. Fitted to convolutions of an H200.
-_BYTES, _LEAVES, _STARTS = 40, 1500, 6000
-
-
-def _shared_out(form: Form, sides, outputs: int, terms: int, groups: int, axes, processors: int) -> tuple[Form, float]:
-    """A form with as many tiles of a program as keep all multiprocessors busy, and the thousands of cycles it takes."""
-    parts = groups * jt.cdiv(outputs, form.columns) * math.prod(a.phases for a in axes)
-    taps = [math.prod(k) for k in itertools.product(*(a.counts for a in axes))]
-    tiles, rounds = jt.cdiv(math.prod(form.boxes(sides)), form.own), jt.cdiv(terms, form.terms)
-    at_once = max(1, processors // parts)
-    if len(set(taps)) > 1:  # remainders take unequal times: programs are more than run at once
-        at_once = max(1, 3 * processors // (2 * parts))
-    form = dataclasses.replace(form, tiles=jt.cdiv(tiles, at_once))
-    planes, rows = planes_of(axes, form), form.consumers * ROWS
-    read = 2 * form.terms * (form.consumers + max(planes)) * ROWS + (0 if form.kept else _weight(form, axes))
-    one = max(len(planes) * form.terms * rows * form.columns / 2048, read / _BYTES)
-    of_program = form.tiles * (sum(taps) / len(taps) / len(planes) * rounds * one + _LEAVES)
-    return form, (_STARTS + jt.cdiv(parts * form.programs(sides), processors) * of_program) / 1e3
-
-
-def _terms(terms: int, whole: bool) -> int:
-    """Terms of a round; `whole`: what hangs over is not zero."""
-    sides = [n for n in (16, 32, 64) if not whole or terms % n == 0]
-    return min(sides, key=lambda n: (jt.cdiv(terms, n) * n, -n))
-
-
-def _slots(form: Form, axes: tuple[Axis, ...], terms: int, itemsize: int = 2) -> int:
-    """Slots that rings have room for, beside what leaves, and a weight that stays."""
-    buffers = min(form.buffers, form.columns // form.width)
-    room = ROOM - form.consumers * buffers * ROWS * form.width * itemsize
-    rows, weight = (form.consumers + max(planes_of(axes, form))) * ROWS * form.terms * itemsize, _weight(form, axes)
-    return min(8, (room - weight * _rounds(form, axes, terms)) // rows if form.kept else room // (rows + weight))
-
-
-@functools.lru_cache(maxsize=1024)
-def sum_form_of(sides: Sides, outputs: int, channels: int, taps: int, groups: int, processors: int) -> SumForm:
-    """How programs compute the gradient of a weight."""
-    units = taps * jt.cdiv(channels, ROWS)
-    whole = [n for n in (256, 128, 64, 32, 16) if (outputs % n == 0 if groups > 1 else n < 2 * outputs or n == 16)]
-    forms = [(n, m) for n in whole for m in ((2,) if n > 128 else (3, 2))]
-    one = lambda n, m: max(m * ROWS * n / 2048, 2 * (m * ROWS + n) / _BYTES)  # as in `_shared_out`
-    columns, consumers = min(forms, key=lambda of: jt.cdiv(outputs, of[0]) * jt.cdiv(units, of[1]) * one(*of))
-    registers = 240 if consumers == 2 else 152
-    slots = min(8, ROOM // ((consumers * ROWS + columns) * ROWS * 2))
-    form = SumForm(box_of(sides), columns, consumers, slots=slots, registers=registers)
-    programs = groups * jt.cdiv(outputs, columns) * jt.cdiv(units, consumers)
-    boxes = math.prod(form.boxes(sides))
-    most = max(1, min(boxes // 8, 4 * processors // programs))
-    took = lambda n: jt.cdiv(programs * n, processors) * (jt.cdiv(boxes, n) + 16)
-    return dataclasses.replace(form, splits=min(range(1, most + 1), key=took))
 
 
 # -- small groups ------------------------------------------------------------------------------------------------------
@@ -331,23 +209,25 @@ def not_dx(g, w, *, shape: Sides, stride: Sides, dilation: Sides, groups: int, l
 
 
 def dw(x, g, **options) -> jax.Array:
-    """The gradient [*window, c / groups, o] of the weight, in float32."""
+    """The gradient [*window, c / groups, o] of the weight, in the dtype of x."""
     return _of_pairs(functools.partial(_dw, **options), x, g)
 
 
 def _dw(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
-    many = groups // _fewer(groups, x.shape[-1], g.shape[-1])
-    if many > 1:
-        given = {"window": window, "stride": stride, "dilation": dilation, "pads": pads}
-        whole = _dw(x, g, groups=groups // many, **given).reshape(*window, many, x.shape[-1] // groups, g.shape[-1])
-        own = jnp.expand_dims(_own(g.shape[-1], groups, many), range(len(window)))
-        return jnp.where(own, whole, 0.0).sum(-3)
-    axes, channels = _axes_of_dw(x, g, window, stride, dilation, pads), x.shape[-1] // groups
-    sizes = g.shape[-1] // groups, channels, math.prod(window), groups
+    fewer = _fewer(groups, x.shape[-1], g.shape[-1])
+    axes, channels = _axes_of_dw(x, g, window, stride, dilation, pads), x.shape[-1] // fewer
+    sizes = g.shape[-1] // fewer, channels, math.prod(window), fewer
     form = sum_form_of(g.shape[:-1], *sizes, gpu_tiles.processors())
     run = hopper_convolution_sums.with_options(**form.options)
-    sums = run(_apart(x, axes), g, axes=axes, form=form, groups=groups)
-    return (sums[0] if form.splits == 1 else sums.sum(0)).reshape(*window, channels, g.shape[-1])
+    sums = run(_apart(x, axes), g, axes=axes, form=form, groups=fewer)
+    many = groups // fewer
+    if many > 1:  # of channels and outputs of several groups, those of one
+        sums = sums.reshape(*sums.shape[:2], many, channels // many, fewer, many, g.shape[-1] // groups)
+        own = jnp.arange(many)
+        sums = sums[:, :, own, :, :, own].transpose(1, 2, 3, 4, 0, 5)
+        channels //= many
+    dw = sums[0] if form.splits == 1 else sums.sum(0).astype(x.dtype)
+    return dw.reshape(*window, channels, g.shape[-1])
 
 
 def _axes_of_dw(x, g, window, stride, dilation, pads) -> tuple[Axis, ...]:

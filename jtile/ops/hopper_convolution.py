@@ -9,6 +9,9 @@ A transposed convolution is one for each remainder of the points by its stride, 
 these; programs of one launch have one remainder each, and their results go to their places in the whole. Where the
 points of x are apart (a convolution with a stride), x is seen as the remainders of its points.
 
+Where tiles take unequal times, or those of a remainder, a group or some columns are no multiple of the programs that
+have them, all of them stand in one line (`Form.lined`), those with the most points of the window first.
+
 Where `Form.slide`, consumers are neighbours along the first axis, and what the points of the window along it read are
 planes that they share: a round is one of the points of the other axes, and each plane is read once in it. With few
 channels the copies are what takes the time, and the weight stays in shared memory (`Form.kept`).
@@ -77,6 +80,7 @@ class Form:
       registers: of a consumer's thread. width: columns that leave together.
       slide: whether consumers are neighbours along the first axis of points, and share what they read.
       kept: whether the weight stays.
+      lined: how many programs share out the tiles of all columns, groups and remainders, if not 0.
     """
 
     box: Sides
@@ -91,6 +95,7 @@ class Form:
     width: int = LEAVING
     slide: bool = False
     kept: bool = False
+    lined: int = 0
 
     @property
     def options(self) -> dict[str, int]:
@@ -112,10 +117,13 @@ class Form:
         """How many boxes cover images and points of these sides."""
         return tuple(map(jt.cdiv, sides, self.whole))
 
+    def tiles_of(self, sides: Sides) -> int:
+        """Tiles of the points of one remainder."""
+        return jt.cdiv(math.prod(self.boxes(sides)), self.own)
+
     def programs(self, sides: Sides) -> int:
-        """Programs that share out the points of one remainder."""
-        found = jt.cdiv(jt.cdiv(math.prod(self.boxes(sides)), self.own), self.tiles)
-        return jt.cdiv(found, self.share) * self.share
+        """Programs that share out the points of one remainder, if no line does."""
+        return jt.cdiv(jt.cdiv(self.tiles_of(sides), self.tiles), self.share) * self.share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,18 +168,78 @@ class _Memory:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What a program computes.
+    """Which outputs and points a tile has.
 
     Attributes:
-      group: of channels. column: the first output of a program in its group. output: that of all groups.
-      phase: the remainder along each axis. number: of the program, among those that share out its points.
+      group: of channels. column: the first output in the group. output: that of all groups.
+      phase: the remainder along each axis.
     """
 
     group: jax.Array | int
     column: jax.Array | int
     output: jax.Array | int
     phase: list
+
+    @staticmethod
+    def of(part, phase, axes: tuple[Axis, ...], form: Form, sizes: _Sizes) -> _Place:
+        """That of number `part` of the columns of all groups, and number `phase` of all remainders."""
+        blocks = jt.cdiv(sizes.of_group, form.columns)
+        group, column = apart(part, (blocks,)) if sizes.of_group < sizes.outputs else (0, part)
+        _, *remainders = apart(phase, tuple(a.phases for a in axes))
+        column = column * form.columns
+        return _Place(group, column, group * sizes.of_group + column, remainders)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What a program computes.
+
+    Attributes:
+      number: of the program, among those that share out tiles. tiles: how many it has.
+      place: that of all of them, if they do not stand in a line.
+    """
+
     number: jax.Array
+    tiles: jax.Array | int
+    place: _Place | None
+
+    @staticmethod
+    def of(axes: tuple[Axis, ...], form: Form, sizes: _Sizes) -> _Share:
+        part, phase, number = (jt.program_id(axis) for axis in range(3))
+        if not form.lined:
+            return _Share(number, form.tiles, _Place.of(part, phase, axes, form, sizes))
+        rounds, more = divmod(_tiles(axes, form, sizes), form.lined)
+        return _Share(number, rounds + jnp.where(_in_line(rounds, number, form) < more, 1, 0), None)
+
+    def tile(self, t, axes: tuple[Axis, ...], form: Form, sizes: _Sizes) -> tuple[_Place, jax.Array]:
+        """The place of the t-th tile, and its number among those of its place."""
+        if self.place is not None:
+            return self.place, t * form.programs(sizes.sides) + self.number
+        columns, tiles = _parts(form, sizes), form.tiles_of(sizes.sides)
+        phase, number, part = apart(t * form.lined + _in_line(t, self.number, form), (tiles, columns))
+        return _Place.of(part, _pick(phases_of(axes), phase), axes, form, sizes), number
+
+
+def _in_line(t, number, form: Form):
+    """Where program `number` stands in round t of a line: to and fro, so that who had the longest tile has the shortest
+    next."""
+    back = form.lined - 1 - number
+    return (back if t % 2 else number) if isinstance(t, int) else jnp.where(t % 2 == 1, back, number)
+
+
+def _parts(form: Form, sizes: _Sizes) -> int:
+    """Tiles side by side that have all outputs of all groups."""
+    return sizes.outputs // sizes.of_group * jt.cdiv(sizes.of_group, form.columns)
+
+
+def phases_of(axes: tuple[Axis, ...]) -> Sides:
+    """The numbers of all remainders, those with the most points of the window first."""
+    counts = [math.prod(k) for k in itertools.product(*(a.counts for a in axes))]
+    return tuple(sorted(range(len(counts)), key=lambda r: -counts[r]))
+
+
+def _tiles(axes: tuple[Axis, ...], form: Form, sizes: _Sizes) -> int:
+    return _parts(form, sizes) * math.prod(a.phases for a in axes) * form.tiles_of(sizes.sides)
 
 
 def result_shape(batch: int, axes: tuple[Axis, ...], outputs: int) -> Sides:
@@ -251,13 +319,14 @@ def _box_of_w(w, axes, place: _Place, taps: list, term, form: Form, sizes: _Size
 
 
 @jt.function
-def _fill(x, w, mem: _Memory, place: _Place, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
+def _fill(x, w, mem: _Memory, share: _Share, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
     """The role that fills the rings: the boxes of all consumers, and their weight."""
-    parts, counts = jt.cdiv(sizes.terms, form.terms), _counts(axes, place.phase)[form.slide :]
-    rounds, within = _rounds(axes, place.phase, sizes.terms, form), len(mem.columns)
+    parts, within = jt.cdiv(sizes.terms, form.terms), len(mem.columns)
     front = planes_of(axes, form).index(0)  # the point of the window at which the first plane is read
     nbytes = len(mem.rows) * mem.rows[0].nbytes + (0 if form.kept else within * mem.columns[0].nbytes)
     if mem.ready is not None:
+        place, _ = share.tile(0, axes, form, sizes)
+        counts, rounds = _counts(axes, place.phase)[form.slide :], _rounds(axes, place.phase, sizes.terms, form)
         mem.ready.at(0).expect(rounds * within * mem.columns[0].nbytes)
         for u in jt.range(rounds):
             *taps, part = split_up(u, [*counts, parts])
@@ -266,8 +335,9 @@ def _fill(x, w, mem: _Memory, place: _Place, axes, form: Form, sizes: _Sizes, tu
                 weight = _box_of_w(w, axes, place, here, part * form.terms, form, sizes, turned)
                 jt.async_copy(weight, ring.at(u), mem.ready.at(0))
     it = jnp.int32(0)
-    for t in jt.range(form.tiles):
-        number = t * form.programs(sizes.sides) + place.number
+    for t in jt.range(share.tiles):
+        place, number = share.tile(t, axes, form, sizes)
+        counts, rounds = _counts(axes, place.phase)[form.slide :], _rounds(axes, place.phase, sizes.terms, form)
         corners = [corner_of(form, number * form.own + h, sizes.sides) for h in range(form.own)]
         if form.slide:
             image, first, *others = corners[0]
@@ -326,15 +396,15 @@ def _leave(total, y, leaving: list, place: _Place, corner: list, axes, form: For
 
 
 @jt.function
-def _consume(y, mem: _Memory, h: int, place: _Place, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
+def _consume(y, mem: _Memory, h: int, share: _Share, axes, form: Form, sizes: _Sizes, turned: bool) -> None:
     """The role that multiplies the boxes number h of all tiles."""
-    it, rounds = jnp.int32(0), _rounds(axes, place.phase, sizes.terms, form)
+    it = jnp.int32(0)
     rows = [mem.rows[h + n] for n in planes_of(axes, form)]
     if mem.ready is not None:
         mem.ready.at(0).wait()
-    for t in jt.range(form.tiles):
-        it, total = _sum(mem, rows, rounds, it, form, turned)
-        number = t * form.programs(sizes.sides) + place.number
+    for t in jt.range(share.tiles):
+        place, number = share.tile(t, axes, form, sizes)
+        it, total = _sum(mem, rows, _rounds(axes, place.phase, sizes.terms, form), it, form, turned)
         corner = corner_of(form, number if form.slide else number * form.consumers + h, sizes.sides)
         if form.slide:
             corner[1] = corner[1] + h
@@ -344,8 +414,9 @@ def _consume(y, mem: _Memory, h: int, place: _Place, axes, form: Form, sizes: _S
 
 def _grid(x, w, *, axes, form: Form, groups: int, turned: bool):
     sizes = _Sizes.of(x, w, axes, groups, turned)
-    columns = groups * jt.cdiv(sizes.of_group, form.columns)
-    return columns, math.prod(a.phases for a in axes), form.programs(sizes.sides)
+    if form.lined:
+        return 1, 1, form.lined
+    return _parts(form, sizes), math.prod(a.phases for a in axes), form.programs(sizes.sides)
 
 
 def _out(x, w, *, axes, groups: int, turned: bool, **_):
@@ -357,12 +428,8 @@ def hopper_convolution(x, w, y, *, axes: tuple[Axis, ...], form: Form, groups: i
     """x [batch, *points, c], or, with a stride, the remainders of the points as in `result_shape`; w [points of the
     window, c / groups, o] or, `turned`, [points of the window, o / groups, c]; y: see `result_shape`."""
     # y[n, u, r, o] = sum_k sum_c x[n, stride u + starts_r + step k, c] w[first_r + every k, c, o]
-    column, phase, number = (jt.program_id(axis) for axis in range(3))
     sizes = _Sizes.of(x, w, axes, groups, turned)
-    group, column = apart(column, (jt.cdiv(sizes.of_group, form.columns),)) if groups > 1 else (0, column)
-    column = column * form.columns
-    _, *remainders = apart(phase, tuple(a.phases for a in axes))
-    place = _Place(group, column, group * sizes.of_group + column, remainders, number)
+    share = _Share.of(axes, form, sizes)
     width = min(form.columns, form.width)
     buffers = min(form.buffers, form.columns // width)
     planes, weight = planes_of(axes, form), (form.columns, form.terms) if turned else (form.terms, form.columns)
@@ -378,7 +445,7 @@ def hopper_convolution(x, w, y, *, axes: tuple[Axis, ...], form: Form, groups: i
     for h in range(form.consumers):
         with jt.role(f"consumer{h}", warps=4, registers=form.registers, early=True):
             jt.wait_for_kernels()
-            _consume(y, mem, h, place, axes, form, sizes, turned)
+            _consume(y, mem, h, share, axes, form, sizes, turned)
     with jt.role("producer", warps=1, registers=24, early=True):
         jt.wait_for_kernels()
-        _fill(x, w, mem, place, axes, form, sizes, turned)
+        _fill(x, w, mem, share, axes, form, sizes, turned)

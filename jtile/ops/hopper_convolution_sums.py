@@ -130,12 +130,14 @@ def _grid(x, g, *, axes, form: SumForm, groups: int):
 
 
 @jt.kernel(
-    out_type=lambda x, g, *, axes, form, groups: jax.ShapeDtypeStruct(_shape(x, g, axes, form, groups), jnp.float32),
+    out_type=lambda x, g, *, axes, form, groups: jax.ShapeDtypeStruct(
+        _shape(x, g, axes, form, groups), x.dtype if form.splits == 1 else jnp.float32
+    ),
     grid=_grid,
 )
 def hopper_convolution_sums(x, g, dw, *, axes: tuple[Axis, ...], form: SumForm, groups: int):
     """x as for `hopper_convolution`, g [batch, *points, o]; dw [splits, points of the window, c / groups, o]: parts of
-    its gradient."""
+    its gradient in float32, or, if there is one, the gradient in the dtype of x."""
     # dw[k, c, o] = sum_nu x[n, stride u + start + step k, c] g[n, u, o]
     number, column, unit = (jt.program_id(axis) for axis in range(3))
     channels, outputs = dw.shape[2], g.shape[-1] // groups
@@ -159,7 +161,7 @@ def hopper_convolution_sums(x, g, dw, *, axes: tuple[Axis, ...], form: SumForm, 
             for a, here in zip(axes, taps):
                 tap = tap * a.window + here
             if part.unit + h < _units(axes, channels):
-                dw[number, tap, jt.ds(channel, ROWS), jt.ds(part.output, form.columns)] = total
+                dw[number, tap, jt.ds(channel, ROWS), jt.ds(part.output, form.columns)] = total.astype(dw.dtype)
     with jt.role("producer", warps=1, registers=24, early=True):
         jt.wait_for_kernels()
         _fill(x, g, mem, part, axes, form, channels)

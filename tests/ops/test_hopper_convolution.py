@@ -104,6 +104,25 @@ def test_planes_that_consumers_share(name, kept, monkeypatch):
         assert one.shape == other.shape and relative_error(one, other) < 2e-3
 
 
+@pytest.mark.parametrize("name", ["strides, no tap for some", "strides and gaps", "groups, a stride", "many channels"])
+def test_tiles_in_a_line(name, monkeypatch):
+    """Programs share out the tiles of all remainders, groups and columns, whatever is the quickest here."""
+    lined = []
+
+    def in_a_line(images, axes, outputs, terms, groups):
+        box, width = boxes.box_of((images, *(a.points for a in axes))), 8 if terms == 136 else 16
+        lined.append(Form(box, 16, width, slots=2, width=16, lined=3))
+        return lined[-1]
+
+    monkeypatch.setattr(boxes, "_form", in_a_line)
+    want = reference(name)
+    with jt.config(arch="sm_90", interpret=True, seed=len(name)):
+        found = results(name)
+    assert len(lined) == 2
+    for one, other in zip(found, want, strict=True):
+        assert one.shape == other.shape and relative_error(one, other) < 2e-3
+
+
 @pytest.mark.parametrize("batched", [(0, None), (None, 0), (0, 0)])
 def test_mapped(batched):
     """Tensor maps of arrays with another axis in front may have too many."""
@@ -137,7 +156,8 @@ def test_boxes_cover_points_with_few_in_vain():
     assert boxes.box_of((64, 56, 56)) == (1, 8, 8)
     form = boxes.sum_form_of((64, 56, 56), 64, 64, 9, 1, 132)
     assert (form.columns, form.consumers, form.splits) == (64, 3, 44)
-    assert boxes.sum_form_of((8, 20, 20), 200, 200, 9, 1, 132).columns == 256
+    assert boxes.sum_form_of((64, 2048), 256, 256, 5, 1, 132).columns == 256
+    assert boxes.sum_form_of((128, 7, 7), 512, 512, 9, 1, 132).splits == 1  # what is added up is as large as all else
     assert math.prod(map(jt.cdiv, (64, 28, 28), boxes.box_of((64, 28, 28)))) * 64 == 64 * 28 * 28
 
 
@@ -150,6 +170,16 @@ def test_consumers_share_planes_where_copies_are_the_limit():
     cube, plane = of(64, (16, 28, 28), 32, (3, 3, 3)), of(64, (56, 56), 64, (3, 3))
     assert cube.slide and plane.slide and min(cube.slots, plane.slots) >= 4
     assert not of(64, (28, 28), 128, (3, 3)).slide and not of(64, (14, 14), 256, (3, 3)).slide
+
+
+def test_tiles_stand_in_a_line_where_they_take_unequal_times():
+    def of(sides, window, stride, channels, groups=1):
+        axes = boxes.axes_of_dx(sides, window, stride, (1, 1), (0, 0))
+        return boxes.form_of((64, *(a.points for a in axes)), channels, channels, groups, axes, 132)[0]
+
+    assert of((28, 28), (1, 1), (2, 2), 512).lined == 132  # three of four remainders have no point of the window
+    assert of((14, 14), (3, 3), (1, 1), 64, groups=8).lined == 132  # 8 groups are no equal shares of 132 programs
+    assert not of((28, 28), (3, 3), (1, 1), 128).lined
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -193,6 +223,25 @@ def test_derivatives_of_a_transposed_one():
         found = ops.choices(lambda x, w: jax.vjp(of, x, w)[1](ct), x, w)
     names = [(one.op, one.implementation) for one in found]
     assert names.count(("convolution", "boxes of points")) == 1  # and not one for each remainder
+    with jt.config(arch="sm_90", interpret=True):
+        for one, other in zip(every(of), every(good), strict=True):
+            assert one.shape == other.shape and relative_error(one, other) < 3e-3
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(32, 8), (64, 4), (24, 1)])
+def test_derivatives_of_groups(channels, groups):
+    """The reverse is of x as it is: nothing with its padding is kept."""
+    given = {"groups": groups, "padding": 1}
+    x, t = (normal(k, 2, 5, 6, channels).astype(jnp.float16) for k in (0, 1))
+    w, u = (normal(k, 3, 3, channels // groups, channels).astype(jnp.float16) for k in (2, 3))
+    of, good = (functools.partial(f, **given) for f in (ops.convolution, convolution_reference))
+
+    def every(f):
+        return (*jax.vjp(f, x, w)[1](t), jax.jvp(f, (x, w), (t, u))[1])
+
+    with jt.config(arch="sm_90"):
+        kept = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(of, x, w)[1], x, w))
+        assert kept and all(a.size <= max(x.size, w.size) for a in kept)
     with jt.config(arch="sm_90", interpret=True):
         for one, other in zip(every(of), every(good), strict=True):
             assert one.shape == other.shape and relative_error(one, other) < 3e-3
