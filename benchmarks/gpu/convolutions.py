@@ -69,6 +69,9 @@ OF_MODELS = {  # what stands in models beside those of `zoo.CONVOLUTIONS`
     "16x16 of 3 channels, stride 16": _Line(64, (224, 224, 3), (16, 16, 3, 768), {"stride": 16, "padding": 0}),
     "3 of 512 channels, stride 2": _Line(16, (3000, 512), (3, 512, 512), {"stride": 2, "padding": 1}),
     "depthwise 3x3 of 144 channels": _Line(64, (56, 56, 144), (3, 3, 1, 144), {"groups": 144}),
+    "depthwise 3x3 of 144 channels, stride 2": _Line(
+        64, (56, 56, 144), (3, 3, 1, 144), {"groups": 144, "stride": 2, "padding": 1}
+    ),
     "depthwise 4 of 2048 channels": _Line(8, (2048, 2048), (4, 1, 2048), {"groups": 2048}),
 }
 

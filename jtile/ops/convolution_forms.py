@@ -54,6 +54,21 @@ def _in_points(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pads)
     return y.reshape(x.shape[0], *out_shape(shaped(x, pads), w, stride, dilation)[1:])
 
 
+def _linear_points(x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+    """What boxes of points compute, by a kernel whose reverse is of x as it is, without its padding."""
+    options = {"stride": stride, "dilation": dilation, "pads": pads}
+    if not_in_points(x, w, groups=groups) is None:
+        return _in_points(x, w, groups=groups, **options)
+    *window, channels, outputs = w.shape
+    bc, bo = math.gcd(channels, 64), math.gcd(outputs // groups, 64)
+    run = tuned(convolution_points, num_warps=4, specialize=False)
+    tile = {"bm": 64 if min(bc, bo) >= 16 else 16, "bc": bc, "bo": bo, "groups": groups}
+    y = run(
+        x.reshape(-1, x.shape[-1]), w.reshape(-1, outputs), **tile, sides=x.shape[1:-1], window=tuple(window), **options
+    )
+    return y.reshape(x.shape[0], *out_shape(shaped(x, pads), w, stride, dilation)[1:])
+
+
 def shaped(x, pads: Pads) -> jax.ShapeDtypeStruct:
     sides = (n + lo + hi for n, (lo, hi) in zip(x.shape[1:-1], pads, strict=True))
     return jax.ShapeDtypeStruct((x.shape[0], *sides, x.shape[-1]), x.dtype)
@@ -100,22 +115,39 @@ def _not_in_row_points(x, w, *, dilation: Sides, groups: int, **_) -> str | None
     )
 
 
-def _in_depthwise_rows(x, w, *, pads: Pads, **_):
+def _in_depthwise_rows(x, w, *, stride: Sides, pads: Pads, **_):
+    if one_row(x, w.shape, pads):
+        x, w, pads = turned(x), w.swapaxes(0, 1), pads[::-1]
+        return turned(_in_depthwise_rows(x, w, stride=stride[::-1], pads=pads))
     # Programs that have more rows of the result read those of x less often; rows in equal parts leave none empty.
-    bc, rows = fit(x.shape[-1], 64), x.shape[1] + sum(pads[0]) - w.shape[0] + 1
-    most = min(4 if dispatch.vector_cores() else 7, w.shape[0])
-    bh = most if dispatch.vector_cores() else jt.cdiv(rows, jt.cdiv(rows, most))
-    return tuned(depthwise_rows, num_warps=4)(x, w, bh=bh, bw=max(1, 1024 // bc), bc=bc, pads=pads)
+    batch, _, width, channels = x.shape
+    rows, columns = out_shape(shaped(x, pads), w, stride, (1, 1))[1:3]
+    bh = jt.cdiv(rows, jt.cdiv(rows, 7 if w.shape[0] > 4 else 8))
+    tile = {"bh": bh, "bn": fit(columns * channels, 1024)}
+    run = tuned(depthwise_rows, num_warps=4)
+    y = run(x.reshape(batch, -1, width * channels), w, **tile, pads=pads, stride=stride)
+    return y.reshape(batch, rows, columns, channels)
+
+
+def one_row(x, window: Sides, pads: Pads) -> bool:
+    """Whether a convolution of two axes is one along the last alone, whose points programs take for rows."""
+    return x.shape[1] == window[0] == 1 and not any(pads[0])
+
+
+def turned(x):
+    """Images of one row as images of one column."""
+    return x.reshape(x.shape[0], x.shape[2], x.shape[1], x.shape[3])
 
 
 def _not_in_depthwise_rows(
-    x, w, *, stride: Sides, dilation: Sides, groups: int, **_
+    x, w, *, stride: Sides, dilation: Sides, groups: int, pads: Pads
 ) -> str | None:  # fmt: skip
     return _not_depthwise(x, w, groups=groups) or dispatch.first_unmet(
         (not machine().whole and not dispatch.vector_cores(), "rows of sums are of the registers of a GPU"),
-        (len(stride) == 2 and set(stride) == set(dilation) == {1}, "the window has strides, gaps or another axis"),
-        (w.shape[0] > 1, "there is no row that two rows of the result need"),
+        (len(stride) == 2 and {*dilation} == {1}, "the window has gaps or another axis"),
+        (max(stride) <= 4, "the points are far apart"),
         (all(isinstance(n, int) for n in x.shape[1:]), "sides are not known"),
+        (w.shape[0] > 1 or one_row(x, w.shape, pads), "there is no row that two rows of the result need"),
     )
 
 
@@ -186,7 +218,7 @@ convolution_op = dispatch.Op(
     dispatch.Implementation("rows of the window", _of_padded(_in_rows), _whatever_pads(_not_in_rows)),
     dispatch.Implementation(
         "boxes of points", convolution_boxes.convolved, convolution_boxes.not_convolved, dispatch.BLOCK_LEVEL,
-        portable=False,
+        portable=False, differentiated=_linear_points,
     ),
     dispatch.Implementation("points of the result", _in_points, not_in_points),
     dispatch.Implementation("points of the window", _of_padded(_in_tiles)),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import convolution_boxes, dispatch
 from jtile.ops._shapes import fit, known, machine, tuned
-from jtile.ops.convolution_forms import convolution_op, cut, not_in_points, padded
+from jtile.ops.convolution_forms import convolution_op, cut, not_in_points, one_row, padded, turned
 from jtile.ops.convolution_kernels import (
     Sides,
     convolution_patch_tiles,
@@ -171,7 +171,11 @@ def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides
     return _dw(x, g, **options).astype(dtype)
 
 
-def _dw_in_shares(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
+def _dw_in_shares(x, g, **options):
+    return _dw_sums(x, g, **options).astype(x.dtype)
+
+
+def _dw_sums(x, g, *, window: Sides, stride: Sides, dilation: Sides, groups: int, pads: Pads):
     options, dtype = {"stride": stride, "dilation": dilation}, x.dtype
     like = jax.ShapeDtypeStruct((*window, x.shape[-1] // groups, g.shape[-1]), dtype)
     if not_in_points(x, like, groups=groups) is None:
@@ -238,9 +242,13 @@ def _splits(points: int, bm: int, blocks: int, programs: int = 2) -> int:
 def depthwise_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, pads: Pads):
     """dw [*window, 1, channels] of x without its padding and of g: no channel meets another."""
     channels = g.shape[-1]
-    rows = not machine().whole and not dispatch.vector_cores() and len(window) == 2 and window[0] > 1
-    if rows and {*stride, *dilation} == {1} and all(isinstance(n, int) for n in x.shape[1:]):
-        return _depthwise_dw_by_rows(x, g, window, pads).astype(dtype)
+    rows = not machine().whole and not dispatch.vector_cores() and len(window) == 2
+    if rows and max(stride) <= 4 and {*dilation} == {1} and all(isinstance(n, int) for n in x.shape[1:]):
+        if window[0] > 1:
+            return _depthwise_dw_by_rows(x, g, window, stride, pads).astype(dtype)
+        if one_row(x, window, pads):
+            dw = _depthwise_dw_by_rows(turned(x), turned(g), window[::-1], stride[::-1], pads[::-1])
+            return dw.swapaxes(0, 1).astype(dtype)
     x, bc = padded(x, pads), fit(channels, 64)
     bw = fit(g.shape[-2], max(1, machine().row // bc))
     programs = math.prod(window) * jt.cdiv(channels, bc)
@@ -249,15 +257,16 @@ def depthwise_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, 
     return depthwise_weight_tiles(x, g, window=window, bw=bw, bc=bc, splits=splits, **options).sum(0).astype(dtype)
 
 
-def _depthwise_dw_by_rows(x, g, window: Sides, pads: Pads):
+def _depthwise_dw_by_rows(x, g, window: Sides, stride: Sides, pads: Pads):
     channels, (height, width) = g.shape[-1], g.shape[1:3]
-    bc = fit(channels, 64)
-    bh = jt.cdiv(height, jt.cdiv(height, 14))
-    bw = 16
-    tiles = g.shape[0] * jt.cdiv(height, bh) * jt.cdiv(width, bw)
-    splits = max(1, min(tiles, machine().sums // (window[1] * jt.cdiv(channels, bc))))
+    bn, bh = fit(width * channels, 1024), jt.cdiv(height, jt.cdiv(height, 14))
+    blocks = window[1] * jt.cdiv(width * channels, bn)
+    splits = max(1, min(g.shape[0] * jt.cdiv(height, bh), 2 * machine().sums // blocks))
+    flat = lambda z: z.reshape(*z.shape[:2], -1)
     run = tuned(depthwise_weight_rows, num_warps=4)
-    return run(x, g, window=tuple(window), bh=bh, bw=bw, bc=bc, splits=splits, pads=pads).sum(0)
+    given = {"window": tuple(window), "channels": channels, "pads": pads, "stride": stride}
+    sums = run(flat(x), flat(g), bh=bh, bn=bn, splits=splits, **given)
+    return sums.reshape(splits, *window, width, channels).sum((0, 3))[..., None, :]
 
 
 # -- rules of the kernels ----------------------------------------------------------------------------------------------
@@ -292,13 +301,13 @@ def _patch_backward(residuals, g, *, bw: int, **options):
 
 
 @_rule(convolution_points)
-def _points_backward(residuals, g, *, sides, window, stride, dilation, pads, **_):
+def _points_backward(residuals, g, *, sides, window, stride, dilation, pads, groups: int = 1, **_):
     x, w = residuals
-    whole, kernel = x.reshape(-1, *sides, x.shape[1]), w.reshape(*window, x.shape[1], w.shape[1])
+    whole, kernel = x.reshape(-1, *sides, x.shape[1]), w.reshape(*window, x.shape[1] // groups, w.shape[1])
     axes = zip(sides, pads, strict=True)
     around = jax.ShapeDtypeStruct((whole.shape[0], *(n + lo + hi for n, (lo, hi) in axes), x.shape[1]), x.dtype)
     g = g.reshape(out_shape(around, kernel, stride, dilation))
-    dx, dw = _both(whole, g, kernel, stride=stride, dilation=dilation, pads=pads)
+    dx, dw = _both(whole, g, kernel, stride=stride, dilation=dilation, groups=groups, pads=pads)
     return dx.reshape(x.shape), dw.reshape(w.shape)
 
 
@@ -351,6 +360,10 @@ def _depthwise_backward(residuals, g, *, stride: Sides, dilation: Sides, **_):
 
 
 @_rule(depthwise_rows)
-def _rows_backward(residuals, g, *, pads: Pads, **_):
+def _rows_backward(residuals, g, *, stride: Sides, pads: Pads, **_):
     x, w = residuals
-    return _channels_backward(x, g, w, stride=(1, 1), dilation=(1, 1), pads=pads)
+    whole = x.reshape(*x.shape[:2], -1, w.shape[3])
+    dx, dw = _channels_backward(
+        whole, g.reshape(*g.shape[:2], -1, w.shape[3]), w, stride=stride, dilation=(1, 1), pads=pads
+    )
+    return dx.reshape(x.shape), dw

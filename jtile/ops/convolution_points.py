@@ -44,14 +44,16 @@ def apart(n, sides: Sides) -> list:
     grid=lambda x, w, *, bm, bo, **of: (jt.cdiv(_rows(x, **of), bm), jt.cdiv(w.shape[1], bo)),
 )
 def convolution_points(
-    x, w, y, *, bm: int, bo: int, bc: int, sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads
+    x, w, y, *, bm: int, bo: int, bc: int, sides: Sides, window: Sides, stride: Sides, dilation: Sides, pads: Pads,
+    groups: int = 1,
 ):  # fmt: skip
-    """x [batch * points of `sides`, c], w [points of the window * c, o], y [batch * points of the result, o]. `bc`
-    channels at a time, a divisor of c."""
+    """x [batch * points of `sides`, c], w [points of the window * c / groups, o], y [batch * points of the result, o].
+    `bc` channels at a time, a divisor of those of a group; with groups, `bo` is one of the outputs of a group."""
     # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a - p, s j + d b - q, c] w[a, b, c, o]
     # u: point of the window and part of the channels c; X: what the points of the tile read there
     at, o = jt.program_id(0), jt.program_id(1)
-    parts, points = x.shape[1] // bc, points_of(sides, window, stride, dilation, pads)
+    parts, points = x.shape[1] // groups // bc, points_of(sides, window, stride, dilation, pads)
+    group = jax.lax.div(o, jnp.int32(jt.cdiv(w.shape[1], groups * bo))) if groups > 1 else 0
     image, *own = apart(at * bm + jt.arange(bm), points)
     first = [at * s - lo for at, s, (lo, _) in zip(own, stride, pads, strict=True)]
     acc = jt.zeros((bm, bo), sums_in(x))
@@ -62,8 +64,10 @@ def convolution_points(
             one = here + step * d
             place, inside = place * n + one, inside & (one >= 0) & (one < n)
         place = jnp.where(inside, place, 0)
-        X = jt.load(x, (place[:, None], (c + jt.arange(bc))[None, :]), mask=jnp.broadcast_to(inside[:, None], (bm, bc)))
-        acc = jt.dot(X, w.tiles(bc, bo)[u, o], acc)
+        channels = group * (parts * bc) + c + jt.arange(bc)
+        X = jt.load(x, (place[:, None], channels[None, :]), mask=jnp.broadcast_to(inside[:, None], (bm, bc)))
+        W = w.tiles(bc, bo)[u, o]
+        acc = jt.dot(X, W, acc) if min(bc, bo) >= 16 else acc + (wide(X)[:, :, None] * wide(W)[None]).sum(1)
     y.tiles(bm, bo)[at, o] = acc.astype(y.dtype)
 
 
@@ -144,46 +148,54 @@ def convolution_row_points(
 # -- depthwise ---------------------------------------------------------------------------------------------------------
 
 
-def _plane(x, w, pads: Pads) -> Sides:
-    return tuple(n + lo + hi - k + 1 for n, k, (lo, hi) in zip(x.shape[1:3], w.shape, pads, strict=False))
+def _plane(x, w, pads: Pads, stride: Sides) -> Sides:
+    sides = x.shape[1], x.shape[2] // w.shape[3]
+    return tuple((n + lo + hi - k) // s + 1 for n, k, (lo, hi), s in zip(sides, w.shape, pads, stride, strict=False))
 
 
-def _with_column(sums, x, n, rows, columns, seen, lanes, weights):
-    """The sums of rows of the result with what a column of the window, of these weights, adds to them."""
-    sums, shape = list(sums), (columns.shape[0], lanes.shape[0])
-    for r, row in enumerate(rows):
-        inside = jnp.broadcast_to((seen & (row >= 0) & (row < x.shape[1]))[:, None], shape)
-        row = jnp.clip(row, 0, x.shape[1] - 1)
-        points = wide(jt.load(x, (n, row, columns[:, None], lanes[None, :]), mask=inside))
-        for k in range(max(0, r - len(weights) + 1), min(len(sums), r + 1)):
-            sums[k] = sums[k] + points * weights[r - k]
-    return tuple(sums)
+def _rows_type(x, w, *, pads: Pads, stride: Sides, **_):
+    height, width = _plane(x, w, pads, stride)
+    return jt.like(x, shape=(x.shape[0], height, width * w.shape[3]))
+
+
+def met(r: int, rows: int, window: int, stride: int) -> list[tuple[int, int]]:
+    """Which of so many rows of the result the r-th row that they read belongs to, and at which row of the window."""
+    return [(k, r - k * stride) for k in range(rows) if 0 <= r - k * stride < window]
 
 
 @jt.kernel(
-    out_type=lambda x, w, *, pads, **_: jt.like(x, shape=(x.shape[0], *_plane(x, w, pads), x.shape[3])),
-    grid=lambda x, w, *, bh, bw, bc, pads: (
-        jt.cdiv(x.shape[3], bc), math.prod(map(jt.cdiv, _plane(x, w, pads), (bh, bw))), x.shape[0]
-    ),
-)  # fmt: skip
-def depthwise_rows(x, w, y, *, bh: int, bw: int, bc: int, pads: Pads):
-    """x [batch, h, w, c] without padding, w [p, q, 1, c]: every channel for itself. A program reads each point of the
-    rows that its `bh` rows of the result need once for each column of the window, and adds it to all of these rows."""
-    # y[n, i, j, c] = sum_ab x[n, i + a - p, j + b - q, c] w[a, b, c]
-    channel, at, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    (p, q), across = w.shape[:2], jt.cdiv(y.shape[2], bw)
-    i, j = jax.lax.div(at, jnp.int32(across)) * bh, jax.lax.rem(at, jnp.int32(across)) * bw
-    lanes, columns = channel * bc + jt.arange(bc), j + jt.arange(bw)
-    rows = [i + (r - pads[0][0]) for r in range(bh + p - 1)]
-    sums = (jt.zeros((bw, bc), sums_in(x)),) * bh
-    for b in jt.range(q):
-        here = columns + (b - pads[1][0])
-        seen, here = (here >= 0) & (here < x.shape[2]), jnp.clip(here, 0, x.shape[2] - 1)
-        weights = [wide(w[a, b, 0, jt.ds(channel * bc, bc)])[None, :] for a in range(p)]
-        sums = _with_column(sums, x, n, rows, here, seen, lanes, weights)
+    out_type=_rows_type,
+    grid=lambda x, w, *, bh, bn, **of: (*map(jt.cdiv, _rows_type(x, w, **of).shape[:0:-1], (bn, bh)), x.shape[0]),
+)
+def depthwise_rows(x, w, y, *, bh: int, bn: int, pads: Pads, stride: Sides):
+    """x [batch, h, w * c] without padding, w [p, q, 1, c]: every channel for itself; y [batch, h', w' * c]. A program
+    has `bn` neighbouring numbers of `bh` rows of the result, and reads each number that they need once for each column
+    of the window."""
+    # y[n, i, j, c] = sum_ab x[n, s i + a - p, s' j + b - q, c] w[a, b, c]
+    at, i, n = jt.program_id(0) * bn, jt.program_id(1) * bh, jt.program_id(2)
+    (p, q, _, c), numbers = w.shape, at + jt.arange(bn)
+    column, channel = jax.lax.div(numbers, jnp.int32(c)), jax.lax.rem(numbers, jnp.int32(c))
+    rows = [i * stride[0] + (r - pads[0][0]) for r in range((bh - 1) * stride[0] + p)]
+
+    def with_column(b, sums):
+        places, sums = (column * stride[1] + (b - pads[1][0])) * c + channel, list(sums)
+        weights = [wide(jt.load(w, (a, b, 0, channel))) for a in range(p)]
+        seen = (places >= 0) & (places < x.shape[2])
+        for r, row in enumerate(rows):
+            inside = seen & (row >= 0) & (row < x.shape[1])
+            points = wide(jt.load(x, (n, jnp.clip(row, 0, x.shape[1] - 1), places), mask=inside))
+            for k, a in met(r, bh, p, stride[0]):
+                sums[k] = sums[k] + points * weights[a]
+        return tuple(sums)
+
+    sums = (jt.zeros((bn,), sums_in(x)),) * bh
+    for b in range(q) if q <= _COLUMNS else jt.range(q):
+        sums = with_column(b, sums)
     for k in range(bh):  # a row behind the end would be the next plane's first
         row, there = i + k, None
         if y.shape[1] % bh:
-            row, there = jnp.minimum(row, y.shape[1] - 1), jnp.broadcast_to(row < y.shape[1], (bw, bc))
-        place = n, row, jt.ds(j, bw), jt.ds(channel * bc, bc)
-        jt.store(y, place, sums[k].astype(y.dtype), mask=there)
+            row, there = jnp.minimum(row, y.shape[1] - 1), jnp.broadcast_to(row < y.shape[1], (bn,))
+        jt.store(y, (n, row, jt.ds(at, bn)), sums[k].astype(y.dtype), mask=there)
+
+
+_COLUMNS = 4  # of a window that one program has in a row, without a loop

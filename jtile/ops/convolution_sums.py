@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import sums_in, wide
-from jtile.ops.convolution_points import Pads, Sides, apart, row_places
+from jtile.ops.convolution_points import Pads, Sides, apart, met, row_places
 
 
 def _weight_grid(x, g, *, window, taps, bc, bo, splits, **_):
@@ -94,38 +94,39 @@ def convolution_weight_rows(
 
 
 @jt.kernel(
-    out_type=lambda x, g, *, window, splits, **_: jax.ShapeDtypeStruct((splits, *window, 1, g.shape[-1]), sums_in(x)),
-    grid=lambda x, g, *, window, bc, splits, **_: (window[1], jt.cdiv(g.shape[-1], bc), splits),
+    out_type=lambda x, g, *, window, splits, **_: jax.ShapeDtypeStruct((splits, *window, g.shape[2]), sums_in(x)),
+    grid=lambda x, g, *, window, bn, splits, **_: (window[1], jt.cdiv(g.shape[2], bn), splits),
 )
-def depthwise_weight_rows(x, g, dw, *, window: Sides, bh: int, bw: int, bc: int, splits: int, pads: Pads):
-    """x [batch, h, w, c] without padding, g [batch, h', w', c]; dw [splits, p, q, 1, c]. A program: a column of the
-    window, `bc` channels, and every `splits`-th tile of bh x bw points; a row of x meets all rows of g of the tile."""
-    # dw[a, b, c] = sum_nij x[n, i + a - p, j + b - q, c] g[n, i, j, c]
-    column, channel, split = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    (batch, height, width, _), p = g.shape, window[0]
-    down, across = jt.cdiv(height, bh), jt.cdiv(width, bw)
-    lanes, shape = (channel * bc + jt.arange(bc))[None, :], (bw, bc)
-    sums = (jt.zeros(shape, dw.dtype),) * p
-    for t in jt.range(jt.cdiv(batch * down * across - split, splits)):
-        n, i, j = apart(split + t * splits, (down, across))
-        i, columns = i * bh, j * bw + jt.arange(bw)
-        rows = [_row(g, n, i + k, columns, lanes, height % bh == 0) for k in range(bh)]
-        added, there = list(sums), columns + (column - pads[1][0])
-        for r in range(bh + p - 1):
-            X = _row(x, n, i + (r - pads[0][0]), there, lanes, False)
-            for k in range(max(0, r - p + 1), min(bh, r + 1)):
-                added[r - k] = added[r - k] + X * rows[k]
+def depthwise_weight_rows(
+    x, g, dw, *, window: Sides, channels: int, bh: int, bn: int, splits: int, pads: Pads, stride: Sides
+):  # fmt: skip
+    """x [batch, h, w * c] without padding, g [batch, h', w' * c]; dw [splits, p, q, w' * c]: sums over images and rows.
+    A program: a column of the window, `bn` neighbouring numbers of a row, and every `splits`-th tile of bh rows; a row
+    of x meets all rows of g of the tile."""
+    # dw[a, b, j, c] = sum_ni x[n, s i + a - p, s' j + b - q, c] g[n, i, j, c]
+    b, at, split = jt.program_id(0), jt.program_id(1) * bn + jt.arange(bn), jt.program_id(2)
+    (batch, height, _), down = g.shape, jt.cdiv(g.shape[1], bh)
+    column, channel = jax.lax.div(at, jnp.int32(channels)), jax.lax.rem(at, jnp.int32(channels))
+    there = (column * stride[1] + (b - pads[1][0])) * channels + channel
+    sums = (jt.zeros((bn,), dw.dtype),) * window[0]
+    for t in jt.range(jt.cdiv(batch * down - split, splits)):
+        n, i = apart(split + t * splits, (down,))
+        i = i * bh
+        rows = [_row(g, n, i + k, at, height % bh == 0) for k in range(bh)]
+        added = list(sums)
+        for r in range((bh - 1) * stride[0] + window[0]):
+            X = _row(x, n, i * stride[0] + (r - pads[0][0]), there, False)
+            for k, a in met(r, bh, window[0], stride[0]):
+                added[a] = added[a] + X * rows[k]
         sums = tuple(added)
     for a, acc in enumerate(sums):
-        dw[split, a, column, 0, jt.ds(channel * bc, bc)] = acc.sum(0)
+        dw[split, a, b, jt.ds(jt.program_id(1) * bn, bn)] = acc
 
 
-def _row(x, n, row, columns, lanes, inside: bool):
-    """Points of a row of plane n, zeros where there are none; `inside`: the plane has this row."""
-    seen = (columns >= 0) & (columns < x.shape[2])
+def _row(x, n, row, places, inside: bool):
+    """Numbers of a row of plane n, zeros where there are none; `inside`: the plane has this row."""
+    seen = (places >= 0) & (places < x.shape[2])
     if not inside:
         seen = seen & (row >= 0) & (row < x.shape[1])
         row = jnp.clip(row, 0, x.shape[1] - 1)
-    columns = jnp.clip(columns, 0, x.shape[2] - 1)
-    mask = jnp.broadcast_to(seen[:, None], (columns.shape[0], lanes.shape[1]))
-    return wide(jt.load(x, (n, row, columns[:, None], lanes), mask=mask))
+    return wide(jt.load(x, (n, row, places), mask=seen))

@@ -29,6 +29,8 @@ CONVOLUTIONS = {
     "few channels, three axes": ((1, 4, 4, 5, 2), (2, 3, 3, 2, 3), {"stride": (2, 1, 2)}),
     "points taken away": ((1, 7, 8, 3), (2, 2, 3, 4), {"padding": ((-2, 1), (0, -1))}),
     "depthwise": ((1, 8, 9, 6), (3, 3, 1, 6), {"groups": 6, "stride": 2}),
+    "depthwise, one axis": ((2, 19, 6), (4, 1, 6), {"groups": 6, "padding": ((3, 0),)}),
+    "depthwise, one axis, a stride": ((2, 19, 6), (4, 1, 6), {"groups": 6, "stride": 3}),
     "depthwise, three axes": ((1, 4, 5, 6, 5), (2, 3, 1, 1, 5), {"groups": 5, "dilation": (1, 2, 1)}),
 }
 
@@ -41,7 +43,9 @@ def test_convolution(name, arch):
     with jt.config(arch=arch):
         x, w = normal(0, *shape), normal(1, *window)
         agree(op, reference, x, w, tolerance=2e-6, interpret=arch is None and "channels" in name)
-        if (arch is None) == (name in ("one axis", "few channels", "depthwise")):
+        if name in ("depthwise", "depthwise, one axis") or (arch is None) == (
+            name in ("one axis", "few channels", "depthwise")
+        ):
             gradients_agree(op, reference, x, w)
 
 
@@ -72,7 +76,7 @@ def test_rows_behind_the_end_of_a_plane_are_not_written():
     """By the interpreter, which refuses them: they would be the next plane's."""
     x, w = (np.asarray(normal(k, *s)) for k, s in enumerate(((2, 5, 7, 3), (3, 2, 1, 3))))
     pads = (1, 1), (0, 1)
-    y = depthwise_rows.interpret(x, w, bh=3, bw=4, bc=4, pads=pads)
+    y = depthwise_rows.interpret(x.reshape(2, 5, 21), w, bh=3, bn=8, pads=pads, stride=(1, 1)).reshape(2, 5, 7, 3)
     agree(lambda *_: y, functools.partial(convolution_reference, groups=3, padding=pads), x, w)
 
 
