@@ -22,7 +22,9 @@ from jtile.ops.dispatch import first_unmet
 from jtile.ops.online_softmax import NOTHING
 
 _LOG2_TOP = math.log2(digit_rows.TOP)
-_TILES = {0: (96, 64), 1024: (96, 128)}  # by keys: rows of a tile of queries, about, and keys of a block
+_KEYS = {0: 64, 1024: 128}  # of a block, by how many there are
+_ROWS = (192, 96)  # of a tile of queries, about: each tile brings keys and values to the order of tiles for itself
+_PROGRAMS = 8  # for each core at least, if tiles are to be large: the later ones see more keys
 LEAST = 64  # queries and keys: with fewer, tiles are not worth while
 
 
@@ -78,12 +80,19 @@ def digit_attention(
 
 def attention(q, k, v, lengths, offsets, *, scale: float, softcap, window: Window, **_) -> jax.Array:
     """`ops.attention` of float32 q [batch, t, heads, d] and k, v [batch, s, kv heads, d], if `misfit` is None."""
-    group, keys = q.shape[2] // k.shape[2], k.shape[1]
-    rows, bk = next(_TILES[least] for least in sorted(_TILES, reverse=True) if keys >= least)
-    bq = max(rows // group // 16, 1) * 16
+    keys, bq = k.shape[1], _queries(q.shape, k.shape[2])
+    bk = next(_KEYS[least] for least in sorted(_KEYS, reverse=True) if keys >= least)
     seen = keys if window[1] is None else min(keys, q.shape[1] + window[1])  # by queries: others may be zeros to come
     of_keys, of_values = _key_digits(k, bk=bk, keys=seen), _value_digits(v, bk=bk, keys=seen)
     return digit_attention(q, *of_keys, *of_values, bq=bq, bk=bk, scale=scale, window=window)
+
+
+def _queries(shape: tuple[int, ...], kv_heads: int) -> int:
+    """The queries of a tile, for q of a shape."""
+    batch, queries, heads, _ = shape
+    large, small = (max(rows * kv_heads // heads // 16, 1) * 16 for rows in _ROWS)
+    programs = batch * kv_heads * -(-queries // large)
+    return large if programs >= _PROGRAMS * (jt.target().units("device") or 1) else small
 
 
 def _digit_types(x, *, keys: int, bk: int, each: bool = True):

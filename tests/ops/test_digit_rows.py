@@ -146,6 +146,21 @@ def test_attention(t, s, heads, kv_heads, d, options):
         assert relative_error(got, exact) < 1e-3 * options.get("scale", 1)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 70}, {}])
+def test_rows_of_a_tile_change_no_bits(monkeypatch, options):
+    """How many queries share a tile depends on how many programs there are: a prompt keeps its bits in a batch."""
+    from jtile.ops import digit_attention
+
+    q, k, v = normal(0, 1, 300, 6, 64), normal(1, 1, 300, 2, 64), normal(2, 1, 300, 2, 64)
+    found, sizes = [], []
+    for programs in (0, 1 << 20):
+        monkeypatch.setattr(digit_attention, "_PROGRAMS", programs)
+        sizes.append(digit_attention._queries(q.shape, 2))
+        found.append(jax.jit(lambda *x: ops.attention(*x, precision="fast", **options))(q, k, v))
+    assert sizes == [64, 32]
+    np.testing.assert_array_equal(*found)
+
+
 def test_attention_is_that_of_the_interpreter():
     from jtile.ops import digit_attention
 
