@@ -17,11 +17,16 @@ PATTERN = 0xAA
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """An operand to add to the call: an array of `shape` and `dtype`, every element of it `value`."""
+    """An operand to add to the call: an array of `shape` and `dtype`, every element of it `value`.
+
+    Attributes:
+      poison: nothing is meant to read it, so that some elements may be other poison.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     value: np.generic
+    poison: bool = False
 
 
 def with_starts(kernel: ir.Kernel, *, poison: bool) -> tuple[ir.Kernel, tuple[Start, ...]]:
@@ -39,7 +44,7 @@ def with_starts(kernel: ir.Kernel, *, poison: bool) -> tuple[ir.Kernel, tuple[St
         value = poison_value(dtype) if init is None else np.asarray(init).astype(dtype)[()]
         aliases.append((len(kernel.inputs) + len(starts), k))
         params.append(ir.Value(ir.RefType(out.shape, out.dtype, "in"), f"{out.name or 'out'}_start"))
-        starts.append(Start(out.shape, dtype, value))
+        starts.append(Start(out.shape, dtype, value, init is None))
     if not starts:
         return kernel, ()
     inputs, rest = kernel.inputs, [p for p in kernel.params if p.type.role != "in"]

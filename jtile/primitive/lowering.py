@@ -391,21 +391,22 @@ def with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:
 
 def filled(starts: Sequence[Any]) -> list[Any]:
     """Arrays of the numbers that outputs start from."""
-    return [_nans(s) if _is_little_poison(s) else jnp.full(s.shape, s.value, s.dtype) for s in starts]
+    return [_poison(s) if _is_little_poison(s) else jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
 _LITTLE = 1 << 19  # bytes of an array that is a constant of a program, at most
 
 
 def _is_little_poison(s: Any) -> bool:
-    if any(is_symbolic(n) for n in s.shape) or not jnp.issubdtype(s.dtype, jnp.floating):
+    if not s.poison or any(is_symbolic(n) for n in s.shape) or s.dtype == np.bool_:
         return False
-    return s.dtype.itemsize > 1 and s.dtype.itemsize * math.prod(s.shape) <= _LITTLE and bool(np.isnan(s.value))
+    whole = ir.dtype_info(s.dtype).bits >= (16 if jnp.issubdtype(s.dtype, jnp.floating) else 8)  # float8: one NaN each
+    return whole and s.dtype.itemsize * math.prod(s.shape) <= _LITTLE
 
 
-def _nans(s: Any) -> np.ndarray:
-    """NaN everywhere, in the first element one of other bits: of equal elements XLA makes a loop, which it takes 10 ms
-    to compile, of others a constant."""
+def _poison(s: Any) -> np.ndarray:
+    """The value everywhere, in the first element one of other bits: of equal elements XLA makes a loop, which it takes
+    10 ms to compile, of others a constant. A NaN stays one."""
     out = np.full(s.shape, s.value, s.dtype)
     out.reshape(-1)[:1].view(np.uint8)[0] ^= 1
     return out

@@ -18,6 +18,7 @@ from jtile.lowering import platforms, registry, starts
 from jtile.lowering.artifact import Artifact, Texts
 from jtile.lowering.targets import Target, host_target
 from jtile.lowering.targets import resolve as target_of
+from jtile.primitive.lowering import filled
 
 TOY = Target("toy-1", "toy", "")
 
@@ -298,6 +299,16 @@ def test_poison_is_the_interpreters(dtype):
     theirs = poison((3,), dtype)
     assert ours.dtype == theirs.dtype
     np.testing.assert_array_equal(ours.astype(np.float64), theirs.astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_only_poison_is_a_constant_of_a_program(dtype):
+    """Its elements are not all equal, which XLA would make a loop of; where something may read a start, they are."""
+    value = starts.poison_value(ir.DTYPES[dtype].numpy)
+    poisoned, given = filled([starts.Start((3,), value.dtype, value, poison) for poison in (True, False)])
+    assert isinstance(poisoned, np.ndarray) and len({x.tobytes() for x in poisoned}) == 2
+    assert isinstance(given, jax.Array) and len({x.tobytes() for x in np.asarray(given)}) == 1
+    assert np.isnan(poisoned.astype(np.float32)).all() == (ir.DTYPES[dtype].kind == "f")
 
 
 def test_the_dump_option_writes_every_level_though_the_kernel_is_cached(tmp_path):
