@@ -291,7 +291,8 @@ def _kernel(module: Module, spec: PartsSpec, rows: int, columns: int) -> str:
     def load(side: int, count: int, panels: Val, step: Val, part: int) -> None:
         for n in range(count):
             at = c.add(c.mul(step, spec.parts[side] * tiles.TILE_BYTES), n * spec.panel(side) + part * tiles.TILE_BYTES)
-            tiles.load(c, (4, 6)[side] + n, c.gep("i8", panels, at))
+            # Panels of A pass once for each block of columns, which the first-level cache is to keep.
+            tiles.load(c, (4, 6)[side] + n, c.gep("i8", panels, at), passing=side == 0)
 
     with c.loop(0, spec.steps) as step:
         there = (-1, -1)
