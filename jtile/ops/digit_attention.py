@@ -8,7 +8,6 @@ tile.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -83,8 +82,7 @@ def attention(q, k, v, lengths, offsets, *, scale: float, softcap, window: Windo
     keys, bq = k.shape[1], _queries(q.shape, k.shape[2])
     bk = next(_KEYS[least] for least in sorted(_KEYS, reverse=True) if keys >= least)
     seen = keys if window[1] is None else min(keys, q.shape[1] + window[1])  # by queries: others may be zeros to come
-    of_keys, of_values = _key_digits(k, bk=bk, keys=seen), _value_digits(v, bk=bk, keys=seen)
-    return digit_attention(q, *of_keys, *of_values, bq=bq, bk=bk, scale=scale, window=window)
+    return digit_attention(q, *_digits(k, v, bk=bk, keys=seen), bq=bq, bk=bk, scale=scale, window=window)
 
 
 def _queries(shape: tuple[int, ...], kv_heads: int) -> int:
@@ -95,35 +93,30 @@ def _queries(shape: tuple[int, ...], kv_heads: int) -> int:
     return large if programs >= _PROGRAMS * (jt.target().units("device") or 1) else small
 
 
-def _digit_types(x, *, keys: int, bk: int, each: bool = True):
-    bytes_of = jax.ShapeDtypeStruct((x.shape[0], keys, *x.shape[2:]), jnp.int8)
-    scales = keys if each else jt.cdiv(keys, bk)
-    return bytes_of, bytes_of, jax.ShapeDtypeStruct((x.shape[0], scales, x.shape[2]), jnp.float32)
+def _digit_types(k, v, *, keys: int, bk: int):
+    def of(x, scales: int):
+        bytes_of = jax.ShapeDtypeStruct((x.shape[0], keys, *x.shape[2:]), jnp.int8)
+        return bytes_of, bytes_of, jax.ShapeDtypeStruct((x.shape[0], scales, x.shape[2]), jnp.float32)
+
+    return *of(k, keys), *of(v, jt.cdiv(keys, bk))
 
 
-def _blocks(x, *, keys: int, bk: int):
-    return x.shape[0], jt.cdiv(keys, bk), x.shape[2]
+def _blocks(k, v, *, keys: int, bk: int):
+    return k.shape[0], jt.cdiv(keys, bk), k.shape[2]
 
 
-@jt.kernel(out_type=_digit_types, grid=_blocks, name="key_digits")
-def _key_digits(x, high, low, scale, *, keys: int, bk: int):
-    """Both digits of the first `keys` of x [batch, s, kv heads, d], and a scale for each [batch, keys, kv heads]."""
+@jt.kernel(out_type=_digit_types, grid=_blocks, name="key_value_digits")
+def _digits(k, v, k_high, k_low, k_scale, v_high, v_low, v_scale, *, keys: int, bk: int):
+    """Both digits of the first `keys` of k and v [batch, s, kv heads, d], and a scale for each key [batch, keys, kv
+    heads] and for `bk` of the values [batch, keys / bk, kv heads]."""
     b, j, h = (jt.program_id(axis) for axis in range(3))
-    tile = lambda ref: ref.tiles(None, bk, None, x.shape[3])
-    tile(high)[b, j, h, 0], tile(low)[b, j, h, 0], scales = digit_rows.digits(tile(x)[b, j, h, 0])
-    scale.tiles(None, bk, None)[b, j, h] = scales[:, 0]
-
-
-@jt.kernel(out_type=functools.partial(_digit_types, each=False), grid=_blocks, name="value_digits")
-def _value_digits(x, high, low, scale, *, keys: int, bk: int):
-    """Both digits of the first `keys` of x [batch, s, kv heads, d], and a scale for `bk` of them [batch, keys / bk, kv
-    heads]."""
-    b, j, h = (jt.program_id(axis) for axis in range(3))
-    tile = lambda ref: ref.tiles(None, bk, None, x.shape[3])
-    X = tile(x)[b, j, h, 0]
-    top = digit_rows.largest(X, (0, 1))
-    tile(high)[b, j, h, 0], tile(low)[b, j, h, 0] = digit_rows.bytes_of(X * (digit_rows.TOP / top))
-    scale[b, j, h] = top * (1 / digit_rows.TOP)
+    tile = lambda ref: ref.tiles(None, bk, None, ref.shape[3])
+    tile(k_high)[b, j, h, 0], tile(k_low)[b, j, h, 0], scales = digit_rows.digits(tile(k)[b, j, h, 0])
+    k_scale.tiles(None, bk, None)[b, j, h] = scales[:, 0]
+    V = tile(v)[b, j, h, 0]
+    top = digit_rows.largest(V, (0, 1))
+    tile(v_high)[b, j, h, 0], tile(v_low)[b, j, h, 0] = digit_rows.bytes_of(V * (digit_rows.TOP / top))
+    v_scale[b, j, h] = top * (1 / digit_rows.TOP)
 
 
 def misfit(q, k, v, lengths, offsets, *, softcap, **_) -> str | None:

@@ -166,7 +166,7 @@ def test_attention_is_that_of_the_interpreter():
 
     q, k, v = normal(0, 1, 64, 2, 64), normal(1, 1, 64, 1, 64), normal(2, 1, 64, 1, 64)
     of = dict(bk=64, keys=64)
-    given = q, *digit_attention._key_digits(k, **of), *digit_attention._value_digits(v, **of)
+    given = q, *digit_attention._digits(k, v, **of)
     options = dict(bq=16, bk=64, scale=0.125, window=(None, 0))
     want = digit_attention.digit_attention.interpret(*given, **options)
     assert relative_error(digit_attention.digit_attention(*given, **options), want) < 3e-4
@@ -191,7 +191,7 @@ def _digits_of(k, keys: int):
     """The numbers of the first keys, of their digits."""
     from jtile.ops import digit_attention
 
-    high, low, scale = (np.asarray(x, np.float64) for x in digit_attention._key_digits(k, bk=64, keys=keys))
+    high, low, scale = (np.asarray(x, np.float64) for x in digit_attention._digits(k, k, bk=64, keys=keys)[:3])
     return (256 * high + low) * scale[..., None]
 
 
