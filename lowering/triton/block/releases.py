@@ -3,8 +3,9 @@
 An arrival at a barrier says that threads have issued their loads of a buffer, not that these are done: in machine code
 the loads, BAR.SYNC and the arrival stand in a row, and none of them waits for the loads. Stores of other threads come
 behind loads that were issued before, but asynchronous copies take another way to shared memory. A copy that such an
-arrival let start has overwritten numbers in front of a load: in one of 5,000 calls of a product with a reduction, and,
-by all signs, in a grouped product whose rings have two slots. Behind a proxy fence none has.
+arrival let start has overwritten numbers in front of a load: a grouped product of Q8_0, whose rings have two slots,
+gave other bits in 2 to 100 % of its calls on an H200 that several processes shared, and a plain one of 256 rows in 1 to
+8 %. With a proxy fence in front of the arrival, none of 220,000 did, on the same H200 at the same time.
 """
 
 from __future__ import annotations
