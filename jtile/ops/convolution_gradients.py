@@ -29,6 +29,7 @@ from jtile.ops.convolution_points import (
     convolution_points,
     convolution_row_points,
     depthwise_rows,
+    depthwise_transposed_rows,
     transposed_points,
 )
 from jtile.ops.convolution_sums import convolution_weight_points, convolution_weight_rows, depthwise_weight_rows
@@ -76,6 +77,26 @@ def _linear_dx(g, w, *, shape, stride: Sides, dilation: Sides, groups: int, low:
     return run(g.reshape(-1, outputs), w.reshape(-1, outputs), **tile, **of, **steps).reshape(shape)
 
 
+def _depthwise_dx(g, w, *, shape, stride: Sides, low: Sides, **_):
+    _, height, width, channels = shape
+    rows = jt.cdiv(height, jt.cdiv(height, 8))
+    tile = {"bh": jt.cdiv(rows, stride[0]) * stride[0], "bn": fit(width * channels, 1024)}
+    run = tuned(depthwise_transposed_rows, num_warps=4)
+    y = run(g.reshape(*g.shape[:2], -1), w, **tile, sides=(height, width), low=low, stride=stride)
+    return y.reshape(shape)
+
+
+def _not_depthwise_dx(g, w, *, shape, stride: Sides, dilation: Sides, groups: int, low: Sides) -> str | None:
+    return dispatch.first_unmet(
+        (not machine().whole and not dispatch.vector_cores(), "rows of sums are of the registers of a GPU"),
+        (groups == shape[-1] == g.shape[-1], "channels meet each other, or have several outputs"),
+        (len(stride) == 2 and {*dilation} == {1}, "the window has gaps or another axis"),
+        (1 < max(stride) <= 4, "there is one remainder, or they are many"),
+        (math.prod(w.shape[:2]) <= 25, "the window has many points"),
+        (all(isinstance(n, int) for n in (*shape[1:], *g.shape[1:])), "sides are not known"),
+    )
+
+
 _dx = dispatch.Op(
     "gradient of the points of a convolution",
     dispatch.Implementation(
@@ -86,6 +107,7 @@ _dx = dispatch.Op(
         portable=False,
         differentiated=_linear_dx,
     ),
+    dispatch.Implementation("channels for themselves, by rows", _depthwise_dx, _not_depthwise_dx),
     dispatch.Implementation("a convolution for each remainder", _dx_of_remainders),
 )
 
@@ -322,6 +344,22 @@ def _transposed_backward(residuals, ct, *, sides, points, window, channels, stri
     dg = convolution_op(x, kernel, **options, pads=pads)
     dw = convolution_dw(x, g.reshape(-1, *points, outputs), window, w.dtype, **options, pads=pads)
     return dg.reshape(g.shape), dw.reshape(w.shape)
+
+
+def _transposed_rows_backward(residuals, ct, *, sides, low, stride, **_):
+    g, w = residuals
+    points, c = (g.shape[1], g.shape[2] // w.shape[3]), w.shape[3]
+    axes = zip(points, w.shape, stride, sides, low, strict=False)
+    pads = tuple((lo, (m - 1) * s + k - n - lo) for m, k, s, n, lo in axes)
+    x, pads = cut(ct.reshape(-1, *sides, c), pads)
+    options = {"stride": stride, "dilation": (1, 1), "pads": pads}
+    dg = convolution_op(x, w, groups=c, **options)
+    return dg.reshape(g.shape), depthwise_dw(x, g.reshape(-1, *points, c), w.shape[:2], w.dtype, **options)
+
+
+depthwise_transposed_rows.defvjp(
+    lambda g, w, **meta: (depthwise_transposed_rows(g, w, **meta), (g, w)), _transposed_rows_backward
+)
 
 
 transposed_points.defvjp(lambda g, w, **meta: (_transposed(g, w, **meta), (g, w)), _transposed_backward)

@@ -199,3 +199,37 @@ def depthwise_rows(x, w, y, *, bh: int, bn: int, pads: Pads, stride: Sides):
 
 
 _COLUMNS = 4  # of a window that one program has in a row, without a loop
+
+
+@jt.kernel(
+    out_type=lambda g, w, *, sides, **_: jt.like(g, shape=(g.shape[0], sides[0], sides[1] * w.shape[3])),
+    grid=lambda g, w, *, bh, bn, sides, **_: (jt.cdiv(sides[1] * w.shape[3], bn), jt.cdiv(sides[0], bh), g.shape[0]),
+)
+def depthwise_transposed_rows(g, w, y, *, bh: int, bn: int, sides: Sides, low: Sides, stride: Sides):
+    """g [batch, h', w' * c], w [p, q, 1, c], y [batch, h, w * c] with these sides: the transpose of a convolution of
+    each channel for itself with `low` points of padding in front. `bh` rows, a multiple of the stride, are a program's,
+    so that it is known which rows of g and of the window meet in which of them."""
+    # y[n, i, j, c] = sum_ab g[n, (i + p - a) / s, (j + q - b) / s', c] w[a, b, c], where s and s' divide
+    at, first, n = jt.program_id(0) * bn, jt.program_id(1) * (bh // stride[0]), jt.program_id(2)
+    (p, q, _, c), numbers = w.shape, at + jt.arange(bn)
+    column, channel = jax.lax.div(numbers, jnp.int32(c)), jax.lax.rem(numbers, jnp.int32(c))
+    ahead = [(k, a, k + low[0] - a) for k in range(bh) for a in range(p)]
+    pairs = [(k, a, there // stride[0]) for k, a, there in ahead if there % stride[0] == 0]
+    sums = [jt.zeros((bn,), sums_in(g)) for _ in range(bh)]
+    for b in range(q):
+        there = column + (low[1] - b)
+        place = jax.lax.div(there, jnp.int32(stride[1]))
+        seen = (there >= 0) & (place * stride[1] == there) & (place < g.shape[2] // c)
+        weights = [wide(jt.load(w, (a, b, 0, channel))) for a in range(p)]
+        for r in sorted({r for *_, r in pairs}):
+            row = first + r
+            inside = seen & (row >= 0) & (row < g.shape[1])
+            index = n, jnp.clip(row, 0, g.shape[1] - 1), place * c + channel
+            points = wide(jt.load(g, index, mask=inside))
+            for k, a in ((k, a) for k, a, of in pairs if of == r):
+                sums[k] = sums[k] + points * weights[a]
+    for k, total in enumerate(sums):
+        row, inside = first * stride[0] + k, None
+        if sides[0] % bh:
+            row, inside = jnp.minimum(row, sides[0] - 1), jnp.broadcast_to(row < sides[0], (bn,))
+        jt.store(y, (n, row, jt.ds(at, bn)), total.astype(y.dtype), mask=inside)

@@ -29,6 +29,7 @@ CONVOLUTIONS = {
     "few channels, three axes": ((1, 4, 4, 5, 2), (2, 3, 3, 2, 3), {"stride": (2, 1, 2)}),
     "points taken away": ((1, 7, 8, 3), (2, 2, 3, 4), {"padding": ((-2, 1), (0, -1))}),
     "depthwise": ((1, 8, 9, 6), (3, 3, 1, 6), {"groups": 6, "stride": 2}),
+    "depthwise, strides": ((2, 11, 9, 6), (3, 4, 1, 6), {"groups": 6, "stride": (2, 3), "padding": ((1, 0), (2, 1))}),
     "depthwise, one axis": ((2, 19, 6), (4, 1, 6), {"groups": 6, "padding": ((3, 0),)}),
     "depthwise, one axis, a stride": ((2, 19, 6), (4, 1, 6), {"groups": 6, "stride": 3}),
     "depthwise, three axes": ((1, 4, 5, 6, 5), (2, 3, 1, 1, 5), {"groups": 5, "dilation": (1, 2, 1)}),
@@ -43,7 +44,7 @@ def test_convolution(name, arch):
     with jt.config(arch=arch):
         x, w = normal(0, *shape), normal(1, *window)
         agree(op, reference, x, w, tolerance=2e-6, interpret=arch is None and "channels" in name)
-        if name in ("depthwise", "depthwise, one axis") or (arch is None) == (
+        if (name.startswith("depthwise") and name != "depthwise, three axes") or (arch is None) == (
             name in ("one axis", "few channels", "depthwise")
         ):
             gradients_agree(op, reference, x, w)
@@ -114,6 +115,18 @@ def test_transposed(shape, window, options):
         gradients_agree(*pair, x, w)
     if options.get("padding", "SAME") == "SAME":
         assert pair[0](x, w).shape[1:-1] == tuple(n * options["stride"] for n in shape[1:-1])
+
+
+@pytest.mark.parametrize("stride", [2, (3, 2)])
+def test_transposed_depthwise(stride):
+    """By rows, as gradients of depthwise convolutions with strides are; its derivatives are convolutions and sums."""
+    options = {"stride": stride, "groups": 6}
+    pair = both(ops.convolution_transpose, convolution_transpose_reference, options)
+    x, w = normal(0, 2, 5, 4, 6), normal(1, 3, 3, 1, 6)
+    with jt.config(arch="sm_90"):
+        assert ops.choices(pair[0], x, w)[0].implementation == "channels for themselves, by rows"
+        agree(*pair, x, w, tolerance=2e-6)
+        gradients_agree(*pair, x, w)
 
 
 def test_errors():
