@@ -45,8 +45,9 @@ class Activity:
         self.active |= {self.roots[v] for v in inputs}
         self._changed = True
         while self._changed:
-            self._changed = False
+            self._changed, before = False, len(self.read)
             self._visit(jaxpr)
+            self._changed |= len(self.read) > before  # a load stands in front of what reads its value
 
     def __contains__(self, v: Any) -> bool:
         """Whether a variable (of any inner jaxpr) is active."""

@@ -83,8 +83,9 @@ class Ranges:
             elif name == "jtile_num_programs":
                 self.known[eqn.outvars[0]] = self._programs(eqn)
             elif name in _RULES:
-                known = self.within if name in ("min", "max", "clamp") else self.of
-                out = _RULES[name](eqn.params, *[known(v) for v in eqn.invars])
+                known = self.within if name in ("min", "max", "clamp", "and") else self.of
+                operands = eqn.invars[name == "select_n" :]  # whichever case it takes
+                out = _RULES[name](eqn.params, *[known(v) for v in operands])
                 if out is not None and _holds(eqn.outvars[0].aval.dtype, out):
                     self.known[eqn.outvars[0]] = out
 
@@ -145,8 +146,8 @@ def _hull(values: Sequence[int]) -> Range:
 _RULES: dict[str, Callable[..., Range | None]] = {}
 
 
-def _rule(*names: str) -> Callable[[Callable[..., Range]], Callable[..., Range]]:
-    def register(fn: Callable[..., Range]) -> Callable[..., Range]:
+def _rule(*names: str) -> Callable[[Callable[..., Range | None]], Callable[..., Range | None]]:
+    def register(fn: Callable[..., Range | None]) -> Callable[..., Range | None]:
         for name in names:
             _RULES[name] = lambda params, *xs: None if None in xs else fn(params, *xs)
         return fn
@@ -215,8 +216,25 @@ def _(_, a, b):
     return max(-most, min(a[0], 0)), min(most, max(a[1], 0))
 
 
-@_rule("select_n")
-def _(_, which, *cases):
+@_rule("abs")
+def _(_, a):
+    return 0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))
+
+
+@_rule("and")
+def _(_, a, b):
+    """The range of bits that two integers share: no more than either of them, where one is not negative."""
+    least = [x for x in (a, b) if x[0] >= 0]
+    return (0, min(x[1] for x in least)) if least else None
+
+
+@_rule("shift_right_arithmetic", "shift_right_logical")
+def _(_, a, b):
+    return (a[0] >> min(b[1], 63), a[1] >> b[0]) if a[0] >= 0 and b[0] >= 0 else None
+
+
+@_rule("select_n", "concatenate")
+def _(_, *cases):
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
 
@@ -224,11 +242,6 @@ def _(_, which, *cases):
 @_rule("broadcast_in_dim", "transpose", "slice", "rev", "reduce_max", "reduce_min")
 def _(_, a):
     return a
-
-
-@_rule("concatenate")
-def _(_, *parts):
-    return min(p[0] for p in parts), max(p[1] for p in parts)
 
 
 @_rule("iota")

@@ -239,3 +239,22 @@ def test_the_last_lane_of_a_scatter_into_a_dynamic_size():
         with jax.default_device(jax.devices("cpu")[0]):  # as above
             want = jax.grad(loss(lambda x: functional(scatter_some, x, at)))(x)
         testing.assert_close(np.asarray(got), np.asarray(want), tolerance=1e-5)
+
+
+@jt.kernel(out_type=lambda x, group, *, n: (jt.like(x, shape=(n, *x.shape)), jt.like(group, shape=(n,))), init=0)
+def grouped(x, group, o, used, *, n=2):
+    """Puts each number behind those of its group that came before, which a second output counts."""
+    for k in jt.range(x.shape[0]):
+        g = group[k]
+        at = used[g]
+        o[g, at] = x[k]
+        used[g] = at + 1
+
+
+def test_second_derivatives_of_what_is_linear_and_reads_its_own_counts():
+    x, group = jnp.float32([1, 2, 3]), jnp.int32([1, 0, 1])
+    weights = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+    pull = lambda x: jax.vjp(lambda x: grouped(x, group)[0], x)[1](weights)[0]
+    cotangent, change = jax.jvp(pull, (x,), (x,))
+    assert cotangent.tolist() == [3, 0, 4]
+    assert change.tolist() == [0, 0, 0]
