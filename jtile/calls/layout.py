@@ -85,13 +85,13 @@ def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, A
     """Fit a kernel's specification to abstract inputs (a tuple of pytrees of ShapeDtypeStruct)."""
     # More inputs than Refs: say so before out_type stumbles over them.
     if not sig.variadic and len(args) > len(sig.refs):
-        raise _arity(sig, len(args), None, None)
+        raise _arity(sig, args, None, None)
     out_type = _evaluate(sig, "out_type", spec.out_type, args, meta)
     outs = _typed(sig, "out_type", out_type)
     scratch = _typed(sig, "scratch", _evaluate(sig, "scratch", spec.scratch, args, meta))
     params = (*args, *outs, *scratch)
     if not sig.takes(len(params)):
-        raise _arity(sig, len(args), len(outs), len(scratch))
+        raise _arity(sig, args, outs, len(scratch))
     names = tuple(n for k, p in enumerate(params) for n in _leaf_names(sig.ref_name(k), p))
     grid, axes = _grid(sig, _evaluate(sig, "grid", spec.grid, args, meta))
     groups = _Groups(sig, args, outs, names)
@@ -109,21 +109,35 @@ def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, A
     )
 
 
-def _arity(sig: Signature, n_in: int, n_out: int | None, n_scratch: int | None) -> KernelTypeError:
+def _arity(sig: Signature, args: tuple[Any, ...], outs: Sequence[Any] | None, n_scratch: int | None) -> KernelTypeError:
+    """A call that does not have as many arrays as the body has parameters."""
     first = len(sig.refs) - sig.optional
     refs = ", ".join([*sig.refs[:first], *(f"{n}=None" for n in sig.refs[first:])])
     refs += f", *{sig.variadic}" if sig.variadic else ""
-    got = f"{n_in} argument{'s' * (n_in != 1)}"
-    if n_out is not None:
-        got += f" and out_type makes {n_out} output{'s' * (n_out != 1)}"
+    got = f"{len(args)} argument{'s' * (len(args) != 1)}"
+    if outs is not None:
+        got += f" and out_type makes {len(outs)} output{'s' * (len(outs) != 1)}"
         got += f" and {n_scratch} scratch" if n_scratch else ""
+        nested = [k for k, o in enumerate(outs) if count_leaves(o) != 1]
+        got += f"; output {nested[0]} is a structure of arrays, which is one parameter of the body" if nested else ""
     is_method = sig.refs[:1] == ("self",)
     method = "; a kernel is no method: make it a staticmethod, without self" if is_method else ""
     return KernelTypeError(
         f"kernel {sig.name} has {len(sig.refs)} Refs ({refs}), inputs then outputs then scratch; the call gives {got}"
-        f"{method}",
+        f"{method}{_list_among(sig, args)}",
         sig.where,
     )
+
+
+def _list_among(sig: Signature, args: tuple[Any, ...]) -> str:
+    """What to do about an argument that is a list of numbers."""
+    for k, x in enumerate(args):
+        if isinstance(x, list) and all(getattr(leaf, "shape", None) == () for leaf in tree_flatten(x)[0]):
+            return (
+                f"; argument {sig.ref_name(k)} is a list, a structure of {count_leaves(x)} arrays of one number each: "
+                "np.asarray makes one array of it"
+            )
+    return ""
 
 
 def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> Any:
@@ -166,10 +180,10 @@ def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta
         given_as = [_type_text(x) for x in inputs] + [f"{k}={v!r}" for k, v in given.items()]
         fails = f"{what} of kernel {sig.name} fails for ({', '.join(given_as)}):"
         if isinstance(e, JtileError):
-            raise type(e)(f"{fails} {e.message}", e.where) from e
+            raise type(e)(f"{fails} {e.message}{_list_among(sig, args)}", e.where) from e
         kind = KernelTypeError if isinstance(e, AttributeError | TypeError) else KernelValueError
         raise kind(
-            f"{fails} {type(e).__name__}: {e}",
+            f"{fails} {type(e).__name__}: {e}{_list_among(sig, args)}",
             place_of(value) or sig.where,
         ) from e
 

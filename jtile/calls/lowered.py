@@ -102,13 +102,15 @@ class Lowered:
 
         inputs = self.program.base.inputs
         floats = [bool(dtypes.issubdtype(v.type.info.numpy, np.inexact)) for v in inputs]
-        chosen = [k for k, f in enumerate(floats) if f] if wrt is None else [wrt] if isinstance(wrt, int) else [*wrt]
-        bad = [k for k in chosen if not 0 <= k < len(inputs) or not floats[k]]
+        given = [wrt] if isinstance(wrt, int | str) else wrt
+        chosen = [k for k, f in enumerate(floats) if f] if given is None else [*given]
+        bad = [k for k in chosen if not isinstance(k, int) or not 0 <= k < len(inputs) or not floats[k]]
         if bad or not chosen:
             kinds = ", ".join(f"{v.name}: {v.dtype}" for v in inputs)
+            what = f"with respect to {', '.join(map(repr, bad))} (wrt= takes places of inputs of floats)" if bad else ""
             raise KernelValueError(
-                f"kernel {self.program.name} cannot be differentiated with respect to input {bad or 'None'}: "
-                f"its inputs are {kinds}",
+                f"kernel {self.program.name} cannot be differentiated {what or ', since no input is of floats'}: "
+                f"its inputs are {kinds}".replace(" ,", ","),
                 self.program.where,
             )
         lin = tangent.linear(self.program, [k in chosen for k in range(len(inputs))], 0)

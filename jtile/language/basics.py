@@ -66,7 +66,8 @@ def cdiv(a, b) -> Any:
     if (is_dynamic(a) or is_dynamic(b)) and not (hasattr(a, "dtype") or hasattr(b, "dtype")):
         return -(-a // b)
     for x in (a, b):
-        if isinstance(x, float) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.integer)):
+        whole = jnp.issubdtype(x.dtype, jnp.integer) if hasattr(x, "dtype") else isinstance(x, int) or is_dynamic(x)
+        if not whole:
             got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
             raise KernelTypeError(f"cdiv takes whole numbers, got {got}", user_place())
     a, b = _same_int(a, b)
@@ -177,20 +178,22 @@ def full(shape, value, dtype=None) -> jax.Array:
     return jnp.full(shape, value, dtype)
 
 
-def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
+def like(x, shape=None, dtype=None) -> Any:
     """The shape and dtype of an output, as `out_type` has to state them: those of an array, or others.
 
     Args:
-      x: an array, or a `jax.ShapeDtypeStruct`.
-      shape, dtype: those of the result; by default those of `x`.
+      x: an array, or a `jax.ShapeDtypeStruct`, or a pytree of these, such as the parameters of a model.
+      shape, dtype: those of the result; by default those of `x`. A pytree has shapes of its own.
 
     Returns:
-      A `jax.ShapeDtypeStruct`.
+      A `jax.ShapeDtypeStruct`; of a pytree, the same pytree of these.
 
     Raises:
       KernelTypeError: `x` is no array, `shape` no shape, or `dtype` no dtype.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if shape is None and any(leaf is not x for leaf in jax.tree.leaves(x)):
+            return jax.tree.map(lambda leaf: like(leaf, None, dtype), x)
         raise KernelTypeError(f"jt.like takes an array or the type of one, got {x!r}; {_TYPE}", user_place())
     sizes = x.shape if shape is None else tuple(shape) if np.iterable(shape) else (shape,)
     if bad := [n for n in sizes if not (is_symbolic(n) or _is_size(n))]:

@@ -26,6 +26,7 @@ from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.passes.handed_on import handed_on
+from jtile.passes.overhang import terms_inside
 from jtile.primitive import complexes, counted, partition
 from jtile.primitive.devices import gathered, groups, own_part, place
 from jtile.primitive.program import Program, for_target
@@ -52,7 +53,8 @@ def run_interpreter(program: Program, operands: Sequence[Any], seed: int | None 
     if program.alone:
         outs = [x[0] for x in interpret_devices(program.kernel, [np.asarray(x)[None] for x in operands], seed=seed)]
     else:
-        outs = interpret(program.kernel, [np.asarray(x) for x in operands], seed=seed)
+        kernel = terms_inside(program.kernel) if program.spec.linear else program.kernel
+        outs = interpret(kernel, [np.asarray(x) for x in operands], seed=seed)
     return [np.asarray(x).astype(o.dtype) for x, o in zip(outs, program.out_avals, strict=True)]
 
 
@@ -163,14 +165,24 @@ def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
 def pieces_of(program: Program, target: Target | None = None) -> Pieces:
     """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by; on a target,
     where it is given, those of a derived program in tiles for it."""
+    pieces = _pieces(program, target)
+    if not program.spec.linear:
+        return pieces
+    n = len(program.kernel.inputs)
+    kept = [[v for v, k in zip(p.inputs, of, strict=True) if k >= n] for p, of in zip(pieces.kernels, pieces.inputs)]
+    return dataclasses.replace(pieces, kernels=tuple(map(terms_inside, pieces.kernels, kept)))
+
+
+@memo()
+def _pieces(program: Program, target: Target | None) -> Pieces:
     if target is None:
         return accumulate(program.kernel, program.narrow)
     if not program.spec.derived:
-        return pieces_of(program)
+        return _pieces(program, None)
     from jtile.tune.derived_tiles import busy
 
     enough = busy(program.kernel, target)
-    pieces = pieces_of(program) if enough is None else accumulate(program.kernel, program.narrow, enough)
+    pieces = _pieces(program, None) if enough is None else accumulate(program.kernel, program.narrow, enough)
     return _in_other_tiles(pieces, target, program.options.compiler)
 
 

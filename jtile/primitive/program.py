@@ -42,6 +42,7 @@ class Spec:
       complexes: per input and output, whether it is the real and imaginary parts of a complex array, along its last
         axis; () where none is. XLA hands such a one over as complex, without a copy.
       derived: nobody wrote the kernel, so that its tiles are nobody's wish: it may run in others.
+      linear: the kernel computes tangents or cotangents, whose sums have no terms from lanes beyond an edge.
       shared: the Refs among the scratch that every device of the call has, each with its role in Tile IR.
     """
 
@@ -55,6 +56,7 @@ class Spec:
     loc: ir.Loc = ir.NOWHERE
     complexes: tuple[bool, ...] = ()
     derived: bool = False
+    linear: bool = False
     shared: tuple[tuple[int, str], ...] = ()
 
     def complex_inputs(self) -> tuple[bool, ...]:

@@ -157,6 +157,7 @@ def forward_program(lin: Linear) -> Program:
         tuple(starts), (*names, *[f"scratch{k}" for k in range(extra)]), spec.loc,
         (*spec.complex_inputs(), *[spec.complex_inputs()[k] for k in place],
          *[spec.complex_outputs()[k] for k in (*body.active, *body.again)]),
+        linear=True,
     )  # fmt: skip
     levels = tuple(
         Level(

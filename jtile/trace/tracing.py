@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,13 +41,12 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
       grid: number of programs per axis; checked against the `program_id`s of the body.
       axes: the names of the grid's axes, for `program_id`s by name.
       aliases: pairs (flat input, flat output) that share a buffer: such an input can be stored to.
-      inits: unused here; part of what identifies a kernel.
+      inits: what each flat output starts from, or None; () where nothing is said of it.
     Returns:
       A closed jaxpr with Ref inputs and no outputs.
     Raises:
       KernelTypeError, KernelValueError, KernelSyntaxError: with the kernel's source line.
     """
-    del inits
     hide_own_frames()
     allow_effects()
     name = name or getattr(fn, "__name__", "kernel")
@@ -77,15 +76,35 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
         with named_axes(tuple(axes)):
             closed = _made(body, avals)
     except Exception as e:
-        _say_where(e, fn, name, zip(names, leaves, strict=True))
+        nones = [n for n, p in zip(inspect.signature(fn).parameters, params) if p is None]
+        _say_where(e, fn, name, zip(names, leaves, strict=True), nones)
         raise
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
+    first = counts[0]
+    given = {o for _, o in aliases} | {k for k, start in enumerate(inits) if start is not None}
+    undefined = [k for k in range(len(inits)) if k not in given and 0 not in leaves[first + k].shape]
+    _check_written(fn, name, closed, {first + k: names[first + k] for k in undefined} if not given else {})
     return _of_reals(closed)
 
 
-def _say_where(e: Exception, fn, name: str, refs: Iterable[tuple[str, Any]]) -> None:
-    """Raise a typed error in the place of what JAX or Python raised in a body, or note the kernel on it."""
+def _check_written(fn, name: str, closed, outputs: Mapping[int, str]) -> None:
+    """Refuse a kernel that leaves all outputs (place -> name) as they start, which is undefined. Some of several may be
+    for other calls."""
+    used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
+    if outputs and not any(closed.jaxpr.invars[k] in used for k in outputs):
+        output = next(iter(outputs.values()))
+        raise KernelTypeError(
+            f"kernel {name} does not write to its output {output}, which starts undefined: store to it, "
+            f"{output}[...] = value (`{output} = value` only gives a value a name), or let it start from a number, "
+            "init=0",
+            _definition(fn),
+        )
+
+
+def _say_where(e: Exception, fn, name: str, refs: Iterable[tuple[str, Any]], nones: Sequence[str]) -> None:
+    """Raise a typed error in the place of what JAX or Python raised in a body, or note the kernel on it, with the types
+    of its Refs and the parameters that are None."""
     if (why := _explained(e)) is not None:
         raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
     if isinstance(e, OverflowError):  # an int beside a tile is too large, in an operation of JAX
@@ -93,6 +112,7 @@ def _say_where(e: Exception, fn, name: str, refs: Iterable[tuple[str, Any]]) -> 
         raise KernelValueError(f"kernel {name}: {text} ({_plain(e)})", _place_in(e, fn)) from e
     if not isinstance(e, JtileError):
         types = [f"{n}: {x.dtype.name}{list(x.shape)}" for n, x in refs]
+        types += [f"{n}: None" for n in nones]
         file, line = _place_in(e, fn) or ("?", 0)
         e.add_note(f"jtile: while kernel {name} was traced for {', '.join(types)}, at {file}:{line}")
 
@@ -169,8 +189,8 @@ def _explained(e: Exception) -> str | None:
     if isinstance(e, jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError):
         return (
             f"a traced value is needed as a Python value here: {str(e).splitlines()[0].rstrip('.')}; write jnp.where, "
-            "jt.when or jt.cond for a choice, jt.range for a loop bound, jt.ds for the start of a slice, or make the "
-            "number a meta-parameter"
+            "jt.when or jt.cond for a choice, jt.range for a loop bound, jt.ds for the start of a slice, jt.assert_ "
+            "for an assert, or make the number a meta-parameter"
         )
     if isinstance(e, RecursionError):
         return (

@@ -169,7 +169,7 @@ def _assemble(traced: Any, spec: Spec, roles: _Roles, results: tuple[int, ...]) 
     names += [f"{name(outs[k])}_bar_left" for k in roles.mutable] + [name(outs[k]) for k in roles.again]
     around = dataclasses.replace(
         spec, name=f"{spec.name}_vjp", n_in=len(ins) + len(roles.given), n_out=len(starts), aliases=tuple(aliases),
-        inits=tuple(starts), ref_names=tuple(names), complexes=_complexes(spec, roles), derived=True,
+        inits=tuple(starts), ref_names=tuple(names), complexes=_complexes(spec, roles), derived=True, linear=True,
     )  # fmt: skip
     kept = [*[v.aval.dtype for v in wanted], *[outs[k].aval.dtype for k in roles.mutable]]
     narrow = [_narrow(d) if k in results else None for k, d in enumerate(kept)] + [None] * len(roles.again)
