@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from benchmarks.gpu.attention import SIZES, TINY, Size, cudnn, exact_gradient
+from benchmarks.gpu.attention import SIZES, TINY, WIDE, Size, cudnn, exact_gradient
 from benchmarks.gpu.case import Case
 from jtile import ops
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
     for dtype in ("bfloat16", "float16"):
-        for size in TINY if tiny else SIZES:
+        for size in TINY if tiny else (*SIZES, WIDE):
             yield _case(size, dtype)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import attention_gradients, dropouts, hopper_attention_backward
+from jtile.ops import attention_gradients, dropouts, hopper_attention_backward, hopper_wide_backward
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, weights
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
@@ -128,6 +128,8 @@ def in_one_kernel(
 attention_backward = Op(
     "attention backward",
     Implementation("roles", hopper_attention_backward.gradients, hopper_attention_backward.misfit, BLOCK_LEVEL,
+                   portable=False),
+    Implementation("roles of long heads", hopper_wide_backward.gradients, hopper_wide_backward.misfit, BLOCK_LEVEL,
                    portable=False),
     Implementation("a kernel of keys, a kernel of queries", attention_gradients.gradients, needs=WARPS),
     Implementation("one kernel", in_one_kernel),

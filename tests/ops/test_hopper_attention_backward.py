@@ -56,7 +56,8 @@ def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=No
 
 
 @pytest.fixture(autouse=True)
-def interpreted():
+def interpreted(monkeypatch):
+    monkeypatch.setattr(hopper, "SHARED", 0)  # heads that share keys stay together, though programs are few
     with jt.config(interpret=True):
         yield
 
@@ -110,6 +111,25 @@ def test_two_blocks_of_keys_a_program(name, monkeypatch):
     assert asked == [2]
 
 
+@pytest.mark.parametrize(("processors", "parts"), [(1, 1), (3, 2), (100, 4)])
+def test_heads_that_share_keys_are_shared_out(processors, parts, monkeypatch):
+    """Where programs are few, each part of the heads has keys of its own, whose gradients are summed."""
+    args, options = arguments((1, 140, 140, 4, 1, 64), window=(None, 0), dropout=0.2, lengths=(130,))
+    want, kernel, asked = evaluated(tiles(options))(*args), hopper.hopper_attention_backward, []
+    monkeypatch.setattr(hopper.gpu_tiles, "processors", lambda: processors)
+    monkeypatch.setattr(hopper, "SHARED", 1)
+
+    def interpreted(*operands, **meta):
+        asked.append(operands[0].shape[2:4])
+        return kernel.interpret(*operands, **meta)
+
+    monkeypatch.setattr(hopper, "hopper_attention_backward", interpreted)
+    for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert relative_error(ours, theirs) < 4e-3
+    assert asked == [(parts, 4 // parts)]
+
+
 def test_programs_of_two_blocks(monkeypatch):
     monkeypatch.setattr(hopper.gpu_tiles, "processors", lambda: 132)
     of = lambda rows, t, keys, window=(None, 0), counted=False: hopper._several(rows, t, keys, window, counted)
@@ -140,7 +160,7 @@ def test_batches_of_vmap_become_rows(monkeypatch):
     (q, k, v, o, lse, g, _, lengths, _, _), _ = arguments((2, 100, 140, 2, 1, 64), lengths=(140, 140))
     seen = []
     monkeypatch.setattr(hopper, "of_batch", lambda *x, **_: seen.append([y.shape for y in x[:3]]) or x[:3])
-    run = hopper._of_rows(0.77, (None, None), 0.0)
+    run = hopper.of_rows(hopper.of_batch, scale=0.77, window=(None, None), dropout=0.0)
     lone = lambda q, k: run(q, k, v, o, lse, g, None, lengths, None, None)
     both = jax.vmap(jax.vmap(lone, (0, None)), (0, 0))
     dq, dk, dv = evaluated(both)(np.stack([np.stack([q] * 3)] * 2), np.stack([k] * 2))
