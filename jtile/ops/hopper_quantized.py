@@ -220,34 +220,64 @@ def bring(mem: Memory, slot, k, codes: jt.Ref, blocks: list[jt.Ref], places: lis
 
 
 @jt.function
-def consume(
-    mem, i: int, first_round: int, rounds: int, step: int, kind: str, first, taken: tuple[int, int] | None = None
-):
-    """The sums [64, columns] of a bᵀ, for 64 rows a of W and the rows b of x, over every `step`-th round; `first`: see
-    `_round`; `taken`: the first of the rows of x and the one behind the last, where not all are taken. Numbers are made
-    while other roles' products run; making those of the next piece while the role's own product runs gained nothing
-    for 16, 64 and 256 rows of x."""
-    x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
-    pieces = x.shape[1] // PIECE
-    begin, end = taken or (0, x.shape[0])
-    acc = jt.zeros((ROWS, end - begin), jnp.float32)
-    for k in jt.range(first_round, rounds, step):
-        mem.full.at(k).wait()
-        words, scales = _round(mem, i, k, first, kind, dtype)
-        mem.empty.at(k).arrive()  # words and scales are in registers
-        for p in range(count):
-            at = k * (count // pieces) + p // pieces
-            a = _piece(words, scales, p, kind, dtype)
-            if p % pieces == 0:
-                mem.x_full.at(at).wait()
-            b = x.at(at)
-            b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
-            b = b if end - begin == x.shape[0] else b[begin:end]
-            acc = jt.dot_async(a, b.T, acc)
-            if p % pieces == pieces - 1:
-                acc = jt.dot_wait(acc)
-                mem.x_empty.at(at).arrive()
+def _taken(mem: Memory, i: int, k, first, kind: str):
+    """What `_round` gives, when it has come; its place in the ring is free then."""
+    mem.full.at(k).wait()
+    found = _round(mem, i, k, first, kind, mem.x.dtype.type)
+    mem.empty.at(k).arrive()  # words and scales are in registers
+    return found
+
+
+@jt.function
+def _added(mem: Memory, acc, k, words, scales, kind: str, taken: tuple[int, int], whole: bool):
+    """The sums acc and the products of round k; the product of its last piece is still added unless `whole`."""
+    x, count = mem.x, DEPTH // PIECE
+    pieces, (begin, end) = x.shape[1] // PIECE, taken
+    for p in range(count):
+        at = k * (count // pieces) + p // pieces
+        a = _piece(words, scales, p, kind, x.dtype.type)
+        if p % pieces == 0:
+            mem.x_full.at(at).wait()
+        b = x.at(at)
+        b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
+        b = b if end - begin == x.shape[0] else b[begin:end]
+        acc = jt.dot_async(a, b.T, acc)
+        if p % pieces == pieces - 1 and (whole or p < count - 1):
+            acc = _read(mem, acc, at)
     return acc
+
+
+@jt.function
+def _read(mem: Memory, acc, at):
+    """The sums acc, to which nothing is added any more: what is at `at` of the ring of x has been read."""
+    acc = jt.dot_wait(acc)
+    mem.x_empty.at(at).arrive()
+    return acc
+
+
+@jt.function
+def consume(
+    mem, i: int, first_round: int, rounds: int, step: int, kind: str, first, taken: tuple[int, int] | None = None,
+    ahead: bool = False,
+):  # fmt: skip
+    """The sums [64, columns] of a bᵀ, for 64 rows a of W and the rows b of x, over every `step`-th round; `first`: see
+    `_round`; `taken`: the first of the rows of x and the one behind the last, where not all are taken; `ahead`: the
+    words and scales of a round are loaded while the last piece of the one before is multiplied. Numbers are made while
+    other roles' products run; making those of the next piece while the role's own product runs gained nothing for 16,
+    64 and 256 rows of x."""
+    taken = taken or (0, mem.x.shape[0])
+    acc = jt.zeros((ROWS, taken[1] - taken[0]), jnp.float32)
+    if not ahead:
+        for k in jt.range(first_round, rounds, step):
+            words, scales = _taken(mem, i, k, first, kind)
+            acc = _added(mem, acc, k, words, scales, kind, taken, whole=True)
+        return acc
+    words, scales = _taken(mem, i, jnp.int32(first_round), first, kind)
+    for k in jt.range(first_round, rounds - step, step):
+        acc = _added(mem, acc, k, words, scales, kind, taken, whole=False)
+        words, scales = _taken(mem, i, k + step, first, kind)
+        acc = _read(mem, acc, (k + 1) * (DEPTH // mem.x.shape[1]) - 1)
+    return _added(mem, acc, jnp.int32(rounds - step + first_round), words, scales, kind, taken, whole=True)
 
 
 def _together(mem: Memory, acc, i: int):
@@ -291,7 +321,7 @@ def hopper_quantized_product(
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
     dtype, wide, codes, scale = x.dtype.type, 1 if kind in FOUR_BIT else 2, weight.codes, weight.scale
-    last = weight.scaled_last(kind)
+    last, ahead = weight.scaled_last(kind), columns > 128 and kind != "q4_1"  # its minima would take registers, too
     blocks = [] if last else [scale, weight.minimum] if kind == "q4_1" else [scale]
     mem = memory(x, blocks, wide=wide, high=high, deep=deep, columns=columns, slots=slots, x_slots=x_slots,
                   pieces=pieces)  # fmt: skip
@@ -300,7 +330,7 @@ def hopper_quantized_product(
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers, early=True):
                 jt.wait_for_kernels(hold=True)
-                acc = consume(mem, i, j, rounds, deep, kind, split * rounds)
+                acc = consume(mem, i, j, rounds, deep, kind, split * rounds, ahead=ahead)
                 if j:
                     mem.partial[j - 1][i].store(acc)
                     mem.done[(j - 1) * high + i].arrive()

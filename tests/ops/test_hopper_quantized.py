@@ -188,6 +188,7 @@ SHARED = {  # squares of a program, rows of x; of W, in; dtype of the result: ti
     "six": (6, 250, 320, 256, "float32"),
     "seven": (7, 256, 448, 512, "bfloat16"),
     "seven, hanging over": (7, 200, 328, 256, "float32"),
+    "five, more rounds than slots": (5, 256, 320, 1280, "bfloat16"),
 }
 
 
@@ -236,6 +237,22 @@ def test_what_stands_behind_waits_for_what_stands_in_front(rows):
         roles = next(op for op in lowered.program.kernel.body.ops if isinstance(op, ir.Roles))
         waits = [[op for op in body.ops if isinstance(op, ir.KernelsWait)] for body in roles.bodies]
         assert all(roles.early) and all(len(ops) == 1 and ops[0].hold for ops in waits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "ahead"),
+    [("q4_0", 256, True), ("q8_0", 256, True), ("q4_1", 256, False), ("q4_0", 128, False), ("q4_0", 64, False)],
+)
+def test_words_are_loaded_while_a_large_tile_multiplies(kind, rows, ahead):
+    """The words of the next round, between the start of the last product of a round and the wait for it."""
+    p, meta = packed(kind, 128, 1024)[1], hopper_quantized.choice(rows, 14336, 4096, kind)
+    x, operand = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16), Weight(p.codes, p.scale, p.scale)
+    lowered = hopper_quantized.hopper_quantized_product.lower(x, operand, kind=kind, **meta)
+    roles = next(op for op in lowered.program.kernel.body.ops if isinstance(op, ir.Roles))
+    loop = next(op for op in roles.bodies[0].ops if isinstance(op, ir.For))
+    kinds = [type(op) for op in loop.body.ops if isinstance(op, ir.LoadShared | ir.DotAsync | ir.DotWait)]
+    last = len(kinds) - 1 - kinds[::-1].index(ir.DotAsync)
+    assert kinds[-1] is ir.DotWait and (ir.LoadShared in kinds[last:]) == ahead
 
 
 def test_room_for_wide_scales():
