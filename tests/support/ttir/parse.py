@@ -122,8 +122,9 @@ class _Lines:
     def __init__(self, text: str):
         self.lines: list[tuple[int, str]] = []
         for number, line in enumerate(text.splitlines(), 1):
-            for part in re.sub(r"\(\{\s*(?=\^)", "({\n", line).split("\n"):
-                part = re.sub(r"\s+//.*$", "", part).strip()
+            opened = re.sub(r"\(\{\s*(?=\^)", "({\n", line).split("\n") if "({" in line else [line]
+            for part in opened:
+                part = (re.sub(r"\s+//.*$", "", part) if "//" in part else part).strip()
                 if part and not part.startswith("#loc"):
                     self.lines.append((number, part))
         self.at = 0
@@ -169,7 +170,7 @@ def _block(lines: _Lines) -> tuple[Region, tuple[int, str]]:
         number, line = lines.next()
         if line.startswith("}"):
             return region, (number, line)
-        label = re.fullmatch(r"\^\w+(?:\((.*)\))?:", line)
+        label = line.startswith("^") and re.fullmatch(r"\^\w+(?:\((.*)\))?:", line)
         if label:
             if region.body:
                 raise TtirError(f"line {number}: a second block in a region")
@@ -183,12 +184,16 @@ def _block(lines: _Lines) -> tuple[Region, tuple[int, str]]:
             raise e if str(e).startswith("line ") else TtirError(f"line {number}: {e}\n  {line}") from e
 
 
+_OP = re.compile(r'("?)([a-z_]+(?:\.[a-z_0-9]+)+)\1(.*)$')
+
+
 def _statement(number: int, line: str, lines: _Lines) -> Stmt:
-    found = re.match(r'(?:(%[\w$.:%, ]+?) = )?("?)([a-z_]+(?:\.[a-z_0-9]+)+)\2(.*)$', line)
+    names, _, op = line.partition(" = ") if line.startswith("%") else ("", "", line)
+    found = _OP.match(op)
     if not found:
         raise TtirError(f"cannot read this statement: {line}")
-    stmt = Stmt(number, line, found[3], _results(found[1] or ""), generic=bool(found[2]))
-    rest, regions = found[4].strip(), []
+    stmt = Stmt(number, line, found[2], _results(names), generic=bool(found[1]))
+    rest, regions = found[3].strip(), []
     if rest.endswith("({"):
         rest = rest[:-2]
         while True:
@@ -214,8 +219,10 @@ def _statement(number: int, line: str, lines: _Lines) -> Stmt:
 
 
 def _results(text: str) -> list[str]:
+    if "," not in text and ":" not in text:
+        return [text] if text else []
     out: list[str] = []
-    for part in split(text, ",") if text else []:
+    for part in split(text, ","):
         name, _, count = part.partition(":")
         out += [f"{name}#{k}" for k in range(int(count))] if count else [name]
     return out
@@ -223,37 +230,61 @@ def _results(text: str) -> list[str]:
 
 def _operands(stmt: Stmt, rest: str) -> None:
     """What stands between the name of an op and the end: operands, attributes, words, types."""
-    parts = split(rest, " : ", ": ")
-    head, kinds = (parts[0], parts[-1]) if len(parts) > 1 else (rest, "")
     if stmt.name == "arith.constant":
         head, _, kinds = rest.rpartition(" : ") if " : " in rest else (rest, "", "i1")
         stmt.head, stmt.outs = head, [parse_type(kinds)]
         return
-    if stmt.name == "tt.print" and len(parts) > 2:
-        head = f"{parts[0]} {parts[1]}"
     if stmt.name in ("scf.for", "scf.while"):  # `ops_control.control_head` reads them
         stmt.head = rest
         return
+    if '"' in rest:  # strings may say anything
+        stmt.args, tail = _VALUE.findall(re.sub(_STRING, " ", rest)), _tail(stmt.name, rest)
+        stmt.head = tail.head
+    else:
+        stmt.args, tail = _VALUE.findall(rest), _tail(stmt.name, _VALUE.sub("%", rest))
+        first, *between = tail.head.split("%")
+        stmt.head = first + "".join(map(str.__add__, stmt.args, between))
+    stmt.attrs.update(tail.attrs)
+    stmt.words, stmt.arrow, stmt.ins, stmt.outs = list(tail.words), tail.arrow, list(tail.ins), list(tail.outs)
+
+
+_STRING, _VALUE = r'"(?:[^"\\]|\\.)*"', re.compile(r"%[\w$.]+(?:#\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tail:
+    """What a statement says behind the name of its op, but for the names of its operands."""
+
+    head: str
+    attrs: dict[str, Any]
+    words: list[str]
+    arrow: bool
+    ins: list[Type]
+    outs: list[Type]
+
+
+@functools.lru_cache(4096)
+def _tail(name: str, rest: str) -> _Tail:
+    """The tail of the op `name`; most differ in the names of values alone, which are `%` in `rest`."""
+    parts = split(rest, " : ", ": ")
+    head, kinds = (parts[0], parts[-1]) if len(parts) > 1 else (rest, "")
+    if name == "tt.print" and len(parts) > 2:
+        head = f"{parts[0]} {parts[1]}"
+    attrs: dict[str, Any] = {}
     for body in _braces(head):
-        stmt.attrs.update(parse_attrs(body[1]))
+        attrs.update(parse_attrs(body[1]))
         head = head.replace(body[0], " ", 1)
-    stmt.head = head.strip()
-    for string in re.findall(r'"(?:[^"\\]|\\.)*"', head):
-        stmt.words.append(string)
-        head = head.replace(string, " ", 1)
-    for key, value in re.findall(r"\b(\w+) = (\w+)", head):
-        stmt.attrs[key] = _attr(value)
+    whole = head.strip()
+    words = re.findall(_STRING, head)
+    head = re.sub(_STRING, " ", head)
+    attrs |= {key: _attr(value) for key, value in re.findall(r"\b(\w+) = (\w+)", head)}
     head = re.sub(r"\b(\w+) = (\w+)", " ", head)
     head = re.sub(r"\bfastmath<\w+>|\boverflow<[\w, ]+>", " ", head)
-    stmt.args = re.findall(r"%[\w$.]+(?:#\d+)?", head)
-    stmt.words += re.findall(r"(?<![%\w.#])[a-z_]\w*", head)
-    if kinds:
-        sides = split(kinds, "->", " to ", " into ")
-        stmt.arrow = len(sides) > 1
-        stmt.ins = types_of(sides[0])
-        stmt.outs = types_of(sides[1]) if stmt.arrow else []
-    elif "->" in head:  # scf.if %c -> (types)
-        stmt.outs = types_of(split(head, "->")[1])
+    words += re.findall(r"(?<![%\w.#])[a-z_]\w*", head)
+    sides = split(kinds, "->", " to ", " into ") if kinds else split(head, "->")  # scf.if %c -> (types)
+    arrow = len(sides) > 1
+    ins, outs = types_of(sides[0]) if kinds else [], types_of(sides[1]) if arrow else []
+    return _Tail(whole, attrs, words, arrow and bool(kinds), ins, outs)
 
 
 def _braces(head: str) -> list[tuple[str, str]]:
