@@ -123,13 +123,22 @@ def _several(rows: int, t: int, keys: int, window: Window, counted: bool) -> int
     return 2 if seen and many and not counted and blocks % 2 == 0 else 1
 
 
-def _shares(rows: int, group: int, keys: int) -> int:
-    """In how many parts the heads that share keys are taken, as if each part had keys of its own: programs of all
-    `rows` of all heads of keys are too few else. (16 heads that share one, 2 x 4096 positions, causal: 64 programs of
-    128 keys, and twice the time of cuDNN on an H200.)"""
-    programs, wanted = rows * jt.cdiv(keys, 2 * KEYS), SHARED * gpu_tiles.processors()
+def shares(q, k, side: int = 2 * KEYS) -> int:
+    """In how many parts the heads that share keys are taken, as if each part had keys of its own: programs of `side`
+    keys are too few else. (16 heads that share one, 2 x 4096 positions, causal: 64 programs of 128 keys, and twice the
+    time of cuDNN on an H200.)"""
+    (batch, keys, groups), group = k.shape[:3], q.shape[2] // k.shape[2]
+    programs, wanted = batch * groups * jt.cdiv(keys, side), SHARED * gpu_tiles.processors()
     enough = [n for n in range(1, group + 1) if group % n == 0 and programs * n >= wanted]
     return min(enough, default=group)
+
+
+def in_shares(parts: int, compute: Callable[..., Any], q, k, v, *rest, **options):
+    """The gradients that `compute` gives for heads that share keys in so many parts."""
+    (batch, keys, groups), k, v = k.shape[:3], *(jnp.repeat(x, parts, axis=2) for x in (k, v))
+    dq, *of_keys = compute(q, k, v, *rest, **options)
+    whole = lambda x: x.reshape(batch, keys, groups, parts, -1).astype(jnp.float32).sum(3).astype(x.dtype)
+    return dq, *map(whole, of_keys)
 
 
 def operands(q, k, v, o, lse, g, ct, seeds, *, unit: float, dropout: float):
@@ -159,14 +168,10 @@ def of_batch(
     q, k, v, o, lse, g, ct, lengths, offsets, seeds=None, *, scale: float, window: Window, dropout: float = 0.0
 ):
     """The result of `gradients` by `hopper_attention_backward`, without a rule for vmap."""
-    (batch, t, heads, _), (keys, groups) = q.shape, k.shape[1:3]
-    parts = _shares(batch * groups, heads // groups, keys)
-    if parts > 1:
-        options = {"scale": scale, "window": window, "dropout": dropout}
-        k, v = (jnp.repeat(x, parts, axis=2) for x in (k, v))
-        dq, *of_keys = of_batch(q, k, v, o, lse, g, ct, lengths, offsets, seeds, **options)
-        whole = lambda x: x.reshape(batch, keys, groups, parts, -1).astype(jnp.float32).sum(3).astype(x.dtype)
-        return dq, *map(whole, of_keys)
+    (batch, t), (keys, groups) = q.shape[:2], k.shape[1:3]
+    if (parts := shares(q, k)) > 1:
+        rest = o, lse, g, ct, lengths, offsets, seeds
+        return in_shares(parts, of_batch, q, k, v, *rest, scale=scale, window=window, dropout=dropout)
     given, bq = operands(q, k, v, o, lse, g, ct, seeds, unit=scale * LOG2_E, dropout=dropout)
     *args, seeds, zeros = given
     counted = lengths is not None or offsets is not None

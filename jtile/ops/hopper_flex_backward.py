@@ -15,7 +15,7 @@ from jtile.ops import gpu_tiles, hopper_attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flex_shards import lists_of_mask, reads
-from jtile.ops.hopper_attention_backward import finished, operands
+from jtile.ops.hopper_attention_backward import finished, in_shares, operands, shares
 from jtile.ops.hopper_backward_roles import KEYS, Function, Masks, program
 
 # Primitives whose results for a tile are those of its elements, one by one: functions of these alone are right for
@@ -106,6 +106,9 @@ def of_batch(
 ):  # fmt: skip
     """The result of `gradients`, without a rule for vmap."""
     (batch, t), (keys, groups) = q.shape[:2], k.shape[1:3]
+    if (parts := shares(q, k)) > 1:
+        given = {"scale": scale, "score": score, "mask": mask, "window": window, "dropout": dropout, "by": by}
+        return in_shares(parts, of_batch, q, k, v, extras, seeds, o, lse, g, ct, **given)
     unit = scale * LOG2_E if score is None else 1.0
     given, bq = operands(q, k, v, o, lse, g, ct, seeds, unit=unit, dropout=dropout)
     *args, seeds, zeros = given

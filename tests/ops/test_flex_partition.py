@@ -14,7 +14,7 @@ from library import normal
 
 import jtile as jt
 from jtile.interpret import interpret
-from jtile.ops import flex_attention, gpu_tiles
+from jtile.ops import flex_attention, gpu_tiles, hopper_attention_backward
 from jtile.ops import hopper_flex_backward as hopper
 from jtile.ops.flash_attention import attention_reference
 from jtile.ops.flex_shards import Reads, reads
@@ -80,6 +80,7 @@ def test_shards(name, monkeypatch):
         return lambda *args, **options: calls.append((make(rule), args, options)) or make(rule)(*args, **options)
 
     monkeypatch.setattr(gpu_tiles, "on_one_device", lambda: False)
+    monkeypatch.setattr(hopper_attention_backward, "SHARED", 0)
     monkeypatch.setattr(hopper, "_kernel", kept)
     by = flex_attention._depends("attention", meta["mask"], given["extras"], 64, 64)
     with jt.config(interpret=True):

@@ -12,7 +12,7 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import dropouts, flex_attention
+from jtile.ops import dropouts, flex_attention, hopper_attention_backward
 from jtile.ops import hopper_flex_backward as hopper
 from jtile.ops.flash_attention import attention_reference, window_of
 from jtile.testing import relative_error
@@ -64,8 +64,10 @@ def pulled(f, options):
     return lambda g, *x: jax.vjp(functools.partial(f, **options), *x)[1](g)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_in_the_interpreter(name):
+@pytest.mark.parametrize(("name", "shared"), [*((name, 0) for name in CASES), ("heads that share keys", 1)])
+def test_in_the_interpreter(name, shared, monkeypatch):
+    """`shared`: whether heads that share keys are shared out among programs, which are few."""
+    monkeypatch.setattr(hopper_attention_backward, "SHARED", shared)
     sizes, options = CASES[name]
     q, k, v, g = operands(sizes)
     dropout, extras = options.get("dropout", 0.0), options.get("extras", ())
@@ -130,8 +132,8 @@ def test_functions_of_one_element(function, scored, extras, fits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "spills"), [({"mask": documents}, 10), ({"mask": lambda b, h, i, j: j <= i}, 0), ({"score": alibi}, 8)]
+@pytest.mark.parametrize(  # triton 3.6 spills 10, 0 and 7 in rounds, 3.9 what stands here
+    ("options", "spills"), [({"mask": documents}, 24), ({"mask": lambda b, h, i, j: j <= i}, 2), ({"score": alibi}, 8)]
 )
 def test_what_it_compiles_to(options, spills):
     pytest.importorskip("triton")

@@ -11,7 +11,7 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import attention_gradients
+from jtile.ops import attention_gradients, hopper_attention_backward
 from jtile.ops import hopper_wide_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
 from jtile.ops.hopper_wide_keys import hopper_wide_keys
@@ -48,8 +48,13 @@ def arguments(sizes, *, window=(None, None), lengths=None, offsets=None, ct=Fals
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_the_interpreter(name, monkeypatch):
+@pytest.mark.parametrize("shared", [0, 1])
+def test_in_the_interpreter(name, shared, monkeypatch):
+    """`shared`: whether heads that share keys are shared out."""
     sizes, given = CASES[name]
+    if shared and sizes[3] == sizes[4]:
+        pytest.skip("heads share no keys")
+    monkeypatch.setattr(hopper_attention_backward, "SHARED", shared)
     args, options = arguments(sizes, **given)
     with jt.config(interpret=True):
         want = evaluated(functools.partial(attention_gradients.gradients, softcap=None, **options))(*args)
