@@ -48,7 +48,8 @@ class Platform:
         graph is an image of its own. graph_refusal: why a kernel can be no task of a graph on a target, or None.
       exchange_calls: those of `jt.exchange` where engines for copies move parts of arrays, and not XLA's collectives:
         the one that begins, and the one that waits.
-      compile: the back end: (kernel, target, options, with texts) -> Artifact.
+      compile: the back end: (kernel, target, options, with texts) -> Artifact. Where the option `bands` is set, the
+        kernel is a task of an execution graph: its image must have the programs of its grid, one by one.
       attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
       resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
       names: of its targets.

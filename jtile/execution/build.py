@@ -33,7 +33,8 @@ class Piece:
 
     @property
     def artifact(self) -> Any:
-        return compile_piece(self.program, self.number, self.target)
+        """Of a platform whose graphs have an image for each task."""
+        return compile_piece(self.program, self.number, self.target, bands=True)
 
 
 @memo()

@@ -77,7 +77,7 @@ class Sum:
 
     @property
     def artifact(self) -> Any:
-        return registry.compile(self.kernel, self.target)
+        return registry.compile(self.kernel, self.target, options={"bands": True})
 
 
 @functools.cache

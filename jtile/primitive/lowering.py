@@ -338,16 +338,20 @@ def _check_target(target: Target, program: Program) -> None:
     targets.check_capabilities(program.kernel, target)
 
 
-def compile_piece(program: Program, piece: int, target: Target, *, texts: bool = False) -> Artifact:
+def compile_piece(
+    program: Program, piece: int, target: Target, *, texts: bool = False, bands: bool = False
+) -> Artifact:
     """The `Artifact` of one of a program's kernels, from the caches where it is there; `texts` compiles anew, to show
-    every level."""
+    every level; `bands`: for an execution graph, in which each platform's kernels are images of their own."""
     from jtile.lowering import platforms
 
     whole = complete(pieces_of(program, target).kernels[piece], platforms.named(target.platform))
-    return _compile(program, piece, whole, target, texts=texts)
+    return _compile(program, piece, whole, target, texts=texts, bands=bands)
 
 
-def _compile(program: Program, piece: int, whole: Complete, target: Target, *, texts: bool = False) -> Artifact:
+def _compile(
+    program: Program, piece: int, whole: Complete, target: Target, *, texts: bool = False, bands: bool = False
+) -> Artifact:
     from jtile.lowering import registry
 
     pieces = pieces_of(program, target)
@@ -356,6 +360,7 @@ def _compile(program: Program, piece: int, whole: Complete, target: Target, *, t
     key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
     options, overlap = compiler_options(program, piece, target), program.options.overlap and "warps" in target.features
     key += " overlap" if overlap else ""
+    options = {**options, "bands": bands or None}
     with config(overlap=overlap or None) if overlap or current().overlap else contextlib.nullcontext():
         return registry.compile(whole.kernel, target, key=key, texts=texts, options=options)
 

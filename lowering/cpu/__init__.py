@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .isa import Isa
 
 
-def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Artifact:
+def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False, coarse: bool = True) -> Artifact:
     """Compile a kernel (after the passes) for an instruction set; see `jtile.lowering.cpu.compile.compile_kernel`."""
     from . import compile
 
-    return compile.compile_kernel(kernel, isa, texts=texts)
+    return compile.compile_kernel(kernel, isa, texts=texts, coarse=coarse)

@@ -34,6 +34,7 @@ from . import (  # noqa: F401  their emitters register themselves
 )
 from .cost import program_cost_ns
 from .emitter import Emitter
+from .grids import coarse_grid
 from .isa import Isa, host_isa
 from .llvm import Code, Module, Val, i64
 from .values import Buffer, dense_strides
@@ -43,9 +44,33 @@ SHORT = 250  # lines of a kernel that needs LLVM's shorter list of passes alone
 AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known yet
 
 
-def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tuple[str, dict[str, int | str]]:
+Emitted = tuple[str, dict[str, int | str]]
+
+
+def emit_programs(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emitted:
+    """`emit_kernel` of a kernel, of whose small programs some may run as one, where that changes no bit of what they
+    compute."""
+    coarse = coarse_grid(kernel, isa)
+    if coarse is kernel or not any(isinstance(op, ir.Dot) for op in kernel.body.walk()):
+        return emit_kernel(coarse, isa, marks)
+    _, _, orders = _emit(kernel, isa)  # of the sums of products, which are the emitter's business
+    if len(orders) == 1 and (banks := next(iter(orders))) is not None:
+        text, launch, found = _emit(coarse, isa, marks, banks)
+        if found == orders:
+            return text, launch
+    return emit_kernel(kernel, isa, marks)
+
+
+def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emitted:
     """LLVM text of a kernel, and its launch attributes. Equal kernels give equal text. `marks`: behind each line stands
     where in the source it comes from."""
+    return _emit(kernel, isa, marks)[:2]
+
+
+def _emit(
+    kernel: ir.Kernel, isa: Isa, marks: Marks | None = None, banks: int = 0
+) -> tuple[str, dict[str, int | str], set[int | None]]:
+    """`emit_kernel`, and the orders of the sums of its products (`gemm.banks_of`); `banks`: that they shall have."""
     kernel = spans(kernel)
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
@@ -54,6 +79,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tupl
     bufs, dims, begin, end, ws, _ = params = [Val(t, f"%{n}") for t, n in zip(types, names, strict=True)]
     code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
     em = Emitter(kernel, isa, module, code, marks)
+    em.banks = banks
     symbols = sizes.load_symbols(code, kernel, dims)
     grid = [sizes.emit_size(code, n, symbols) if isinstance(n, ir.Extent) else i64(max(n, 1)) for n in kernel.grid]
     em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}
@@ -92,7 +118,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tupl
     if symbols:
         sizes.emit_grid(module, kernel)
         launch["dims"] = sizes.dims_attribute(kernel)
-    return em.arena.patch(module.text()), launch
+    return em.arena.patch(module.text()), launch, em.orders
 
 
 def _strides(em: Emitter, shape: tuple[ir.Size, ...]) -> tuple[int | Val, ...]:
@@ -148,14 +174,14 @@ def machine(isa: Isa):
 
 
 @paused()
-def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Artifact:
-    """Compile a kernel for an instruction set (default: this machine).
+def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False, coarse: bool = True) -> Artifact:
+    """Compile a kernel for an instruction set (default: this machine). `coarse`: small programs may run as one.
 
     The artifact's `launch` holds the attributes of the custom call: name, programs, workspace (bytes a worker), cost
     (nanoseconds a program), isa, sites. With `texts` it keeps `"llvm"` (as emitted), `"llvm_opt"` and `"asm"`.
     """
     isa = isa or host_isa()
-    text, launch = emit_kernel(kernel, isa)
+    text, launch = emit_programs(kernel, isa) if coarse else emit_kernel(kernel, isa)
     image, levels = assemble(text, isa, texts)
     return Artifact("cpu", image, {"llvm": text, **levels} if texts else {}, launch)
 
@@ -251,4 +277,4 @@ def _freed(manager: Any) -> Iterator[Any]:
         manager.detach()
 
 
-__all__ = ["ENTRY", "compile_kernel", "emit_kernel"]
+__all__ = ["ENTRY", "compile_kernel", "emit_kernel", "emit_programs"]

@@ -14,7 +14,7 @@ from .convert import is_narrow, is_signed, memory_type
 from .digit_products import Digits
 from .emit_memory import affine_axes, sub_buffer
 from .emitter import Emitter, emits
-from .gemm import GemmSpec, emit_gemm
+from .gemm import GemmSpec, banks_of, emit_gemm
 from .gemm_modes import STORAGE
 from .llvm import Val, i64
 from .scaled_columns import SCALES, ScaledSpec
@@ -28,6 +28,7 @@ DIRECT_BYTES = 1 << 20
 @emits(ir.Dot)
 def _dot(em: Emitter, op: ir.Dot) -> None:
     if op in em.digits:
+        em.orders.add(None)
         _product_of_digits(em, op, em.digits[op])
         return
     batch, m, n, k = op.sizes()
@@ -36,13 +37,17 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     operands = narrow(op.a), narrow(op.b)
     in_parts = bfloat_parts.spec_of(em.isa, op, (operands[0].dtype, operands[1].dtype))
     if in_parts is not None:
+        em.orders.add(None)
         _product_in_parts(em, op, operands, in_parts)
         return
     a, ta = matrix(em, operand(em, op.a), op.trans_a)
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
     target = _store_target(em, op)
     out, accumulate = (target, False) if target is not None else _output(em, op)
-    spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate, _is_made(op.b))
+    spec = GemmSpec(
+        m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate, _is_made(op.b), em.banks
+    )
+    em.orders.add(banks_of(em.isa, spec))
     gemm = emit_gemm(em.module, em.isa, spec)
     ws = _scratch(em, gemm.workspace)
     _batch(

@@ -73,6 +73,8 @@ class Emitter:
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
+        self.banks = 0  # of sums of products, where a kernel asks for them
+        self.orders: set[int | None] = set()  # of the sums of all products, see `gemm.banks_of`
         self.devices: Devices | None = None  # set in a kernel that talks to other devices
 
     @functools.cached_property

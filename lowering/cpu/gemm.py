@@ -14,7 +14,7 @@ import itertools
 
 from . import gemm_pack as pack
 from . import tiles
-from .gemm_kernels import STEPS_AHEAD, DotShape, PanelShape, dot_kernel, fetches_ahead, panel_kernel
+from .gemm_kernels import STEPS_AHEAD, DotShape, PanelShape, bank_count, dot_kernel, fetches_ahead, panel_kernel
 from .gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
 from .gemm_plan import Columns, Plan, make_plan
 from .gemm_tiles import STEPS, TileShape, configure, tile_kernel
@@ -42,6 +42,8 @@ class GemmSpec:
       accumulate: add to C instead of overwriting it.
       made: B was computed for this product, so that no time is left to bring it to another layout. With `trans_b` every
         element of C is then one sum along k, in an order that does not depend on m or n.
+      banks: in how many sums the terms of an element are that are added up in the end, where the products runs in
+        panels; 0: as many as are fast.
     """
 
     m: int
@@ -54,6 +56,7 @@ class GemmSpec:
     trans_b: bool = False
     accumulate: bool = False
     made: bool = False
+    banks: int = 0
 
     @property
     def name(self) -> str:
@@ -62,6 +65,7 @@ class GemmSpec:
             + ("t" if self.trans_b else "n")
             + "_add" * self.accumulate
             + "_made" * self.made
+            + f"_banks{self.banks}" * bool(self.banks)
         )
         return f"gemm_{self.m}x{self.n}x{self.k}_{self.a}_{self.b}_{self.acc}_{layout}"
 
@@ -88,7 +92,7 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
         return Gemm(_emit_empty(module, isa, spec), 0)
     if spec.trans_a and spec.n <= 4 and spec.m > 8:
         return _emit_turned(module, isa, spec)
-    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made, spec.banks)
     if plan.strategy == "packed" and spec.m > _MAX_ROWS:
         return _emit_split(module, isa, spec, plan)
     if spec.name not in module.functions:
@@ -96,6 +100,24 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
         (_emit_dot if plan.strategy == "dot" else _emit_panels)(c, spec, plan)
         c.finish()
     return Gemm(spec.name, plan.workspace)
+
+
+def banks_of(isa: Isa, spec: GemmSpec) -> int | None:
+    """In how many sums the terms of each element are, one after the other in turns, before these are added up: with as
+    many, the same terms give the same bits, however many rows and columns there are. 0 of integers, whose order nobody
+    sees; None where it is another order, or not one for all elements."""
+    mode = choose_mode(isa, spec.a, spec.b, spec.acc)
+    if mode.acc not in ("float", "double"):
+        return 0
+    turned = spec.trans_a and spec.n <= 4 and spec.m > 8
+    if mode.kind != "fma" or 0 in (spec.m, spec.n, spec.k) or turned or spec.m > _MAX_ROWS:
+        return None
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made, spec.banks)
+    if plan.strategy == "dot" or plan.blocks != 1:
+        return None
+    blocks = itertools.product(plan.rows, plan.columns)
+    counts = {bank_count(mode, PanelShape(r.rows, c.vectors, c.tail, banks=spec.banks)) for r, c in blocks}
+    return counts.pop() if len(counts) == 1 else None
 
 
 _A, _LDA, _B, _LDB, _C, _LDC, _WORK = _PARAMS = [
@@ -279,7 +301,7 @@ def _row_panels(
     for rows in plan.rows:
         shape = PanelShape(
             rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct,
-            fetch=not direct and plan.kc >= _LONG_SUMS * mode.group,
+            fetch=not direct and plan.kc >= _LONG_SUMS * mode.group, banks=spec.banks,
         )  # fmt: skip
         if ahead and fetches_ahead(mode, shape):
             shape = dataclasses.replace(shape, ahead=(ahead, columns.width * BYTES[STORAGE[spec.b]]))

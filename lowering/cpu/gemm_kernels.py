@@ -25,6 +25,7 @@ class PanelShape:
     `add`: the kernel can add to C, where its run-time flag says so. `with_sums`: B's packer left column sums.
     `fetch`: the first-level cache is asked for the block of C before the sums are made.
     `ahead`: rows of B, and bytes of each, that the second-level cache is asked for in every `STEPS_AHEAD` steps.
+    `banks`: independent sets of accumulators; 0: so many that a small block has enough sums in flight.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class PanelShape:
     with_sums: bool = False
     fetch: bool = False
     ahead: tuple[int, int] = (0, 0)
+    banks: int = 0
 
     @property
     def accumulators(self) -> int:
@@ -59,6 +61,7 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         + f"_d{s.k_tail}" * s.direct
         + "_fetch" * s.fetch
         + (f"_ahead{s.ahead[0]}x{s.ahead[1]}" if s.ahead[0] else "")
+        + f"_banks{s.banks}" * bool(s.banks)
     )
     if name in module.functions:
         return name
@@ -85,8 +88,7 @@ class _Panel:
         self.sums, self.last, ahead, self.ahead_row = params[9:]
         self.ty = vec(mode.lanes, mode.acc)
         self.banks = [
-            [[self._accumulator() for _ in range(s.vectors)] for _ in range(s.rows)]
-            for _ in range(_bank_count(mode, s))
+            [[self._accumulator() for _ in range(s.vectors)] for _ in range(s.rows)] for _ in range(bank_count(mode, s))
         ]
         self.checks = [self._accumulator() for _ in range(s.vectors)] if mode.flip and s.direct else []
         self.a_slot, self.b_slot, self.ahead = c.var("ptr", a), c.var("ptr", b), c.var("ptr", ahead)
@@ -176,15 +178,17 @@ class _Panel:
                 c.store(self.mode.corrected(c, c.load(self.ty, row[v]), total), row[v])
 
 
-def _bank_count(mode: Mode, s: PanelShape) -> int:
+def bank_count(mode: Mode, s: PanelShape) -> int:
     """Independent sets of accumulators, so that a small block still has enough sums in flight."""
+    if s.banks:
+        return s.banks
     enough = 12 if mode.isa.registers == 32 else 8
     return next(n for n in (1, 2, 4) if n == 4 or n * s.accumulators >= enough)
 
 
 def fetches_ahead(mode: Mode, shape: PanelShape) -> bool:
     """Whether the kernel of such a block can ask for rows ahead: one set of accumulators takes every step."""
-    return not shape.direct and _bank_count(mode, shape) == 1
+    return not shape.direct and bank_count(mode, shape) == 1
 
 
 def _add_banks(c: Code, mode: Mode, banks: list[list[list[Val]]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jtile import ir
 
 from ..emitting import Marks
-from .compile import ENTRY, assemble, emit_kernel
+from .compile import ENTRY, assemble, emit_programs
 from .isa import Isa
 
 FILE = "kernel.ll"
@@ -33,7 +33,7 @@ def located_levels(kernel: ir.Kernel, isa: Isa) -> tuple[dict[str, str], list[ir
     """The texts `llvm` (as emitted), `llvm_opt` and `asm`, the last two with debug information whose lines are those of
     the first; and for each line of the first its place in the source."""
     marks = Marks(";")
-    marked, _ = emit_kernel(kernel, isa, marks)
+    marked, _ = emit_programs(kernel, isa, marks)
     places = marks.places(marked)
     text = re.sub(r" ; @\d+$", "", marked, flags=re.MULTILINE)
     _, levels = assemble(with_lines(text), isa, texts=True, lines=text.count("\n"))

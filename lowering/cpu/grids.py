@@ -1,0 +1,143 @@
+"""How many small programs of a grid run as one, on a CPU: as few as have tiles worth a program, with the bits of every
+element as they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from jtile import ir
+from jtile.passes.coarsen import Plan, coarsen, rounds
+from jtile.passes.lanes import New, Refused, Wide
+
+from .cost import program_cost_ns
+from .isa import Isa
+
+FEWEST = 16  # programs of a grid whose overhead is worth the time to compile another kernel
+SMALL = 512  # elements of the largest tile of a program that is too small
+LARGE = 4096  # elements of the largest tile of programs that run as one
+ROW = 256  # elements along the last axis of arrays, and of vectors that are all that a program has
+VECTOR = 2048
+SIDE = 16  # of tiles that are transposed: rows of an array that lie a power of two apart share few sets of a cache
+ROWS = 64
+PRODUCT = 64, 32  # columns and rows of products
+TERMS = 128  # along the axis that a loop of products sums over, in one of its rounds
+TERMS_OF_ROW = 1024  # and of a loop that reduces a row
+MANY = 32  # programs that are left in any case where one of them takes longer than
+LONG_NS = 16000
+
+
+def coarse_grid(kernel: ir.Kernel, isa: Isa) -> ir.Kernel:
+    """The kernel with a coarser grid, where its programs are small and may run together; else the kernel itself."""
+    if not all(isinstance(n, int) for n in kernel.grid) or math.prod(kernel.grid) < FEWEST or _largest(kernel) >= SMALL:
+        return kernel
+    wide = max((ir.DTYPES[r.dtype].bits for op in kernel.body.walk() for r in op.results), default=32)
+    row = 2 * isa.lanes(max(wide, 32))
+    keeps = lambda old, new: keeps_bits(old, new, row)
+    kernel = _longer_rounds(kernel, keeps)
+    for axis in reversed(range(len(kernel.grid))) if _largest(kernel) < SMALL else ():
+        count = _count(kernel, axis, isa)
+        made = coarsen(kernel, axis, count, keeps) if count > 1 else None
+        kernel = made or kernel
+    return kernel
+
+
+def _longer_rounds(kernel: ir.Kernel, keeps: Callable[[ir.Op, ir.Op], bool]) -> ir.Kernel:
+    """The kernel, whose loops over small tiles take several of them in a round."""
+    for number in range(sum(isinstance(op, ir.For) for op in kernel.body.walk())):
+        loop = [op for op in kernel.body.walk() if isinstance(op, ir.For)][number]  # as many as there were
+        loads = [op for op in loop.body.walk() if isinstance(op, ir.Load)]
+        sides = [d.size for op in loads for d in op.index if isinstance(d, ir.Tile | ir.Span) and op.result.shape]
+        if not sides or not (trips := rounds(loop)):
+            continue
+        most = TERMS if any(isinstance(op, ir.Dot) for op in loop.body.walk()) else TERMS_OF_ROW
+        count = next((n for n in range(min(trips, most // max(sides)), 1, -1) if trips % n == 0), 1)
+        kernel = coarsen(kernel, loop, count, keeps) or kernel
+    return kernel
+
+
+def _largest(kernel: ir.Kernel) -> int:
+    """Elements of the largest tile that a program makes; of kernels without products, or that it reads."""
+    ops = [op for op in kernel.body.walk() if not isinstance(op, ir.For | ir.If)]
+    if any(isinstance(op, ir.Dot) for op in ops):
+        ops = [op for op in ops if not isinstance(op, ir.Load | ir.Transpose | ir.Cast)]
+    return max((r.type.size for op in ops for r in op.results if isinstance(r.type, ir.TileType)), default=1)
+
+
+def _count(kernel: ir.Kernel, axis: int, isa: Isa) -> int:
+    """How many programs along an axis shall be one."""
+    if kernel.grid[axis] < 2:
+        return 1
+    try:
+        plan = Plan(kernel, axis, 2)
+    except Refused:
+        return 1
+    side, goal = _goal(plan, axis)
+    limit = min(kernel.grid[axis], goal // max(side, 1), LARGE // _largest(kernel))
+    programs, cost = math.prod(kernel.grid), program_cost_ns(kernel, isa)
+    limit = min(limit, max(programs // MANY, int(LONG_NS // cost)))
+    return _divisor(kernel.grid[axis], limit)
+
+
+def _divisor(programs: int, limit: int) -> int:
+    """A number of programs up to a limit that leaves no rest, if there is one that is more than half of it."""
+    return next((n for n in range(limit, limit // 2, -1) if programs % n == 0), limit)
+
+
+def _goal(plan: Plan, axis: int) -> tuple[int, int]:
+    """How many elements of arrays a program has along a grid axis, and how many it should have."""
+    along, across, side = False, False, 1
+    for op, lanes in plan.access.items():
+        k = next(k for k, d in enumerate(op.index) if plan.kind(ir.dim_value(d)) is not None)
+        last = k == len(op.index) - 1
+        along |= last and len(op.index) > 1
+        across |= not last
+        if not isinstance(lanes, New):
+            side = max(side, _tile(op).shape[lanes.at])
+    dots = [plan.kind(op.result) for op in plan.kernel.body.walk() if isinstance(op, ir.Dot)]
+    if dots:
+        return side, PRODUCT[0 if Wide(1) in dots else 1]
+    if along and across:
+        return side, SIDE
+    if across:
+        return 1, ROWS
+    return side, ROW if along else VECTOR
+
+
+def _tile(op: ir.Load | ir.Store | ir.Atomic) -> ir.TileType:
+    v = op.result if isinstance(op, ir.Load) else op.value
+    assert isinstance(v.type, ir.TileType)
+    return v.type
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
+
+
+def keeps_bits(old: ir.Op, new: ir.Op, row: int) -> bool:
+    """Whether sums and products have the bits that they had.
+
+    Args:
+      row: elements of a sum that is alone in its program, from which it is summed in chains.
+    """
+    match old, new:
+        case ir.Reduce(x, fn, axes), ir.Reduce():
+            if fn not in ("sum", "prod") or ir.DTYPES[x.dtype].kind != "f" or x.shape == new.x.shape:
+                return True
+            alone = all(n == 1 for k, n in enumerate(x.shape) if k not in axes)
+            if alone and math.prod(x.shape) >= row:
+                return False
+            return _across(x.shape, axes) == _across(new.x.shape, new.axes)
+        case ir.Dot(), ir.Dot():
+            if old.precision == "default" and {old.a.dtype, old.b.dtype} == {"float32"}:
+                return old.sizes()[3] == new.sizes()[3]  # and see `emit_programs`
+            return ir.DTYPES[old.a.dtype].kind in "iu" or (old.a.shape, old.b.shape) == (new.a.shape, new.b.shape)
+    return True
+
+
+def _across(shape: Sequence[int], axes: Sequence[int]) -> bool:
+    """Whether vectors of a reduction have a sum in each lane, and not terms of one sum."""
+    inner = [k for k, n in enumerate(shape) if n > 1]
+    return bool(inner) and inner[-1] not in axes
+
+
+__all__ = ["coarse_grid", "keeps_bits"]

@@ -1,0 +1,142 @@
+"""Small programs that run as one on CPUs: fewer of them, and not a bit of what they compute is another one."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from draws import draws
+from hypothesis import given
+from native import run_artifact
+from random_kernels import Case, kernels
+from small_tiles import (
+    attention,
+    backwards,
+    histogram,
+    layer,
+    log_sum_exp,
+    look_up,
+    lower_triangle,
+    matmul,
+    normalise,
+    row_maxima,
+    row_sums,
+    running_sums,
+)
+
+import jtile as jt
+from jtile.lowering.cpu import compile_kernel, grids
+from jtile.lowering.cpu.grids import coarse_grid
+from jtile.lowering.cpu.isa import ISAS, host_isa
+from jtile.passes import TILE, run_pipeline
+
+HOST = host_isa()
+RUNNABLE = {"host": HOST} | {
+    name: isa for name, isa in ISAS.items() if isa.arch == HOST.arch and set(isa.features) <= set(HOST.features)
+}
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def small(*shape: int, below: int, dtype=np.int32) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, below, shape).astype(dtype)
+
+
+CASES = [
+    (lower_triangle, draw(130, 126)),
+    (layer, draw(130, 126), draw(250, 126), draw(250)),
+    (log_sum_exp, draw(113, 29)),
+    (log_sum_exp, draw(128, 64)),
+    (backwards, draw(777)),
+    (look_up, draw(128, 8), small(200, below=128)),
+    (row_maxima, draw(113, 29)),
+    (histogram, small(770, below=10)),
+    (matmul, draw(130, 126), draw(126, 250)),
+    (matmul, draw(64, 64), draw(64, 300)),
+    (matmul, small(64, 64, below=100, dtype=np.int8), small(64, 300, below=100, dtype=np.int8)),
+    (attention, draw(130, 16), draw(130, 16), draw(130, 16)),
+    (normalise, draw(113, 16)),
+    (normalise, draw(113, 13)),
+    (row_sums, draw(113, 16)),
+    (row_sums, draw(113, 100)),
+    (running_sums, draw(113, 29)),
+]
+
+
+@pytest.mark.parametrize("isa", RUNNABLE)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name}-{'-'.join(str(x.shape) for x in c[1:])}")
+def test_bits_are_those_of_small_programs(case, isa):
+    kernel, *args = case
+    plain = kernel.lower(*map(jnp.asarray, args), target="cpu").kernel
+    inputs = [*args, *(np.zeros(v.shape, v.type.info.numpy) for v in plain.inputs[len(args) :])]
+    alone = run_artifact(compile_kernel(plain, RUNNABLE[isa], coarse=False), plain, inputs)
+    together = run_artifact(compile_kernel(plain, RUNNABLE[isa]), plain, inputs)
+    assert [x.tobytes() for x in together] == [x.tobytes() for x in alone]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name}-{'-'.join(str(x.shape) for x in c[1:])}")
+def test_there_are_fewer_programs(case):
+    kernel, *args = case
+    plain = kernel.lower(*map(jnp.asarray, args), target="cpu:avx512").kernel
+    artifact = compile_kernel(plain, ISAS["avx512"])
+    alone = kernel is attention or (kernel is row_sums and args[0].shape[1] > 32)  # whose sums are long, or tiles large
+    assert artifact.launch["programs"] <= math.prod(plain.grid) / (1 if alone else 4)
+    assert compile_kernel(plain, ISAS["avx512"], coarse=False).launch["programs"] == math.prod(plain.grid)
+
+
+def test_random_kernels(monkeypatch):
+    made = []
+    for name, value in {"FEWEST": 2, "SMALL": 10_000, "MANY": 1}.items():
+        monkeypatch.setattr(grids, name, value)
+
+    @draws(60, quick=16)
+    @given(kernels())
+    def run(case: Case):
+        kernel = run_pipeline(case.kernel, TILE)
+        if coarse_grid(kernel, HOST) is kernel:
+            return
+        made.append(kernel)
+        alone = run_artifact(compile_kernel(kernel, HOST, coarse=False), kernel, case.inputs)
+        for a, b in zip(alone, run_artifact(compile_kernel(kernel, HOST), kernel, case.inputs), strict=True):
+            assert a.tobytes() == b.tobytes()
+
+    run()
+    assert made
+
+
+def test_rows_of_a_product_have_the_same_bits_among_others():
+    a, b = draw(256, 64), draw(64, 128)
+    whole = np.asarray(matmul(jnp.asarray(a), jnp.asarray(b)))
+    part = np.asarray(matmul(jnp.asarray(a[:8]), jnp.asarray(b)))
+    assert whole[:8].tobytes() == part.tobytes()
+
+
+def test_tasks_of_execution_graphs_keep_their_programs():
+    x = jnp.asarray(draw(512, 64))
+
+    def f(x):
+        return row_maxima(lower_triangle(x))
+
+    want = f(x)
+    assert np.asarray(jax.jit(jt.graph(f))(x)).tobytes() == np.asarray(want).tobytes()
+
+
+def test_gradients_run_as_few_programs_too():
+    x, w, b = map(jnp.asarray, (draw(64, 64), draw(64, 64), draw(64)))
+    got = jax.grad(lambda *args: (layer(*args) ** 2).sum(), (0, 1, 2))(x, w, b)
+    want = jax.grad(lambda x, w, b: (jax.nn.relu(x @ w.T + b[None]) ** 2).sum(), (0, 1, 2))(x, w, b)
+    for g, v in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, v, rtol=1e-4, atol=1e-4)
+
+
+def test_a_grid_of_few_programs_or_of_large_ones_stays():
+    for side in (8, 16):
+        kernel = lower_triangle.lower(jnp.zeros((side, side)), target="cpu:avx512").kernel
+        assert (coarse_grid(kernel, ISAS["avx512"]) is kernel) == (side == 8)
+    kernel = normalise.lower(jnp.zeros((512, 256)), target="cpu:avx512").kernel
+    assert coarse_grid(kernel, ISAS["avx512"]) is kernel
