@@ -34,6 +34,7 @@ from . import (  # noqa: F401  their emitters register themselves
 )
 from .cost import program_cost_ns
 from .emitter import Emitter
+from .gemm import ANY_ORDER, Order
 from .grids import coarse_grid
 from .isa import Isa, host_isa
 from .llvm import Code, Module, Val, i64
@@ -50,12 +51,13 @@ Emitted = tuple[str, dict[str, int | str]]
 def emit_programs(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emitted:
     """`emit_kernel` of a kernel, of whose small programs some may run as one, where that changes no bit of what they
     compute."""
-    coarse = coarse_grid(kernel, isa)
+    coarse, terms = coarse_grid(kernel, isa)
     if coarse is kernel or not any(isinstance(op, ir.Dot) for op in kernel.body.walk()):
         return emit_kernel(coarse, isa, marks)
     _, _, orders = _emit(kernel, isa)  # of the sums of products, which are the emitter's business
-    if len(orders) == 1 and (banks := next(iter(orders))) is not None:
-        text, launch, found = _emit(coarse, isa, marks, banks)
+    if None not in orders and len({order.banks for order in orders if order}) == 1:
+        (banks,) = {order.banks for order in orders if order}
+        text, launch, found = _emit(coarse, isa, marks, Order(banks, terms if banks else 0))
         if found == orders:
             return text, launch
     return emit_kernel(kernel, isa, marks)
@@ -68,9 +70,9 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emit
 
 
 def _emit(
-    kernel: ir.Kernel, isa: Isa, marks: Marks | None = None, banks: int = 0
-) -> tuple[str, dict[str, int | str], set[int | None]]:
-    """`emit_kernel`, and the orders of the sums of its products (`gemm.banks_of`); `banks`: that they shall have."""
+    kernel: ir.Kernel, isa: Isa, marks: Marks | None = None, order: Order = ANY_ORDER
+) -> tuple[str, dict[str, int | str], set[Order | None]]:
+    """`emit_kernel`, and the orders of the sums of its products; `order`: that they shall have."""
     kernel = spans(kernel)
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
@@ -79,7 +81,7 @@ def _emit(
     bufs, dims, begin, end, ws, _ = params = [Val(t, f"%{n}") for t, n in zip(types, names, strict=True)]
     code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
     em = Emitter(kernel, isa, module, code, marks)
-    em.banks = banks
+    em.order = order
     symbols = sizes.load_symbols(code, kernel, dims)
     grid = [sizes.emit_size(code, n, symbols) if isinstance(n, ir.Extent) else i64(max(n, 1)) for n in kernel.grid]
     em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}

@@ -14,7 +14,7 @@ from .convert import is_narrow, is_signed, memory_type
 from .digit_products import Digits
 from .emit_memory import affine_axes, sub_buffer
 from .emitter import Emitter, emits
-from .gemm import GemmSpec, banks_of, emit_gemm
+from .gemm import GemmSpec, emit_gemm, order_of
 from .gemm_modes import STORAGE
 from .llvm import Val, i64
 from .scaled_columns import SCALES, ScaledSpec
@@ -44,10 +44,10 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
     target = _store_target(em, op)
     out, accumulate = (target, False) if target is not None else _output(em, op)
-    spec = GemmSpec(
-        m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate, _is_made(op.b), em.banks
-    )
-    em.orders.add(banks_of(em.isa, spec))
+    terms = em.order.terms if k > em.order.terms > 0 == k % em.order.terms else 0
+    spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate, _is_made(op.b))
+    spec = dataclasses.replace(spec, banks=em.order.banks, terms=terms)
+    em.orders.add(order_of(em.isa, spec))
     gemm = emit_gemm(em.module, em.isa, spec)
     ws = _scratch(em, gemm.workspace)
     _batch(

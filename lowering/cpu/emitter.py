@@ -21,6 +21,7 @@ from ..emitting import Marks, into
 from . import access, digit_products, nibbles, plan
 from .access import Lanes
 from .evaluate import RULES, Point, lazy_reshape
+from .gemm import ANY_ORDER, Order
 from .isa import Isa
 from .llvm import Code, Module, Val, i64
 from .nest import emit_nest
@@ -73,8 +74,8 @@ class Emitter:
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
-        self.banks = 0  # of sums of products, where a kernel asks for them
-        self.orders: set[int | None] = set()  # of the sums of all products, see `gemm.banks_of`
+        self.order = ANY_ORDER  # of the sums of all products that the kernel asks for
+        self.orders: set[Order | None] = set()  # that they have
         self.devices: Devices | None = None  # set in a kernel that talks to other devices
 
     @functools.cached_property

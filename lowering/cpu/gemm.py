@@ -44,6 +44,8 @@ class GemmSpec:
         element of C is then one sum along k, in an order that does not depend on m or n.
       banks: in how many sums the terms of an element are that are added up in the end, where the products runs in
         panels; 0: as many as are fast.
+      terms: how many terms these are the sums of, before they are added to C and the next ones begin; 0: all. It
+        divides k, where the product runs in panels and k is one block.
     """
 
     m: int
@@ -57,6 +59,12 @@ class GemmSpec:
     accumulate: bool = False
     made: bool = False
     banks: int = 0
+    terms: int = 0
+
+    @property
+    def sets(self) -> int:
+        """Sets of accumulators that a block of C has in registers at least; 0: as many as are fast."""
+        return self.banks + (self.terms > 0)
 
     @property
     def name(self) -> str:
@@ -66,6 +74,7 @@ class GemmSpec:
             + "_add" * self.accumulate
             + "_made" * self.made
             + f"_banks{self.banks}" * bool(self.banks)
+            + f"_terms{self.terms}" * bool(self.terms)
         )
         return f"gemm_{self.m}x{self.n}x{self.k}_{self.a}_{self.b}_{self.acc}_{layout}"
 
@@ -92,7 +101,7 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
         return Gemm(_emit_empty(module, isa, spec), 0)
     if spec.trans_a and spec.n <= 4 and spec.m > 8:
         return _emit_turned(module, isa, spec)
-    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made, spec.banks)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made, spec.sets)
     if plan.strategy == "packed" and spec.m > _MAX_ROWS:
         return _emit_split(module, isa, spec, plan)
     if spec.name not in module.functions:
@@ -102,22 +111,32 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
     return Gemm(spec.name, plan.workspace)
 
 
-def banks_of(isa: Isa, spec: GemmSpec) -> int | None:
-    """In how many sums the terms of each element are, one after the other in turns, before these are added up: with as
-    many, the same terms give the same bits, however many rows and columns there are. 0 of integers, whose order nobody
-    sees; None where it is another order, or not one for all elements."""
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The order in which the products of an element are added up: `banks` sums take them in turns, and are added up
+    after `terms` of them. Products of one order have the same bits, however many rows and columns there are."""
+
+    banks: int
+    terms: int
+
+
+ANY_ORDER = Order(0, 0)  # of integers
+
+
+def order_of(isa: Isa, spec: GemmSpec) -> Order | None:
+    """The order of the sums of a product; None where it is another one, or not one for all elements."""
     mode = choose_mode(isa, spec.a, spec.b, spec.acc)
     if mode.acc not in ("float", "double"):
-        return 0
+        return ANY_ORDER
     turned = spec.trans_a and spec.n <= 4 and spec.m > 8
     if mode.kind != "fma" or 0 in (spec.m, spec.n, spec.k) or turned or spec.m > _MAX_ROWS:
         return None
-    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made, spec.banks)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b, spec.made, spec.sets)
     if plan.strategy == "dot" or plan.blocks != 1:
         return None
     blocks = itertools.product(plan.rows, plan.columns)
     counts = {bank_count(mode, PanelShape(r.rows, c.vectors, c.tail, banks=spec.banks)) for r, c in blocks}
-    return counts.pop() if len(counts) == 1 else None
+    return Order(counts.pop(), spec.terms or spec.k) if len(counts) == 1 else None
 
 
 _A, _LDA, _B, _LDB, _C, _LDC, _WORK = _PARAMS = [
@@ -302,6 +321,7 @@ def _row_panels(
         shape = PanelShape(
             rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct,
             fetch=not direct and plan.kc >= _LONG_SUMS * mode.group, banks=spec.banks,
+            terms=spec.terms,
         )  # fmt: skip
         if ahead and fetches_ahead(mode, shape):
             shape = dataclasses.replace(shape, ahead=(ahead, columns.width * BYTES[STORAGE[spec.b]]))

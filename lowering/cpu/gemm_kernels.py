@@ -8,6 +8,8 @@ saves.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 
 from .gemm_modes import BYTES, STORAGE, Mode
 from .gemm_pack import lanes_step, rows_step
@@ -26,6 +28,7 @@ class PanelShape:
     `fetch`: the first-level cache is asked for the block of C before the sums are made.
     `ahead`: rows of B, and bytes of each, that the second-level cache is asked for in every `STEPS_AHEAD` steps.
     `banks`: independent sets of accumulators; 0: so many that a small block has enough sums in flight.
+    `terms`: steps after which the accumulators are added to those of C, and begin with zero again; 0: all of them.
     """
 
     rows: int
@@ -38,6 +41,7 @@ class PanelShape:
     fetch: bool = False
     ahead: tuple[int, int] = (0, 0)
     banks: int = 0
+    terms: int = 0
 
     @property
     def accumulators(self) -> int:
@@ -62,6 +66,7 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         + "_fetch" * s.fetch
         + (f"_ahead{s.ahead[0]}x{s.ahead[1]}" if s.ahead[0] else "")
         + f"_banks{s.banks}" * bool(s.banks)
+        + f"_terms{s.terms}" * bool(s.terms)
     )
     if name in module.functions:
         return name
@@ -71,6 +76,11 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     k = _Panel(Code(module, name, params, attributes=ATTRIBUTES), mode, s, params)
     if s.fetch:
         k.fetch_sums()
+    if s.terms:
+        k.sum_in_parts()
+        _write_block(k.c, mode, dataclasses.replace(s, add=False), k.totals, k.out, k.ldc, k.add)
+        k.c.finish()
+        return name
     k.sum_over_k()
     _add_banks(k.c, mode, k.banks)
     k.correct_signs()
@@ -93,6 +103,34 @@ class _Panel:
         self.checks = [self._accumulator() for _ in range(s.vectors)] if mode.flip and s.direct else []
         self.a_slot, self.b_slot, self.ahead = c.var("ptr", a), c.var("ptr", b), c.var("ptr", ahead)
         self.b_advance = c.mul(self.b_step, mode.group if s.direct else 1)
+
+    @functools.cached_property
+    def totals(self) -> list[list[Val]]:
+        """The block of C, as the kernel finds it if it adds to it, else of zeros."""
+        c, s, size = self.c, self.s, BYTES[self.mode.acc]
+        totals = [[self._accumulator() for _ in range(s.vectors)] for _ in range(s.rows)]
+        if s.add:
+            with c.when(self.add):
+                for r, row in enumerate(totals):
+                    for v, slot in enumerate(row):
+                        ptr = offset(c, self.out, c.add(c.mul(self.ldc, r), v * self.mode.lanes), size)
+                        count = s.tail if v == s.vectors - 1 else self.mode.lanes
+                        c.store(load_part(c, self.mode.isa, self.mode.acc, ptr, self.mode.lanes, count), slot)
+        return totals
+
+    def sum_in_parts(self) -> None:
+        """Add the sums of every `terms` steps to the block of C."""
+        c, count, terms = self.c, len(self.banks), self.s.terms
+        totals, plus = self.totals, _plus(self.mode)
+        with c.loop(0, self.steps, terms):
+            for slot in itertools.chain.from_iterable(itertools.chain.from_iterable(self.banks)):
+                c.store(zeros(self.ty), slot)
+            for k in range(terms):  # as `sum_over_k` does
+                self.step(self.banks[k % count if k < terms // count * count else 0], self.mode.group)
+            _add_banks(c, self.mode, self.banks)
+            for row, sums in zip(totals, self.banks[0], strict=True):
+                for total, part in zip(row, sums, strict=True):
+                    c.store(c.binary(plus, c.load(self.ty, total), c.load(self.ty, part)), total)
 
     def _accumulator(self) -> Val:
         return self.c.var(self.ty, zeros(self.ty))

@@ -111,9 +111,9 @@ def split_columns(n: int, lanes: int, vectors: int) -> tuple[Columns, ...]:
 
 
 def make_plan(
-    mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool, made: bool = False, banks: int = 0
+    mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool, made: bool = False, sets: int = 0
 ) -> Plan:
-    """Choose the strategy for C[m, n] = A[m, k] . B[k, n]; all sizes at least 1. `made`, `banks`: see `GemmSpec`."""
+    """Choose the strategy for C[m, n] = A[m, k] . B[k, n]; all sizes at least 1. `made`, `sets`: see `GemmSpec`."""
     vector = mode.lanes * mode.group
     long_k = k >= 2 * vector
     if made and trans_b and not trans_a and mode.kind == "fma" and long_k:
@@ -124,8 +124,8 @@ def make_plan(
     if m <= thin and trans_b and (long_k or n <= 4):
         return _dot_plan(mode, m, n, k, swap=False, contiguous=not trans_a)
     if m <= thin and not trans_b:
-        return _direct_plan(mode, m, n, k, trans_a, banks)
-    return _packed_plan(mode, m, n, k, trans_a, trans_b, banks)
+        return _direct_plan(mode, m, n, k, trans_a, sets)
+    return _packed_plan(mode, m, n, k, trans_a, trans_b, sets)
 
 
 def _fills_tiles(mode: Mode, k: int) -> bool:
@@ -174,8 +174,8 @@ def _panel_vectors(n: int, lanes: int, most: int) -> int:
     return even[0] if even else most
 
 
-def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, banks: int) -> Plan:
-    budget = (24 if mode.isa.registers == 32 else 10 if mode.kind == "fma" else 8) // max(banks, 1)
+def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, sets: int) -> Plan:
+    budget = (24 if mode.isa.registers == 32 else 10 if mode.kind == "fma" else 8) // max(sets, 1)
     usual = m if mode.isa.registers == 32 else min(m, 6)
     rows = split_rows(m, usual, usual)
     vectors = max(1, min(16, (budget - (budget // 4) * mode.flip) // rows[0].rows))
@@ -193,15 +193,16 @@ def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, banks: int) 
     return Plan("direct", mode, False, layout, rows, columns, width, kc, blocks, a_bytes, 0, 0)
 
 
-def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool, banks: int) -> Plan:
+def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool, sets: int) -> Plan:
     if _fills_tiles(mode, k):
         mode = dataclasses.replace(mode, tiles=True)
         height, vectors = block_of_tiles(m, n)
         rows = _rows_of_tiles(m, height)
     else:
         usual, most, vectors = register_block(mode.isa, mode.kind, n <= mode.lanes)
-        if banks > 1:
-            usual, most = -(-usual // banks), max(most // banks, -(-usual // banks))
+        if sets > 1:
+            usual = max((24 if mode.isa.registers == 32 else 12) // (vectors * sets), 1)
+            most = usual + (mode.isa.registers == 32)
         rows = split_rows(m, usual, most)
     columns = split_columns(n, mode.lanes, vectors)
     kc, blocks = _k_blocks(mode, k, _B_BLOCK_UNIT_BYTES // mode.unit_bytes * mode.group)

@@ -20,30 +20,33 @@ ROW = 256  # elements along the last axis of arrays, and of vectors that are all
 VECTOR = 2048
 SIDE = 16  # of tiles that are transposed: rows of an array that lie a power of two apart share few sets of a cache
 ROWS = 64
-PRODUCT = 64, 32  # columns and rows of products
+PRODUCT = 64, 64  # columns and rows of products
 TERMS = 128  # along the axis that a loop of products sums over, in one of its rounds
 TERMS_OF_ROW = 1024  # and of a loop that reduces a row
 MANY = 32  # programs that are left in any case where one of them takes longer than
 LONG_NS = 16000
 
 
-def coarse_grid(kernel: ir.Kernel, isa: Isa) -> ir.Kernel:
-    """The kernel with a coarser grid, where its programs are small and may run together; else the kernel itself."""
+def coarse_grid(kernel: ir.Kernel, isa: Isa) -> tuple[ir.Kernel, int]:
+    """The kernel with a coarser grid, where its programs are small and may run together, else the kernel itself; and
+    after how many terms the sums of products are to be added up where rounds have become longer, or 0."""
     if not all(isinstance(n, int) for n in kernel.grid) or math.prod(kernel.grid) < FEWEST or _largest(kernel) >= SMALL:
-        return kernel
+        return kernel, 0
     wide = max((ir.DTYPES[r.dtype].bits for op in kernel.body.walk() for r in op.results), default=32)
     row = 2 * isa.lanes(max(wide, 32))
-    keeps = lambda old, new: keeps_bits(old, new, row)
-    kernel = _longer_rounds(kernel, keeps)
+    terms: set[int] = set()
+    keeps = lambda old, new: keeps_bits(old, new, row, terms)
+    kernel = _longer_rounds(kernel, keeps, terms)
     for axis in reversed(range(len(kernel.grid))) if _largest(kernel) < SMALL else ():
         count = _count(kernel, axis, isa)
         made = coarsen(kernel, axis, count, keeps) if count > 1 else None
         kernel = made or kernel
-    return kernel
+    return kernel, max(terms, default=0)
 
 
-def _longer_rounds(kernel: ir.Kernel, keeps: Callable[[ir.Op, ir.Op], bool]) -> ir.Kernel:
-    """The kernel, whose loops over small tiles take several of them in a round."""
+def _longer_rounds(kernel: ir.Kernel, keeps: Callable[[ir.Op, ir.Op], bool], terms: set[int]) -> ir.Kernel:
+    """The kernel, whose loops over small tiles take several of them in a round. `terms`: of products of floats that
+    were in one round."""
     for number in range(sum(isinstance(op, ir.For) for op in kernel.body.walk())):
         loop = [op for op in kernel.body.walk() if isinstance(op, ir.For)][number]  # as many as there were
         loads = [op for op in loop.body.walk() if isinstance(op, ir.Load)]
@@ -52,7 +55,12 @@ def _longer_rounds(kernel: ir.Kernel, keeps: Callable[[ir.Op, ir.Op], bool]) -> 
             continue
         most = TERMS if any(isinstance(op, ir.Dot) for op in loop.body.walk()) else TERMS_OF_ROW
         count = next((n for n in range(min(trips, most // max(sides)), 1, -1) if trips % n == 0), 1)
-        kernel = coarsen(kernel, loop, count, keeps) or kernel
+        before = set(terms)
+        made = coarsen(kernel, loop, count, keeps)
+        if made is None or len(terms) > 1:
+            terms &= before
+        else:
+            kernel = made
     return kernel
 
 
@@ -113,11 +121,12 @@ def _tile(op: ir.Load | ir.Store | ir.Atomic) -> ir.TileType:
 # -- bits -----------------------------------------------------------------------------------------------------------
 
 
-def keeps_bits(old: ir.Op, new: ir.Op, row: int) -> bool:
+def keeps_bits(old: ir.Op, new: ir.Op, row: int, terms: set[int]) -> bool:
     """Whether sums and products have the bits that they had.
 
     Args:
       row: elements of a sum that is alone in its program, from which it is summed in chains.
+      terms: gets the terms that a product of floats had, if it has more now.
     """
     match old, new:
         case ir.Reduce(x, fn, axes), ir.Reduce():
@@ -129,7 +138,9 @@ def keeps_bits(old: ir.Op, new: ir.Op, row: int) -> bool:
             return _across(x.shape, axes) == _across(new.x.shape, new.axes)
         case ir.Dot(), ir.Dot():
             if old.precision == "default" and {old.a.dtype, old.b.dtype} == {"float32"}:
-                return old.sizes()[3] == new.sizes()[3]  # and see `emit_programs`
+                if old.sizes()[3] != new.sizes()[3]:
+                    terms.add(old.sizes()[3])
+                return True  # and see `emit_programs`
             return ir.DTYPES[old.a.dtype].kind in "iu" or (old.a.shape, old.b.shape) == (new.a.shape, new.b.shape)
     return True
 
