@@ -403,13 +403,18 @@ def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> None:
     kept_shape = tuple(1 if k == axis else n for k, n in enumerate(shape))
     lane = vector_axis(kept_shape)
     scalar = lane is None or lane < axis
+    wide = width(em, shape[axis], em.bits([op.x])) if scalar else 1
+    main = shape[axis] // wide * wide
 
     def body(p: Point) -> None:
         n = p.lanes.count
-        first = Point(em, shape, p.ix, p.lanes, False)
-        best = code.var(register_type(dtype, n), first.full(op.x, p.ix))
-        where = code.var(vec(n, "i64"), code.splat(i64(0), n))
-        with code.loop(1, shape[axis]) as i:
+        if wide > 1 and main >= 2 * wide:
+            start, (value, place) = main, _best_of_vectors(em, op, list(p.ix), wide, main)
+        else:
+            first = Point(em, shape, p.ix, p.lanes, False)
+            start, value, place = 1, first.full(op.x, p.ix), code.splat(i64(0), n)
+        best, where = code.var(register_type(dtype, n), value), code.var(vec(n, "i64"), place)
+        with code.loop(start, shape[axis]) as i:
             q = Point(em, shape, tuple(_with(list(p.ix), axis, i)), p.lanes, False)
             x = q.full(op.x, q.ix)
             old = code.load(x.ty, best)
@@ -422,6 +427,38 @@ def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> None:
 
     emit_nest(em, kept_shape, max(em.bits([op.x]), plan.register_bits(op.dtype)), body, scalar=scalar)
     em.set_buffer(op.result, out)
+
+
+def _best_of_vectors(em: Emitter, op: ir.ArgReduce, index: list[Ix], wide: int, main: int) -> tuple[Val, Val]:
+    """The extreme of the first `main` elements of a row and its position: every lane has one of its own, of elements
+    `wide` apart, and the first of the best lanes wins."""
+    code, dtype, lanes = em.code, op.x.dtype, Lanes(wide)
+
+    def at(i: Val) -> Val:
+        p = Point(em, op.x.shape, tuple(_lane(index, op.axis, i, lanes)), lanes)
+        return p.full(op.x, p.ix)
+
+    i32 = lambda n: Val("i32", str(n))
+    best = code.var(register_type(dtype, wide), at(i64(0)))
+    place = code.var(vec(wide, "i32"), code.splat(i32(0), wide))
+    with code.loop(wide, main, wide) as i:
+        x = at(i)
+        old, before = code.load(x.ty, best), code.load(vec(wide, "i32"), place)
+        better = _better(em, op.fn, x, old, dtype)
+        code.store(code.select(better, x, old), best)
+        code.store(code.select(better, code.splat(code.cast("trunc", i, "i32"), wide), before), place)
+    pick = lambda v, k: code.let(scalar_of(v.ty), f"extractelement {v}, i64 {k}")
+    every, places = code.load(register_type(dtype, wide), best), code.load(vec(wide, "i32"), place)
+    value, first = pick(every, 0), pick(places, 0)
+    for k in range(1, wide):
+        x, here = pick(every, k), code.binary("add", pick(places, k), i32(k))
+        same = emit_elementwise(code, em.isa, "eq", [x, value], dtype)
+        if ir.DTYPES[dtype].kind == "f":
+            same = code.binary("or", same, code.binary("and", *(code.cmp("fcmp", "uno", v, v) for v in (x, value))))
+        earlier = code.binary("and", same, code.cmp("icmp", "slt", here, first))
+        better = code.binary("or", _better(em, op.fn, x, value, dtype), earlier)
+        value, first = code.select(better, x, value), code.select(better, here, first)
+    return value, code.cast("sext", first, "i64")
 
 
 def _better(em: Emitter, fn: str, x: Val, old: Val, dtype: str) -> Val:
