@@ -97,6 +97,8 @@ def _emit(
         em.env[r] = dataclasses.replace(em.new_buffer(r.shape, r.dtype), owned=False)
     if kernel.devices:
         em.devices = emit_devices.Devices(em)
+    if not kernel.devices and any(isinstance(op, ir.Atomic) for op in kernel.body.walk()):
+        em.alone = code.cmp("icmp", "eq", code.sub(end, begin), functools.reduce(code.mul, grid, i64(1)))
     with code.loop(begin, end) as p:
         em.program = dict(enumerate(_place(code, p, grid)))
         em.block(kernel.body)

@@ -38,22 +38,29 @@ def _atomic(em: Emitter, op: ir.Atomic) -> None:
             em, shape, plan.register_bits(out.dtype), lambda p: access.write(em.code, em.isa, out, p.ix, zero, p.lanes)
         )
 
-    def body(p: Point) -> None:
+    def body(p: Point, alone: bool) -> None:
         spot = locate(p, op, p.ix)
         value = p.at(op.value, p.ix)
         compare = p.at(op.compare, p.ix) if op.compare is not None else None
         with em.code.when(spot.ok if spot.ok is not None else Val("i1", "true")):
-            old = _one(em, op, spot, value, compare)
+            old = _one(em, op, spot, value, compare, alone)
             if used:
                 access.write(em.code, em.isa, out, p.ix, old, Lanes(1))
 
     bounds = {0: (i64(0), i64(shape[0]))} if shape else {}
-    emit_nest(em, shape, 32, body, scalar=True, bounds=bounds)
+    update = lambda alone: emit_nest(em, shape, 32, lambda p: body(p, alone), scalar=True, bounds=bounds)
+    if em.alone is None or is_packed(op.ref) or op.ref.type.role == "scratch":
+        update(False)
+    else:  # one thread runs all programs: a locked addition takes some twenty cycles, and waits for what is before it
+        with em.code.when(em.alone):
+            update(True)
+        with em.code.when(em.code.binary("xor", em.alone, Val("i1", "true"))):
+            update(False)
     em.set_buffer(op.result, out)
 
 
-def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
-    """Update one element; returns its old value in register form."""
+def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None, alone: bool) -> Val:
+    """Update one element; returns its old value in register form. `alone`: no other program runs meanwhile."""
     code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
     info = ir.DTYPES[dtype]
     if is_packed(op.ref):
@@ -61,7 +68,7 @@ def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None
     ty = memory_type(dtype)
     ptr = code.gep(ty, ref.ptr, spot.linear)
     word = _WORD[access._BYTES[ty]]
-    if op.ref.type.role == "scratch":
+    if alone or op.ref.type.role == "scratch":
         return _private(em, op, ptr, value, compare)
     if info.kind in "iu" and op.fn in (*_NATIVE, "max", "min"):
         name = _NATIVE.get(op.fn) or (op.fn if info.kind == "i" else "u" + op.fn)

@@ -74,6 +74,7 @@ class Emitter:
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
+        self.alone: Val | None = None  # whether these are all programs of the grid, so that no others run meanwhile
         self.order = ANY_ORDER  # of the sums of all products that the kernel asks for
         self.orders: set[Order | None] = set()  # that they have
         self.devices: Devices | None = None  # set in a kernel that talks to other devices
