@@ -215,7 +215,7 @@ def _padded(em: Emitter, op: ir.Load, axes: list[Axis], direct: Buffer, checked:
 def _snapshot_safe(em: Emitter, op: ir.Load) -> bool:
     """Whether the value may be read from the Ref later: nothing writes the Ref before the last reader is done."""
     last = _last_read(em, op.result)
-    group = _buffer_group(em.kernel, op.ref)
+    group = plan.same_memory(em.kernel, op.ref)
     ops = em.plan.block.ops
     for k in range(em.pos + 1, min(last + 1, len(ops))):
         if _writes(ops[k], group) and not (k == last and _same_element(em, op, ops[k])):
@@ -235,15 +235,6 @@ def _last_read(em: Emitter, v: ir.Value) -> int:
                 seen.update(fresh)
                 todo += fresh
     return best
-
-
-def _buffer_group(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
-    """The parameters that share memory with `ref`, on this device or on another."""
-    out = {ir.root(ref)}
-    for i, o in kernel.aliases:
-        pair = {kernel.inputs[i], kernel.outputs[o]}
-        out |= pair if pair & out else set()
-    return out
 
 
 def _writes(op: ir.Op, group: set[ir.Value]) -> bool:
@@ -409,6 +400,8 @@ def _store_together(em: Emitter, stores: list[tuple[ir.Store, list[Axis]]]) -> N
     """Stores of whole tiles of one shape in one nest: what they share is computed once and need not be kept."""
     ops, shape = [op for op, _ in stores], stores[0][0].value.shape
     roots = [op.value for op in ops]
+    for op in ops:
+        em.arena.touch(em.rep(op.ref).alloc)
     em.prepare(roots, shape)
     em.flagged -= together.alone(em, roots, ops, [])
     targets = [sub_buffer(em, em.rep(op.ref), axes, shape) for op, axes in stores]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jtile import ir
 
-from . import access
+from . import access, plan
 from .access import Lanes
 from .convert import memory_type, to_memory
 from .llvm import Code, Val, i64, lanes_of, shuffle
@@ -45,26 +45,9 @@ def is_stored_next(em: Emitter, op: ir.Concat) -> bool:
     n = len(op.xs)
     whole = isinstance(last, ir.Span) and (last.size, last.stride) == (n, 1) and following.ref.shape[-1] == n
     taken = any(isinstance(d, ir.Take) for d in following.index)
-    return whole and not taken and following.mask is None and not _reads(op, _shared(em.kernel, following.ref))
-
-
-def _shared(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
-    """The Refs that may share memory with one that is stored to."""
-    pairs = [{kernel.inputs[i], kernel.outputs[o]} for i, o in kernel.aliases]
-    return {ref}.union(*[pair for pair in pairs if ref in pair])
-
-
-def _reads(op: ir.Op, refs: set[ir.Value]) -> bool:
-    """Whether an expression loads from one of the Refs: then it is computed before anything is stored to the Ref."""
-    todo, seen = [op], {op}
-    while todo:
-        at = todo.pop()
-        if isinstance(at, ir.Load | ir.Atomic) and at.ref in refs:
-            return True
-        made = [v.op for v in at.operands() if v.op is not None and v.op not in seen]
-        seen.update(made)
-        todo += made
-    return False
+    simple = whole and not taken and following.mask is None
+    # What is loaded from the Ref is computed before anything is stored to it.
+    return simple and not plan.loads_from(op, plan.same_memory(em.kernel, following.ref))
 
 
 def emit(em: Emitter, pair: tuple[ir.Value, ...], into: Buffer, bounds: Bounds) -> None:

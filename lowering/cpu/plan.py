@@ -101,6 +101,28 @@ def written_refs(kernel: ir.Kernel) -> set[ir.Value]:
     return out | set(kernel.shared)
 
 
+def same_memory(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
+    """The parameters that share memory with `ref`, on this device or on another."""
+    out = {ir.root(ref)}
+    for i, o in kernel.aliases:
+        pair = {kernel.inputs[i], kernel.outputs[o]}
+        out |= pair if pair & out else set()
+    return out
+
+
+def loads_from(op: ir.Op, refs: set[ir.Value]) -> bool:
+    """Whether an expression loads from one of the Refs, however far down."""
+    todo, seen = [op], {op}
+    while todo:
+        at = todo.pop()
+        if isinstance(at, ir.Load | ir.Atomic) and ir.root(at.ref) in refs:
+            return True
+        made = [v.op for v in at.operands() if v.op is not None and v.op not in seen]
+        seen.update(made)
+        todo += made
+    return False
+
+
 def amplifies(user: ir.Op, v: ir.Value) -> bool:
     """Does `user` read each element of `v` many times?"""
     return isinstance(user, ir.Broadcast) and math.prod(user.shape) > v.type.size

@@ -23,9 +23,10 @@ def beside(em: Emitter, root: ir.Value) -> list[ir.Value]:
 
 
 def behind(em: Emitter, op: ir.Store) -> list[ir.Store]:
-    """The stores right behind this one, of values of the same shape that share what they are made of, to other Refs.
+    """The stores right behind this one, of values of the same shape that share what they are made of, to the memory of
+    other Refs, from which the stores in front load nothing: a load may stand in its Ref until its last reader is done.
     They write whole tiles, or the caller sees that they do."""
-    found, refs = [], {op.ref}
+    found, refs = [], {ir.root(op.ref)}
     shared = {v for v, at_its_own in em.tree(op.value) if at_its_own and v in em.flagged}
     for other in em.plan.block.ops[em.pos + 1 :]:
         if not isinstance(other, ir.Store):
@@ -35,12 +36,15 @@ def behind(em: Emitter, op: ir.Store) -> list[ir.Store]:
         simple = (
             other.mask is None and not is_packed(other.ref) and not any(isinstance(d, ir.Take) for d in other.index)
         )
-        if not simple or other.ref in refs or other.value.shape != op.value.shape:
+        memory = plan.same_memory(em.kernel, other.ref)
+        if not simple or refs & memory or other.value.shape != op.value.shape:
             break
         if not isinstance(em.env.get(other.value), Lazy) or not any(_reads(em, other.value, v) for v in shared):
             break
+        if any(plan.loads_from(o.value.op, memory) for o in (op, *found)):
+            break
         found.append(other)
-        refs.add(other.ref)
+        refs |= memory
     return found
 
 

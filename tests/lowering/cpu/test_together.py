@@ -28,6 +28,10 @@ CASES = {
         START + A + f"%again = load %o[tile(%i, 8), tile(%c0, 48)] : {T}   %b2 = add %b, %again : {T}   "
         + STORE.format("p", "b2"), 16, True,
     ),
+    "the first reads backwards what the second overwrites": (
+        START + STORE.format("p", "x0") + f"%p0 = load %p[tile(%i, 8), tile(%c0, 48)] : {T}   "
+        f"%r = reverse %p0 axes=(1) : {T}   %a2 = add %a, %r : {T}   " + STORE.format("o", "a2") + B, 16, True,
+    ),
     "one array twice": (START + A + STORE.format("o", "b") + B, 16, True),
     "a sum reads it behind": (
         START + A + B + f"%s = reduce sum %e axes=(1) : tile<8xf32>   %w = broadcast %s dims=(0) : {T}   "
@@ -66,4 +70,19 @@ def test_in_place():
     both, other = x.copy(), np.full((16, 48), 7, np.float32)
     run_image(art.image, [both, both, other], **{k: art.launch[k] for k in LAUNCH})
     for found, want in zip((both, other), expected, strict=True):
+        np.testing.assert_allclose(found, want, rtol=2e-6, atol=2e-6)
+
+
+def test_the_first_reads_an_input_that_the_second_overwrites():
+    body = f"""{START} %y0 = load %y[tile(%i, 8), tile(%c0, 48)] : {T}   %r = reverse %y0 axes=(1) : {T}
+        %a2 = add %a, %r : {T}   {STORE.format("o", "a2")}   {B}"""
+    array = "ref<16x48xf32"
+    text = f"kernel @k(%x: {array}>, %y: {array}>, %o: {array}, out>, %p: {array}, out>) grid(2) alias(%y = %p)"
+    kernel = run_pipeline(ir.parse_kernel(f"{text} {{\n{body}\n}}"), TILE)
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 48)).astype(np.float32)
+    art = compile_kernel(kernel)
+    expected = interpret(kernel, [x, y])
+    both, other = y.copy(), np.full((16, 48), 7, np.float32)
+    run_image(art.image, [x, both, other, both], **{k: art.launch[k] for k in LAUNCH})
+    for found, want in zip((other, both), expected, strict=True):
         np.testing.assert_allclose(found, want, rtol=2e-6, atol=2e-6)
