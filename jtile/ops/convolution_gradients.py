@@ -283,7 +283,8 @@ def _depthwise_dw_by_rows(x, g, window: Sides, stride: Sides, pads: Pads):
     channels, (height, width) = g.shape[-1], g.shape[1:3]
     bn, bh = fit(width * channels, 1024), jt.cdiv(height, jt.cdiv(height, 14))
     blocks = window[1] * jt.cdiv(width * channels, bn)
-    splits = max(1, min(g.shape[0] * jt.cdiv(height, bh), 2 * machine().sums // blocks))
+    most = (2 if width > 1 and window[0] <= 4 else 1) * machine().sums // blocks  # of an H200
+    splits = max(1, min(g.shape[0] * jt.cdiv(height, bh), most))
     flat = lambda z: z.reshape(*z.shape[:2], -1)
     run = tuned(depthwise_weight_rows, num_warps=4)
     given = {"window": tuple(window), "channels": channels, "pads": pads, "stride": stride}
