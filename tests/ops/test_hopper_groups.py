@@ -133,7 +133,7 @@ def test_thousands_of_calls_have_the_same_bits(kind, activation):
 
     @jax.jit
     def others(first, x, w):
-        once = lambda _, count: count + (f(*jax.lax.optimization_barrier((x, w))) != first).any()
+        once = lambda _, count: count + (f(*jax.lax.optimization_barrier((x, w))) != first).any().astype(jnp.int32)
         return jax.lax.fori_loop(0, 4000, once, jnp.int32(0))
 
     assert others(first, x, w) == 0
