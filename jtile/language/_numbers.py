@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import reprlib
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
@@ -16,6 +19,15 @@ from jtile.language._place import user_place
 def kind_of(v) -> str:
     """What a value is, for errors."""
     return f"{v.dtype}{list(v.shape)}" if hasattr(v, "dtype") else repr(v)
+
+
+def tile_of(x: Any, what: str) -> jax.Array:
+    """A tile or a number as a tile; what can be neither is an error that names it."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        got = f"{reprlib.repr(x)}, which is a {type(x).__name__}"
+        raise KernelTypeError(f"{what} is a tile or a number, got {got}", user_place()) from None
 
 
 def number(v, dtype, what: str) -> complex | int | bool:

@@ -13,6 +13,7 @@ from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._parts import is_key
 from jtile.language._axes import axis_number
+from jtile.language._numbers import tile_of
 from jtile.language._place import user_place
 from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
 from jtile.language._sizes import is_dynamic, static
@@ -118,7 +119,7 @@ def arange(start, stop=None, step=1, dtype=None) -> jax.Array:
         start, stop = 0, start
     for v in (start, stop, step):
         static(v, "a bound of jt.arange")
-    if any(isinstance(v, core.Tracer) for v in (start, stop, step)):
+    if _any_traced((start, stop, step)):
         raise KernelTypeError("the bounds of jt.arange are Python numbers; write start + jt.arange(n)", user_place())
     if dtype is None and all(isinstance(v, int | np.integer) for v in (start, stop, step)):
         dtype = np.int32
@@ -144,7 +145,7 @@ def zeros(shape, dtype: Any = np.float32) -> jax.Array:
     Returns:
       The tile.
     """
-    return jnp.zeros(shape, dtype)
+    return jnp.zeros(_known(shape, "jt.zeros"), dtype)
 
 
 def ones(shape, dtype: Any = np.float32) -> jax.Array:
@@ -157,7 +158,7 @@ def ones(shape, dtype: Any = np.float32) -> jax.Array:
     Returns:
       The tile.
     """
-    return jnp.ones(shape, dtype)
+    return jnp.ones(_known(shape, "jt.ones"), dtype)
 
 
 def full(shape, value, dtype=None) -> jax.Array:
@@ -175,7 +176,23 @@ def full(shape, value, dtype=None) -> jax.Array:
         kinds = {bool: np.bool_, int: np.int32, float: np.float32}
         dtype = next((d for kind, d in kinds.items() if isinstance(value, kind)), np.complex64)
         _fits_int32(value, "jt.full")
-    return jnp.full(shape, value, dtype)
+    value = value if isinstance(value, bool | int | float | complex) else tile_of(value, "the number of jt.full")
+    return jnp.full(_known(shape, "jt.full"), value, dtype)
+
+
+def _known(shape, what: str):
+    """`shape`, whose sizes the kernel does not compute."""
+    if isinstance(shape, core.Tracer) or (isinstance(shape, tuple | list) and _any_traced(shape)):
+        raise KernelTypeError(
+            f"the shape of {what} is known when the kernel is traced, and this one has a number that the kernel "
+            "computes: take a meta-parameter or a size of an argument, and a mask for what is shorter",
+            user_place(),
+        )
+    return shape
+
+
+def _any_traced(values) -> bool:
+    return any(isinstance(v, core.Tracer) for v in values)
 
 
 def like(x, shape=None, dtype=None) -> Any:
@@ -245,7 +262,7 @@ def assert_(cond, message: str = "") -> None:
         if not cond:
             raise KernelValueError(f"jt.assert_ failed while the kernel was traced: {message}", user_place())
         return
-    cond = jnp.asarray(cond)
+    cond = tile_of(cond, "what jt.assert_ asks")
     if cond.dtype != np.bool_:
         raise KernelTypeError(f"jt.assert_ takes a bool, got {cond.dtype}", user_place())
     assert_p.bind(cond, message=str(message))

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jtile import ir
@@ -20,6 +19,7 @@ from jtile.ir.block import holds
 from jtile.language import _block_primitives as prims
 from jtile.language import _level
 from jtile.language._index import Access, Span, Take
+from jtile.language._numbers import tile_of
 from jtile.language._place import user_place
 from jtile.language.atomics import Place
 from jtile.language.refs import Ref, TileView, _operands, _tracer, _writable, as_ref
@@ -339,7 +339,7 @@ def dot_wait(*values: Any, pending: int = 0) -> Any:
 def _tile(x: Any, what: str) -> jax.Array:
     if isinstance(x, Ref):
         raise KernelTypeError(f"{what} is the Ref {x.name}; copy it to shared memory with jt.async_copy", user_place())
-    return jnp.asarray(x)
+    return tile_of(x, what)
 
 
 __all__ = [

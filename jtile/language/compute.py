@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._parts import is_complex
+from jtile.language._numbers import tile_of
 from jtile.language._place import user_place
 from jtile.language._primitives import dot_p, dot_scaled_p, reduce_p, scan_p, sum_dtype
 from jtile.language.refs import Ref
@@ -45,7 +46,7 @@ def precision_name(p) -> str:
 def _tile(x, what: str):
     if isinstance(x, Ref):
         raise KernelTypeError(f"{what} is the Ref {x.name}; load it first: {x.name}[...]", user_place())
-    return jnp.asarray(x)
+    return tile_of(x, what)
 
 
 def dot(a, b, acc=None, *, precision=None) -> jax.Array:

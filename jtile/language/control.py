@@ -17,6 +17,7 @@ import numpy as np
 from jax import core, lax
 
 from jtile._errors import KernelSyntaxError, KernelTypeError, KernelValueError
+from jtile.language._numbers import kind_of, tile_of
 from jtile.language._place import user_place
 from jtile.language._primitives import loop_hint_p
 from jtile.language._sizes import as_value, integer
@@ -38,9 +39,10 @@ class Range:
 
     def __iter__(self) -> Iterator[jax.Array]:
         raise KernelSyntaxError(
-            "jt.range loops need the source of the function around them, and jtile has not rewritten this one: "
-            "decorate a helper with @jt.function; where there is no source (REPL, lambda, exec), write the function to "
-            "a file, or register its text with linecache, or write jt.fori(n, body, init)",
+            "jt.range belongs in a for statement of a function that jtile has rewritten, and this is none: write the "
+            "loop as a statement (no comprehension, list() or zip()), and decorate a helper with @jt.function; where "
+            "there is no source (REPL, lambda, exec), write the function to a file, or register its text with "
+            "linecache, or write jt.fori(n, body, init)",
             user_place(),
         )
 
@@ -77,7 +79,7 @@ def _bound(v, what: str = "a bound") -> Any:
     if isinstance(v, int | np.integer) and not isinstance(v, bool):
         return int(v) if -(2**31) <= v < 2**31 else int(integer(v, "a bound of jt.range", "nest two loops"))
     if isinstance(v, bool) or not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
-        raise KernelTypeError(f"{what} of jt.range is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
+        raise KernelTypeError(f"{what} of jt.range is an integer scalar, got {kind_of(v)}", user_place())
     return v
 
 
@@ -163,7 +165,7 @@ def fori(bounds, body: Callable, init: Any = None, *, stages: int | None = None,
     r = dataclasses.replace(r, stages=stages or r.stages, unroll=unroll if unroll != 1 else r.unroll)
     leaves, treedef = jax.tree.flatten(init)
     place = user_place()
-    leaves = [jnp.asarray(v) for v in leaves]
+    leaves = [tile_of(v, "the carry of jt.fori") for v in leaves]
 
     def flat(k, carry):
         out, got = jax.tree.flatten(body(k, treedef.unflatten(carry)))
@@ -176,7 +178,7 @@ def fori(bounds, body: Callable, init: Any = None, *, stages: int | None = None,
 
 def checked_carry(what: str, old, new, place):
     """`new` as the next value of a loop carry `old`: it keeps shape and dtype, where Python numbers adapt."""
-    new = jnp.asarray(new)
+    new = tile_of(new, what)
     fits = new.shape == old.shape and (
         new.dtype == old.dtype
         or (old.weak_type and _adapts(old.dtype, new.dtype))  # lax gives the start the dtype of the rounds

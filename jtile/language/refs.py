@@ -16,7 +16,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile._parts import is_complex, is_key
 from jtile.language import _index
 from jtile.language._index import Access, At, Tile
-from jtile.language._numbers import kind_of, number
+from jtile.language._numbers import kind_of, number, tile_of
 from jtile.language._place import user_place
 from jtile.language._primitives import load_p, store_p
 from jtile.language._sizes import as_value, is_dynamic, side, static
@@ -287,7 +287,7 @@ def _operands(a: Access) -> list[Any]:
 def _mask(a: Access, mask) -> list[Any]:
     if mask is None:
         return []
-    mask = jnp.asarray(mask)
+    mask = tile_of(mask, "a mask")
     if mask.dtype != np.bool_:
         raise KernelTypeError(f"a mask is bool, got {mask.dtype}", user_place())
     return [a.before(mask)]
@@ -300,7 +300,7 @@ def _value(x: Ref | TileView, a: Access, value, what: str):
         raise KernelTypeError(f"{value.name} is a Ref; load it before it is stored: {value.name}[...]", user_place())
     if isinstance(value, bool | int | float | complex) and not is_key(x.dtype):
         value = jnp.asarray(number(value, x.dtype, f"the value of this {what} to {x.name}"), x.dtype)
-    value = jnp.asarray(value)
+    value = tile_of(value, f"the value of this {what} to {x.name}")
     value = _adapted(value, x.dtype)
     if value.dtype != x.dtype:
         cast = f"convert it: value.astype({x.name}.dtype)"
@@ -360,7 +360,7 @@ def load(x, index, mask=None, other=None) -> jax.Array:
 
 def _filled(x, out, mask, other):
     """A loaded tile with the lanes of a traced `other` where `mask` is false."""
-    other = _adapted(jnp.asarray(other), x.dtype)
+    other = _adapted(tile_of(other, "other"), x.dtype)
     if other.dtype != x.dtype:
         raise KernelTypeError(f"other has dtype {other.dtype.name}, but {x.name} has {x.dtype.name}", user_place())
     other = _index.broadcast(other, out.shape)

@@ -15,6 +15,7 @@ from jtile._parts import is_complex, is_key
 from jtile.ir.block import nbytes
 from jtile.language import _block_primitives as prims
 from jtile.language import _level
+from jtile.language._numbers import kind_of, tile_of
 from jtile.language._place import user_place
 from jtile.language._sizes import static
 from jtile.language.refs import Ref, refuse_arithmetic
@@ -39,7 +40,7 @@ def index_value(v: Any, what: str) -> Any:
     """An int or integer scalar as an int32 operand."""
     traced = hasattr(v, "dtype")
     if isinstance(v, bool) or not (traced or isinstance(v, int)) or jnp.ndim(v):
-        raise KernelTypeError(f"{what} is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
+        raise KernelTypeError(f"{what} is an integer scalar, got {kind_of(v)}", user_place())
     if traced and not jnp.issubdtype(v.dtype, np.integer):
         raise KernelTypeError(f"{what} is an integer scalar, got {v.dtype}", user_place())
     return lax.convert_element_type(v, np.int32) if traced else np.int32(v)
@@ -196,7 +197,7 @@ class Shared:
           KernelTypeError: another dtype.
         """
         _level.in_role("X.store(x)")
-        x = jnp.asarray(x)
+        x = tile_of(x, "what X.store writes")
         if x.dtype != self.dtype and x.weak_type:
             x = lax.convert_element_type(x, self.dtype)
         x = jnp.broadcast_to(x, self.shape) if x.ndim == 0 else x

@@ -28,6 +28,11 @@ def _in_role(action, *allocations):
     return kernel
 
 
+def product_by(multiply):
+    """What stores a product of x with itself."""
+    return lambda x, o, A, full: jt.store(o, ..., multiply(x[...], x[...]).astype(o.dtype))
+
+
 def nested(x, o):
     with jt.role("a"), jt.role("b"):
         o[...] = x[...]
@@ -124,7 +129,7 @@ def early_by_a_number(x, o):
 
 def early_alone(x, o):
     with jt.role("a", early=True):
-        x[...]
+        o[...] = x[...]
 
 
 def early_store(x, o):
@@ -241,8 +246,8 @@ REFUSED = {
     "read after handing back": (read_after_handing_back, KernelValueError, r"reads %A\[0\] while a copy that role"),
     "arrives in a branch": (arrives_in_a_branch, KernelValueError, "role writer waits at %empty"),
     "changed buffer": (changed_buffer, KernelTypeError, "'b' changes its kind in this loop: it was Shared"),
-    "jt.dot": (_in_role(lambda x, o, A, f: jt.dot(x[...], x[...])), KernelTypeError, "write jt.dot_async"),
-    "jnp product": (_in_role(lambda x, o, A, f: x[...] @ x[...]), KernelTypeError, "write jt.dot_async"),
+    "jt.dot": (_in_role(product_by(jt.dot)), KernelTypeError, "write jt.dot_async"),
+    "jnp product": (_in_role(product_by(jnp.matmul)), KernelTypeError, "write jt.dot_async"),
     "no barrier": (_in_role(copy(tile, buffer)), KernelTypeError, "names the barrier that counts its bytes"),
     "whole barrier": (_in_role(copy(tile, buffer, barrier=lambda f: f)), KernelTypeError, "names the barrier"),
     "two arrays": (_in_role(copy(tile, tile)), KernelTypeError, "to a buffer of shared memory or back"),

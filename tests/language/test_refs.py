@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jtile import language as jt
-from jtile.errors import KernelTypeError, KernelValueError
+from jtile.errors import KernelSyntaxError, KernelTypeError, KernelValueError
 
 F32 = np.dtype("f")
 X = np.arange(70, dtype="f").reshape(10, 7)
@@ -236,6 +236,21 @@ WRONG = {
     "iterated": (lambda x, o: list(x), KernelTypeError, "cannot be iterated"),
     "view iterated": (lambda x, o: list(x.tiles(2, 2)), KernelTypeError, "jt.range"),
     "truth": (lambda x, o: bool(x), KernelTypeError, "is a Ref"),
+    "no tile": (
+        lambda x, o: jt.store(o, 0, len),
+        KernelTypeError,
+        "the value of this store to o is a tile or a number",
+    ),
+    "no mask": (lambda x, o: jt.load(x, 0, mask=object()), KernelTypeError, "a mask is a tile or a number, got"),
+    "no operand": (lambda x, o: jt.dot(x[...], None), KernelTypeError, "b is a tile or a number, got None"),
+    "no number": (
+        lambda x, o: jt.full(3, "1"),
+        KernelTypeError,
+        "the number of jt.full is a tile or a number, got '1'",
+    ),
+    "traced shape": (lambda x, o: jt.zeros((jt.program_id(0), 3)), KernelTypeError, "the shape of jt.zeros is known"),
+    "comprehension": (lambda x, o: list(jt.range(3)), KernelSyntaxError, "no comprehension"),
+    "float bound": (lambda x, o: jt.fori(jnp.float32(3), min, 0), KernelTypeError, r"integer scalar, got float32\[\]"),
 }
 
 
