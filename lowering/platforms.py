@@ -62,6 +62,8 @@ class Platform:
       features: of the architectures whose code `lowering.triton` makes.
       tools: what else the image of a kernel depends on, such as the version of a compiler. The version of the package
         whose entry point brings the platform is known without it.
+      by_units: whether images depend on how many units the levels of a target have, such as the cores of a device; else
+        they are shared among targets that differ in these alone.
       literals: tables of literals are constants of its images; else they are further operands.
       fuses_slices: XLA's compiler for it fuses slices with custom calls, and forgets aliases of operands on the way.
       block_level: some of its targets run the ops of the block level.
@@ -93,6 +95,7 @@ class Platform:
     claims: Callable[[str], bool] = lambda arch: False
     features: Callable[[], Mapping[str, Features]] = dict
     tools: Callable[[], Sequence[Any]] = tuple
+    by_units: bool = True
     io_call: str | None = None
     devices_call: str | None = None
     graph_call: str | None = None

@@ -47,7 +47,8 @@ def compile(
     platform = _platform(kernel, target)
     tools = [*platform.tools(), *platforms.package(platform.name)]
     extra = [sorted(options.items()), *tools] if options or tools else []
-    key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
+    of_images = target if platform.by_units else targets.without_units(target)
+    key = _cache.key(key or ir.print_kernel(kernel, locations=True), of_images, *extra)
     if not texts:
         artifact = _memory.get(key)
         if artifact is None and (artifact := _stored(key, target)):

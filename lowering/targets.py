@@ -139,6 +139,11 @@ class Target:
 INSTEAD_OF_DEVICES = "run it in the interpreter (interpret=True), or put collectives of jax.lax around the kernel"
 
 
+def without_units(target: Target) -> Target:
+    """The target with one unit at each level, as what does not depend on their number is kept in caches."""
+    return dataclasses.replace(target, scales=tuple(dataclasses.replace(s, units=1) for s in target.scales))
+
+
 def without_devices() -> list[Gap]:
     """The gaps of a target whose kernels do not talk to other devices."""
     cards = (ir.AxisIndex, ir.On, ir.Signal, ir.WaitSignal, ir.Post, ir.Receive, ir.AxisBarrier)

@@ -105,6 +105,7 @@ CPU = Platform(
     kind=lambda: _kind_of(current().isa),
     is_here=lambda: True,
     register=_register,
+    by_units=False,
     literals=True,
     predicted_us=_predicted_us,
     located=_located,

@@ -16,7 +16,7 @@ from jtile.errors import CompileError, UnsupportedError
 from jtile.interpret import poison
 from jtile.lowering import platforms, registry, starts
 from jtile.lowering.artifact import Artifact, Texts
-from jtile.lowering.targets import Target, host_target
+from jtile.lowering.targets import Scale, Target, host_target
 from jtile.lowering.targets import resolve as target_of
 from jtile.primitive.lowering import filled
 
@@ -55,6 +55,24 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_memory", registry._Memory())
     with jt.config(cache_dir=str(tmp_path)):
         yield module
+
+
+def with_cores(target, count):
+    return dataclasses.replace(target, scales=(Scale("device", units=count),))
+
+
+@pytest.mark.parametrize("by_units", [False, True])
+def test_images_that_do_not_count_cores_are_shared(toy, monkeypatch, by_units):
+    record = dataclasses.replace(platforms.named("toy"), by_units=by_units)
+    monkeypatch.setitem(platforms._added, "toy", record)
+    for count in (2, 8):
+        registry.compile(kernel(), with_cores(TOY, count))
+    assert len(toy.calls) == 1 + by_units
+
+
+def test_a_cpu_image_serves_any_number_of_cores(toy):
+    two, eight = (registry.compile(kernel(7.0), with_cores(host_target(), count)) for count in (2, 8))
+    assert two is eight
 
 
 def test_a_compiler_without_room(toy, monkeypatch):
