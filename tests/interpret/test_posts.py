@@ -199,8 +199,7 @@ def handed_on(x, o, box, *, fault: str = ""):
         if fault == "receives there":
             jt.receive(box.on("x", there), (before, *rows[1:]))
         jt.post(box.on("x", there), (me, *rows[1:]), x[rows[1:]])
-        if fault != "does not wait":
-            o[rows[1:]] = jt.receive(box, (before, *rows[1:]))
+        o[rows[1:]] = x[rows[1:]] if fault == "does not wait" else jt.receive(box, (before, *rows[1:]))
 
 
 PARTS = X.reshape(-1)[: 3 * 4 * 8].reshape(3, 4, 8)
