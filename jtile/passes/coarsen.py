@@ -27,7 +27,7 @@ from jtile.ir import Kernel, Op, TileType, Value
 
 from .axes import contraction
 from .fold import number
-from .lanes import ANY, Kind, Lanes, New, Refused, Slopes, Wide, before, first_axis, place, slopes
+from .lanes import ANY, Growth, Kind, Lanes, New, Refused, Slopes, Wide, before, first_axis, place
 from .rewrite import free_values, is_pure, reads_only, use_counts
 
 Accesses = ir.Load | ir.Store | ir.Atomic
@@ -84,6 +84,7 @@ class Plan:
         self.size = rounds(over) if isinstance(over, ir.For) else int(kernel.grid[over])
         self.ragged = self.size % count != 0
         self.kinds: dict[Value, Kind] = {}
+        self.growth = Growth(self.counts, self.kinds, self.size)
         self.access: dict[Op, Lanes] = {}
         self.uses = use_counts(kernel.body)
         self.totals = _totals(over, self.uses) if isinstance(over, ir.For) else set()
@@ -131,7 +132,7 @@ class Plan:
         return isinstance(v.op, ir.ProgramId) and v.op.axis == self.over
 
     def slopes(self, v: Value) -> Slopes | None:
-        return slopes(v, self.counts, self.kinds)
+        return self.growth.of(v)
 
     # -- control ------------------------------------------------------------------------------------------------------
     def loop(self, op: ir.For) -> tuple[Kind, ...]:
@@ -140,6 +141,7 @@ class Plan:
         carry = tuple(self.settled(self.kind(v)) for v in op.inits)
         index = ANY if op is self.over else None
         while True:
+            self.growth.known.clear()
             self.kinds.update(zip(op.body.params, (index, *carry), strict=True))
             self.block(op.body)
             after = tuple(k or self.settled(self.kind(y)) for k, y in zip(carry, op.body.yields, strict=True))

@@ -84,38 +84,69 @@ class Slopes:
 FLAT = Slopes(0)
 
 
-def slopes(v: Value, counts: Callable[[Value], bool], kinds: Mapping[Value, Kind]) -> Slopes | None:
-    """How a value grows from program to program; None where it does not grow evenly, or may wrap around. `counts`:
-    whether a value is the number of the program."""
-    if not isinstance(v.type, TileType) or DTYPES[v.dtype].kind not in "iu" or DTYPES[v.dtype].bits < 32:
+class Growth:
+    """How integers grow from program to program.
+
+    Args:
+      counts: whether a value is the number of the program.
+      kinds: of each value, as far as they are known.
+      size: how many programs there are.
+    """
+
+    def __init__(self, counts: Callable[[Value], bool], kinds: Mapping[Value, Kind], size: int):
+        self.counts, self.kinds, self.size = counts, kinds, size
+        self.known: dict[Value, Slopes | None] = {}  # while no kind changes
+
+    def of(self, v: Value) -> Slopes | None:
+        """How a value grows; None where it does not grow evenly, or may wrap around."""
+        if v not in self.known:
+            found = self._of(v) if isinstance(v.type, TileType) and DTYPES[v.dtype].kind in "iu" else None
+            self.known[v] = found if found and self._fits(v, found) else None
+        return self.known[v]
+
+    def _fits(self, v: Value, s: Slopes) -> bool:
+        """Whether all that a value grows by has place in 31 bits, so that none of it wraps around on the way."""
+        ways = [abs(s.program) * self.size, *(abs(c) * v.shape[a] for a, c in s.axes.items())]
+        return DTYPES[v.dtype].bits >= 32 and sum(ways) < 2**31
+
+    def _of(self, v: Value) -> Slopes | None:
+        unsigned = DTYPES[v.dtype].kind == "u"
+        if self.kinds.get(v) is None and (not v.shape or number(v) is not None):
+            # of unsigned numbers, which stand for negative ones, too, those that are known
+            return FLAT if not unsigned or 0 <= (number(v) if number(v) is not None else -1) < 2**31 else None
+        if self.counts(v):
+            return Slopes(1)
+        match v.op:
+            case Iota(_, a, _):
+                return Slopes(0, {a: 1})
+            case Cast(x):
+                return self.of(x) if self._counts_up(x) or (x.dtype == v.dtype and not unsigned) else None
+            case Broadcast(x, _, dims):
+                s = self.of(x)
+                return s and Slopes(s.program, {dims[a]: c for a, c in s.axes.items() if x.shape[a] > 1})
+            case Reshape(x):
+                return self._reshape(x, v)
+            case Map("neg", (x,)) if not unsigned:
+                s = self.of(x)
+                return s and s.times(-1)
+            case Map("add" | "sub" as fn, (x, y)) if fn == "add" or not unsigned:
+                s, t = self.of(x), self.of(y)
+                return None if s is None or t is None else s.plus(t, 1 if fn == "add" else -1)
+            case Map("mul", (x, y)):
+                for a, by in ((x, number(y)), (y, number(x))):
+                    if by is not None and (s := self.of(a)) is not None:
+                        return s.times(int(by))
         return None
-    if kinds.get(v) is None and (not v.shape or number(v) is not None):
-        return FLAT
-    if counts(v):
-        return Slopes(1)
-    inner = lambda x: slopes(x, counts, kinds)
-    match v.op:
-        case Iota(_, a, _):
-            return Slopes(0, {a: 1})
-        case Cast(x) if DTYPES[x.dtype].kind in "iu" and DTYPES[x.dtype].bits <= DTYPES[v.dtype].bits:
-            return inner(x)
-        case Broadcast(x, _, dims):
-            s = inner(x)
-            return s and Slopes(s.program, {dims[a]: c for a, c in s.axes.items() if x.shape[a] > 1})
-        case Reshape(x):
-            s = inner(x)
-            old, new = ([k for k, n in enumerate(t.shape) if n != 1] for t in (x, v))
-            if s is None or [x.shape[k] for k in old] != [v.shape[k] for k in new]:
-                return None
-            return Slopes(s.program, {new[old.index(a)]: c for a, c in s.axes.items() if a in old})
-        case Map("neg", (x,)):
-            s = inner(x)
-            return s and s.times(-1)
-        case Map("add" | "sub" as fn, (x, y)):
-            s, t = inner(x), inner(y)
-            return None if s is None or t is None else s.plus(t, 1 if fn == "add" else -1)
-        case Map("mul", (x, y)):
-            for a, by in ((x, number(y)), (y, number(x))):
-                if by is not None and (s := inner(a)) is not None:
-                    return s.times(int(by))
-    return None
+
+    def _counts_up(self, v: Value) -> bool:
+        """Whether a value counts programs or elements from 0, and means the same in each dtype of 32 bits or more."""
+        while isinstance(v.op, Broadcast | Reshape):
+            v = v.op.x
+        return self.counts(v) or isinstance(v.op, Iota)
+
+    def _reshape(self, x: Value, v: Value) -> Slopes | None:
+        s = self.of(x)
+        old, new = ([k for k, n in enumerate(t.shape) if n != 1] for t in (x, v))
+        if s is None or [x.shape[k] for k in old] != [v.shape[k] for k in new]:
+            return None
+        return Slopes(s.program, {new[old.index(a)]: c for a, c in s.axes.items() if a in old})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from jtile import ir
 from jtile.passes.coarsen import Plan, coarsen, rounds
 from jtile.passes.lanes import New, Refused, Wide
+from jtile.passes.rewrite import use_counts
 
 from .cost import program_cost_ns
 from .isa import Isa
@@ -31,6 +32,8 @@ def coarse_grid(kernel: ir.Kernel, isa: Isa) -> tuple[ir.Kernel, int]:
     """The kernel with a coarser grid, where its programs are small and may run together, else the kernel itself; and
     after how many terms the sums of products are to be added up where rounds have become longer, or 0."""
     if not all(isinstance(n, int) for n in kernel.grid) or math.prod(kernel.grid) < FEWEST or _largest(kernel) >= SMALL:
+        return kernel, 0
+    if has_shared_products(kernel):
         return kernel, 0
     wide = max((ir.DTYPES[r.dtype].bits for op in kernel.body.walk() for r in op.results), default=32)
     row = 2 * isa.lanes(max(wide, 32))
@@ -143,6 +146,21 @@ def keeps_bits(old: ir.Op, new: ir.Op, row: int, terms: set[int]) -> bool:
                 return True  # and see `emit_programs`
             return ir.DTYPES[old.a.dtype].kind in "iu" or (old.a.shape, old.b.shape) == (new.a.shape, new.b.shape)
     return True
+
+
+def has_shared_products(kernel: ir.Kernel) -> bool:
+    """Whether something is added to a product of floats that has other readers, too. LLVM makes one instruction of
+    both, which rounds once, if nobody else reads the product in the same loop; a larger tile may have other loops."""
+    uses = use_counts(kernel.body)
+    for op in kernel.body.walk():
+        for v in op.args if isinstance(op, ir.Map) and op.fn in ("add", "sub") else ():
+            shared = uses[v] > 1
+            while isinstance(v.op, ir.Broadcast | ir.Reshape | ir.Transpose):
+                v = v.op.x
+                shared |= uses[v] > 1
+            if shared and isinstance(v.op, ir.Map) and v.op.fn == "mul" and v.dtype in ("float32", "float64"):
+                return True
+    return False
 
 
 def _across(shape: Sequence[int], axes: Sequence[int]) -> bool:

@@ -113,6 +113,48 @@ def test_rounds_of_a_product_and_of_a_maximum():
         assert coarsen(plain, *loops(plain), 3) is None  # rounds would be left
 
 
+@jt.kernel(out_type=lambda x: jt.like(x, dtype=jnp.uint32), grid=lambda x: x.shape[0])
+def of_random_bits(x, o):
+    i = jt.program_id(0)
+    bits = i.astype(jnp.uint32) * jnp.uint32(747796405) + jnp.uint32(2891336453)
+    o[i] = bits * jnp.uint32(277803737) + jnp.uint32(12345)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 8))
+def three_behind(x, o):
+    i = jt.program_id(0)
+    places = (i * 8 + jt.arange(8)).astype(jnp.uint32) - jnp.uint32(3)  # below 0 they are beyond the end
+    o.tiles(8)[i] = jt.load(x, places, mask=places < x.shape[0], other=9)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+def one_number_three_behind(x, o):
+    i = jt.program_id(0)
+    place = i.astype(jnp.uint32) - jnp.uint32(3)
+    o[i] = jt.load(x, place, mask=place < x.shape[0], other=9)
+
+
+@pytest.mark.parametrize("kernel", [of_random_bits, three_behind, one_number_three_behind], ids=lambda k: k.name)
+def test_integers_that_wrap_around(kernel):
+    plain = lowered(kernel, numbers(77))
+    new = coarsen(plain, 0, 5)
+    assert new is not None
+    check(plain, new, (numbers(77),), ragged=True)
+
+
+def test_integers_that_are_doubled_many_times_are_planned_at_once():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+    def doubled(x, o):
+        i = jt.program_id(0)
+        zero = i
+        for _ in range(40):
+            zero = zero + zero - i
+        o[zero] = x[zero]
+
+    plain = lowered(doubled, numbers(64))
+    check(plain, coarsen(plain, 0, 4), (numbers(64),))
+
+
 def refused(kernel, *args, over: int | ir.For | None = None) -> bool:
     plain = lowered(kernel, *args)
     return coarsen(plain, 0 if over is None else loops(plain)[0], 2) is None

@@ -140,3 +140,19 @@ def test_a_grid_of_few_programs_or_of_large_ones_stays():
         assert (coarse_grid(kernel, ISAS["avx512"])[0] is kernel) == (side == 8)
     kernel = normalise.lower(jnp.zeros((512, 256)), target="cpu:avx512").kernel
     assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
+
+
+@jt.kernel(out_type=lambda x, y: (jt.like(x), jt.like(x)), grid=lambda x, y: x.shape[0])
+def products_and_sums(x, y, o, p):
+    i = jt.program_id(0)
+    product = x[i] * y[i]
+    o[i], p[i] = product, product + x[i]
+
+
+def test_products_that_others_read_too_are_added_up_as_they_were():
+    kernel = products_and_sums.lower(draw(300), draw(300), target="cpu:avx512").kernel
+    assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
+    x, y = map(jnp.asarray, (draw(300), draw(300, seed=1)))
+    o, p = products_and_sums(x, y)
+    few = map(np.asarray, products_and_sums(x[:8], y[:8]))
+    assert [t.tobytes() for t in few] == [t[:8].tobytes() for t in map(np.asarray, (o, p))]
