@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import digit_rows
-from jtile.ops._shapes import known
+from jtile.ops._shapes import known, programs_at_once
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.online_softmax import NOTHING
@@ -90,7 +90,7 @@ def _queries(shape: tuple[int, ...], kv_heads: int) -> int:
     batch, queries, heads, _ = shape
     large, small = (max(rows * kv_heads // heads // 16, 1) * 16 for rows in _ROWS)
     programs = batch * kv_heads * -(-queries // large)
-    return large if programs >= _PROGRAMS * (jt.target().units("device") or 1) else small
+    return large if programs >= _PROGRAMS * programs_at_once() else small
 
 
 def _digit_types(k, v, *, keys: int, bk: int):
