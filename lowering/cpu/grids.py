@@ -145,6 +145,13 @@ def keeps_bits(old: ir.Op, new: ir.Op, row: int, terms: set[int]) -> bool:
                     terms.add(old.sizes()[3])
                 return True  # and see `emit_programs`
             return ir.DTYPES[old.a.dtype].kind in "iu" or (old.a.shape, old.b.shape) == (new.a.shape, new.b.shape)
+        case (
+            ir.Atomic(),
+            ir.Atomic(),
+        ):  # floats are added one by one, in the order of the tile: programs come first in it
+            if old.fn != "add" or ir.DTYPES[old.value.dtype].kind != "f" or old.value.type.size == 1:
+                return True
+            return len(old.value.shape) == len(new.value.shape) and old.value.shape[1:] == new.value.shape[1:]
     return True
 
 

@@ -156,3 +156,14 @@ def test_products_that_others_read_too_are_added_up_as_they_were():
     o, p = products_and_sums(x, y)
     few = map(np.asarray, products_and_sums(x[:8], y[:8]))
     assert [t.tobytes() for t in few] == [t[:8].tobytes() for t in map(np.asarray, (o, p))]
+
+
+@jt.kernel(out_type=lambda x, ids: jt.like(x, shape=(10,)), grid=lambda x, ids: x.shape[1], init=0)
+def sums_of_columns(x, ids, o):
+    i = jt.program_id(0)
+    jt.atomic_add(o, ids.tiles(8, None)[0, i], x.tiles(8, None)[0, i])
+
+
+def test_floats_are_added_in_the_order_of_their_programs():
+    kernel = sums_of_columns.lower(draw(8, 300), small(8, 300, below=10), target="cpu:avx512").kernel
+    assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
