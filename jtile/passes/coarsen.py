@@ -54,7 +54,7 @@ def coarsen(
         return None
     try:
         return build(Plan(kernel, over, count), keeps)
-    except Refused:
+    except (Refused, RecursionError):  # integers of program ids that hundreds of operations make
         return None
 
 

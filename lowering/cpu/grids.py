@@ -81,7 +81,7 @@ def _count(kernel: ir.Kernel, axis: int, isa: Isa) -> int:
         return 1
     try:
         plan = Plan(kernel, axis, 2)
-    except Refused:
+    except (Refused, RecursionError):
         return 1
     side, goal = _goal(plan, axis)
     limit = min(kernel.grid[axis], goal // max(side, 1), LARGE // _largest(kernel))

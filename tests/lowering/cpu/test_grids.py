@@ -167,3 +167,16 @@ def sums_of_columns(x, ids, o):
 def test_floats_are_added_in_the_order_of_their_programs():
     kernel = sums_of_columns.lower(draw(8, 300), small(8, 300, below=10), target="cpu:avx512").kernel
     assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
+
+
+def test_integers_that_hundreds_of_operations_make_compile():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+    def hashed(x, o):
+        i = jt.program_id(0)
+        h = i.astype(jnp.uint32)
+        for k in range(400):
+            h = (h ^ (h >> 3)) + jnp.uint32(k)
+        o[i] = x[i] + (h & 7).astype(jnp.float32)
+
+    kernel = hashed.lower(draw(200), target="cpu:avx512").kernel
+    assert compile_kernel(kernel, ISAS["avx512"]).launch["programs"] == 200
