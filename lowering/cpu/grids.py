@@ -26,6 +26,7 @@ TERMS = 128  # along the axis that a loop of products sums over, in one of its r
 TERMS_OF_ROW = 1024  # and of a loop that reduces a row
 MANY = 32  # programs that are left in any case where one of them takes longer than
 LONG_NS = 16000
+OPS = 256  # of a program that is not small, however few elements it has: its expressions are cut by their lengths
 
 
 def coarse_grid(kernel: ir.Kernel, isa: Isa) -> tuple[ir.Kernel, int]:
@@ -33,7 +34,7 @@ def coarse_grid(kernel: ir.Kernel, isa: Isa) -> tuple[ir.Kernel, int]:
     after how many terms the sums of products are to be added up where rounds have become longer, or 0."""
     if not all(isinstance(n, int) for n in kernel.grid) or math.prod(kernel.grid) < FEWEST or _largest(kernel) >= SMALL:
         return kernel, 0
-    if has_shared_products(kernel):
+    if has_shared_products(kernel) or _adds_in_turn(kernel) or sum(1 for _ in kernel.body.walk()) > OPS:
         return kernel, 0
     wide = max((ir.DTYPES[r.dtype].bits for op in kernel.body.walk() for r in op.results), default=32)
     row = 2 * isa.lanes(max(wide, 32))
@@ -145,14 +146,26 @@ def keeps_bits(old: ir.Op, new: ir.Op, row: int, terms: set[int]) -> bool:
                     terms.add(old.sizes()[3])
                 return True  # and see `emit_programs`
             return ir.DTYPES[old.a.dtype].kind in "iu" or (old.a.shape, old.b.shape) == (new.a.shape, new.b.shape)
-        case (
-            ir.Atomic(),
-            ir.Atomic(),
-        ):  # floats are added one by one, in the order of the tile: programs come first in it
+        case ir.Atomic(), ir.Atomic():
+            # Floats are added one by one, in the order of the tile: programs come first in it.
             if old.fn != "add" or ir.DTYPES[old.value.dtype].kind != "f" or old.value.type.size == 1:
                 return True
             return len(old.value.shape) == len(new.value.shape) and old.value.shape[1:] == new.value.shape[1:]
     return True
+
+
+def _adds_in_turn(kernel: ir.Kernel) -> bool:
+    """Whether a program adds floats to one array in several places, or in a loop: one program's additions came before
+    the next one's."""
+    adds = _float_adds(kernel.body)
+    loops = [op for op in kernel.body.walk() if isinstance(op, ir.For | ir.While)]
+    return len({op.ref for op in adds}) < len(adds) or any(_float_adds(b) for loop in loops for b in loop.blocks())
+
+
+def _float_adds(block: ir.Block) -> list[ir.Atomic]:
+    """The atomic additions of floats in a block, and in those inside of it."""
+    adds = [op for op in block.walk() if isinstance(op, ir.Atomic) and op.fn == "add"]
+    return [op for op in adds if ir.DTYPES[op.value.dtype].kind == "f"]
 
 
 def has_shared_products(kernel: ir.Kernel) -> bool:

@@ -28,8 +28,9 @@ from small_tiles import (
 )
 
 import jtile as jt
+from jtile import ir
 from jtile.lowering.cpu import compile_kernel, grids
-from jtile.lowering.cpu.grids import coarse_grid
+from jtile.lowering.cpu.grids import OPS, coarse_grid
 from jtile.lowering.cpu.isa import ISAS, host_isa
 from jtile.passes import TILE, run_pipeline
 
@@ -180,3 +181,39 @@ def test_integers_that_hundreds_of_operations_make_compile():
 
     kernel = hashed.lower(draw(200), target="cpu:avx512").kernel
     assert compile_kernel(kernel, ISAS["avx512"]).launch["programs"] == 200
+
+
+LARGE = 50_000_000  # elements of an array of which cores get no copies of their own to add to
+
+
+@jt.kernel(out_type=lambda x, ids: jt.like(x, shape=(LARGE,)), grid=lambda x, ids: x.shape[0], init=0)
+def sums_in_two_places(x, ids, o):
+    i = jt.program_id(0)
+    jt.atomic_add(o, ids[i], x[i])
+    jt.atomic_add(o, 9 - ids[i], x[i] * 3)
+
+
+@jt.kernel(out_type=lambda x, ids: jt.like(x, shape=(LARGE,)), grid=lambda x, ids: x.shape[0], init=0)
+def sums_in_a_loop(x, ids, o):
+    i = jt.program_id(0)
+    for k in jt.range(3):
+        jt.atomic_add(o, ids[i], x[i] * k.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("sums", [sums_in_two_places, sums_in_a_loop])
+def test_additions_of_floats_stay_in_the_order_of_programs(sums):
+    kernel = sums.lower(draw(300), small(300, below=10), target="cpu:avx512").kernel
+    assert any(isinstance(op, ir.Atomic) for op in kernel.body.walk())
+    assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
+
+
+def test_programs_of_many_operations_are_not_small():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+    def chain(x, o):
+        y = x[jt.program_id(0)]
+        for k in range(OPS):
+            y = y * 0.5 + k
+        o[jt.program_id(0)] = y
+
+    kernel = chain.lower(draw(200), target="cpu:avx512").kernel
+    assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
