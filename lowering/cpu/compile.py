@@ -54,13 +54,13 @@ def emit_programs(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Em
     coarse, terms = coarse_grid(kernel, isa)
     if coarse is kernel or not any(isinstance(op, ir.Dot) for op in kernel.body.walk()):
         return emit_kernel(coarse, isa, marks)
-    _, _, orders = _emit(kernel, isa)  # of the sums of products, which are the emitter's business
+    text, launch, orders = _emit(kernel, isa, marks)  # of the sums of products, which are the emitter's business
     if None not in orders and len({order.banks for order in orders if order}) == 1:
         (banks,) = {order.banks for order in orders if order}
-        text, launch, found = _emit(coarse, isa, marks, Order(banks, terms if banks else 0))
+        *one, found = _emit(coarse, isa, marks, Order(banks, terms if banks else 0))
         if found == orders:
-            return text, launch
-    return emit_kernel(kernel, isa, marks)
+            text, launch = one
+    return text, launch
 
 
 def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emitted:
