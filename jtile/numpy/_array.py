@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -68,10 +69,7 @@ class ndarray:  # noqa: N801
 
     @property
     def size(self) -> int:
-        out = 1
-        for n in self._shape:
-            out *= n
-        return out
+        return math.prod(self._shape)
 
     @property
     def itemsize(self) -> int:
