@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ import jtile as jt
 from benchmarks.fuse import gradient, layer_norm, programs
 from jtile.errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.fusion import costs, groups
+from jtile.fusion.source import tiled as modules
 from jtile.testing.evaluate import evaluated, walked
 from jtile.tools import cli
 
@@ -248,6 +252,17 @@ def test_files(tmp_path):
     close(evaluated(tiled.load(path))(x), jnp.exp(x) + 1)
     with pytest.raises(KernelValueError, match="is there already"):
         tiled.save(path)
+
+
+def test_a_module_that_is_not_saved_is_removed_at_the_end(monkeypatch):
+    at_the_end = []
+    monkeypatch.setattr(modules, "_folder", modules._folder.__wrapped__)
+    monkeypatch.setattr(atexit, "register", lambda f, *args, **kwargs: at_the_end.append(lambda: f(*args, **kwargs)))
+    loaded = jt.tile(lambda x: jnp.exp(x) + 1, array(4, 8)).load()
+    path = Path(loaded.__code__.co_filename)
+    assert path.exists()
+    at_the_end.pop()()
+    assert not path.parent.exists()
 
 
 def test_what_is_not_written():

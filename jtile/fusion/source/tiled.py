@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import math
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -67,9 +70,12 @@ class Tiled:
         return path
 
     def load(self, path: str | Path | None = None) -> Callable[..., Any]:
-        """The function of the module, run from a file: `path`, which `save` has written, or a temporary one."""
+        """The function of the module, run from a file: `path`, which `save` has written, or a temporary one,
+        which is removed when the process ends."""
         if path is None:
-            with tempfile.NamedTemporaryFile("w", suffix=".py", prefix=f"{self.name}_", delete=False) as file:
+            with tempfile.NamedTemporaryFile(
+                "w", suffix=".py", prefix=f"{self.name}_", dir=_folder(), delete=False
+            ) as file:
                 file.write(self.text)
             path = file.name
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -79,6 +85,14 @@ class Tiled:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         return getattr(module, self.name)
+
+
+@functools.cache
+def _folder() -> str:
+    """Where modules lie that are run without having been saved: kernels read their source lines while they live."""
+    folder = tempfile.mkdtemp(prefix="jtile_modules_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def tile(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Tiled:
