@@ -63,6 +63,7 @@ OF_MODELS = {  # what stands in models beside those of `zoo.CONVOLUTIONS`
     "3x3 of 512 channels": _Line(128, (7, 7, 512), (3, 3, 512, 512), {}),
     "1x1 of 512 channels, stride 2": _Line(64, (28, 28, 512), (1, 1, 512, 1024), {"stride": 2, "padding": 0}),
     "3x3 of 128 channels, stride 2": _Line(64, (56, 56, 128), (3, 3, 128, 128), {"stride": 2, "padding": 1}),
+    "3x3 of 64 channels, 128x128": _Line(16, (128, 128, 64), (3, 3, 64, 64), {}),
     "3x3 of 512 channels, dilation 2": _Line(16, (33, 33, 512), (3, 3, 512, 512), {"dilation": 2}),
     "3x3 of 32 groups of 8 channels": _Line(64, (28, 28, 256), (3, 3, 8, 256), {"groups": 32}),
     "3x3 of 32 groups of 16 channels": _Line(64, (14, 14, 512), (3, 3, 16, 512), {"groups": 32}),
