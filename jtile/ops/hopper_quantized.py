@@ -101,13 +101,14 @@ def _scales(tiles, kind: str, dtype) -> list:
     if dtype == jnp.float16:
         d = d * 256 if kind == "fp8" else d
         return [t.astype(dtype) for t in (d, *shift)]
-    d = (d * (_UP_FLOAT8 if kind == "fp8" else _UP)).astype(dtype)
-    shift = [(m * (1 / DOWN)).astype(dtype) for m in shift]
+    up = _UP_FLOAT8 if kind == "fp8" else _UP
+    d, shift = d.astype(dtype), [m.astype(dtype) * dtype(1 / DOWN) for m in shift]  # powers of two come two at a time
     if kind in LEAST:
-        shift = [d * dtype(-LEAST[kind] / DOWN / _UP)]
-    if kind in FOUR_BIT:
-        upper = jax.lax.broadcasted_iota(jnp.int32, (*d.shape, 2), 2) == 1
-        d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, dtype(1 / 16), dtype(1))
+        shift = [d * dtype(-LEAST[kind] / DOWN)]
+    if kind not in FOUR_BIT:
+        return [d * dtype(up), *shift]
+    upper = jax.lax.broadcasted_iota(jnp.int32, (*d.shape, 2), 2) == 1
+    d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, dtype(up / 16), dtype(up))
     return [d, *shift]
 
 
