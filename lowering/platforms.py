@@ -65,6 +65,8 @@ class Platform:
       by_units: whether images depend on how many units the levels of a target have, such as the cores of a device; else
         they are shared among targets that differ in these alone.
       literals: tables of literals are constants of its images; else they are further operands.
+      fills: its calls fill results with poison, as the attribute `poison` says (`lowering.starts.poison_bytes`); else
+        these are further operands, which share the memory of the results.
       fuses_slices: XLA's compiler for it fuses slices with custom calls, and forgets aliases of operands on the way.
       block_level: some of its targets run the ops of the block level.
       predicted_us: a rough time of a kernel on the machine at hand, in microseconds, where the platform has a model of
@@ -104,6 +106,7 @@ class Platform:
     compile_graph: Callable[[Sequence[ir.Kernel], Target, Sequence[Options], Any], Artifact] | None = None
     graph_refusal: Callable[[ir.Kernel, Target], str | None] = lambda kernel, target: None
     literals: bool = False
+    fills: bool = False
     fuses_slices: bool = False
     block_level: bool = False
     peers: bool = False

@@ -52,6 +52,30 @@ def with_starts(kernel: ir.Kernel, *, poison: bool) -> tuple[ir.Kernel, tuple[St
     return new, tuple(starts)
 
 
+def poison_bytes(kernel: ir.Kernel) -> list[int] | None:
+    """For each output the byte that poison fills it with, or -1 where it starts from something; None: all of them do.
+
+    For platforms whose calls fill their results themselves, and that take a kernel as it is.
+    """
+    taken = {o for _, o in kernel.aliases}
+    inits = kernel.inits or (None,) * len(kernel.outputs)
+    undefined = [k not in taken and init is None for k, init in enumerate(inits)]
+    if not any(undefined):
+        return None
+    outs = zip(kernel.outputs, undefined, strict=True)
+    return [poison_byte(v.type.info.numpy) if free else -1 for v, free in outs]
+
+
+def poison_byte(dtype: np.dtype) -> int:
+    """The byte that makes `poison_value(dtype)`, or another NaN, where it is repeated."""
+    kind = ir.dtype_info(dtype).kind
+    if kind != "f":
+        return 1 if kind == "b" else PATTERN
+    # In most dtypes a NaN is all ones; those without infinities and without a negative zero have only that zero's bits.
+    all_ones = np.full(dtype.itemsize, 0xFF, np.uint8).view(dtype)[0]
+    return 0xFF if np.isnan(all_ones) or not np.isnan(poison_value(dtype)) else 0x80
+
+
 def without_idle_aliases(kernel: ir.Kernel) -> ir.Kernel:
     """The kernel without the aliases of inputs that it never touches: these cannot conflict with anything, and a back
     end that knows of no alias may assume that its buffers are apart."""

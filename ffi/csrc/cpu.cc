@@ -2,6 +2,7 @@
 // `jtile_cpu_devices` for kernels that talk to other devices, whose last operand says where this one is; and
 // `jtile_cpu_graph` for several kernels in one call, `jtile_cpu_graph_devices` for one call on several devices, whose last
 // operand says where this one is.
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -27,8 +28,9 @@ const HandlerLine graph_line("cpu", "cpu", "jtile_cpu_graph", "instantiate,execu
 // The state of one call site; XLA deletes it with the executable.
 struct CpuState {
   static ffi::TypeId id;
-  explicit CpuState(const Attributes& attributes) : program(attributes) {}
+  CpuState(const Attributes& attributes, Poison poison) : program(attributes), poison(std::move(poison)) {}
   Program program;
+  Poison poison;
 };
 ffi::TypeId CpuState::id = {};
 
@@ -54,7 +56,11 @@ Attributes attributes_of(ffi::Dictionary attrs, std::string_view target) {
 
 ffi::ErrorOr<std::unique_ptr<CpuState>> instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
   return guarded<ffi::ErrorOr<std::unique_ptr<CpuState>>>(
-      [&] { return std::make_unique<CpuState>(attributes_of(attrs, kTarget)); });
+      [&] { return std::make_unique<CpuState>(attributes_of(attrs, kTarget), Poison(attrs, kTarget)); });
+}
+
+void poisoned(const Poison& poison, ffi::RemainingRets rets, void* const* results) {
+  poison.each(rets, [&](size_t k, size_t size, int byte) { std::memset(results[k], byte, size); });
 }
 
 Launch launch_of(const Program& program, ffi::RemainingArgs args) {
@@ -72,6 +78,7 @@ ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs arg
   return guarded<ffi::Error>([&] {
     const Program& program = state->program;
     const Launch launch = launch_of(program, args);
+    poisoned(state->poison, rets, bufs.data() + args.size());
     int64_t workers = program.workers(launch, pool.num_threads());
     if (workers == 1) {
       program.run_serial(launch, bufs.data());
@@ -87,10 +94,13 @@ ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs arg
 
 struct TalkingState {
   static ffi::TypeId id;
-  TalkingState(const Attributes& attributes, Shape shape)
-      : program(std::make_shared<const Program>(attributes)), site(std::make_shared<CallSite>(std::move(shape))) {}
+  TalkingState(const Attributes& attributes, Shape shape, Poison poison)
+      : program(std::make_shared<const Program>(attributes)),
+        site(std::make_shared<CallSite>(std::move(shape))),
+        poison(std::move(poison)) {}
   std::shared_ptr<const Program> program;
   std::shared_ptr<CallSite> site;
+  Poison poison;
 };
 ffi::TypeId TalkingState::id = {};
 
@@ -99,7 +109,7 @@ ffi::ErrorOr<std::unique_ptr<TalkingState>> instantiate_talking(ffi::RemainingAr
   return guarded<ffi::ErrorOr<std::unique_ptr<TalkingState>>>([&] {
     Shape shape(attribute<std::string_view>(attrs, "devices", kTalking), attribute<int64_t>(attrs, "memory", kTalking),
                 attribute<int64_t>(attrs, "timeout", kTalking));
-    return std::make_unique<TalkingState>(attributes_of(attrs, kTalking), std::move(shape));
+    return std::make_unique<TalkingState>(attributes_of(attrs, kTalking), std::move(shape), Poison(attrs, kTalking));
   });
 }
 
@@ -148,6 +158,7 @@ ffi::Future execute_talking(TalkingState* state, ffi::RunId run, ffi::RemainingA
     const Program& program = *state->program;
     const Shape& shape = state->site->shape();
     auto [group, place, arrays] = arrival_of(args, rets, shape, concat("kernel ", program.name()));
+    poisoned(state->poison, rets, arrays.data() + args.size() - 1);  // before others may write there
     auto meeting = state->site->come(run.run_id, group, device_number(shape, place));
     auto call = std::make_shared<DeviceCall>(state->program, state->site, meeting, std::move(place), std::move(done));
     program.run_at_once(launch_of(program, args), std::move(arrays), call);

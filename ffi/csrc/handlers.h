@@ -100,6 +100,32 @@ inline size_t bytes_of(const ffi::AnyBuffer& buffer) {
   }
 }
 
+// What results hold before a kernel runs, where the optional attribute `poison` of its call says so: for each result the
+// byte that fills it, or -1 for one that starts from something, or from anything.
+class Poison {
+ public:
+  // Throws Error, which names the target of the call.
+  Poison(ffi::Dictionary attrs, std::string_view target) {
+    if (!attrs.contains("poison")) return;
+    auto bytes = attribute<ffi::Span<const int64_t>>(attrs, "poison", target);
+    bytes_.assign(bytes.begin(), bytes.end());
+  }
+
+  // Calls `fill(k, size, byte)` for each result k that is to be filled.
+  template <typename Fill>
+  void each(ffi::RemainingRets rets, Fill fill) const {
+    for (size_t k = 0; k < bytes_.size() && k < rets.size(); ++k) {
+      if (bytes_[k] < 0) continue;
+      ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> ret = rets.get<ffi::AnyBuffer>(k);
+      if (ret.has_error()) fail(Code::kInvalidArgument, ret.error().message());
+      fill(k, bytes_of(**ret), static_cast<int>(bytes_[k]));
+    }
+  }
+
+ private:
+  std::vector<int64_t> bytes_;
+};
+
 // The size of an operand's axis; throws Error, which names the kernel.
 inline int64_t size_of_axis(ffi::RemainingArgs args, int64_t operand, int64_t axis, const std::string& kernel) {
   ffi::ErrorOr<ffi::AnyBuffer> arg = args.get<ffi::AnyBuffer>(static_cast<size_t>(operand));

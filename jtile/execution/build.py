@@ -41,7 +41,7 @@ class Piece:
 def _complete(program: Program, piece: int, target: Target, poison: bool) -> Complete:
     """The kernel as it is compiled: one object for all calls of a program, so that it is analysed once."""
     with config(poison=poison):
-        return complete(pieces_of(program, target).kernels[piece], platforms.named(target.platform))
+        return complete(pieces_of(program, target).kernels[piece], platforms.named(target.platform), bands=True)
 
 
 @dataclasses.dataclass(frozen=True)

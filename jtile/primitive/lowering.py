@@ -280,7 +280,7 @@ def _custom_call(
     avals += [ShapedArray(x.shape, x.dtype) for x in whole.tables]
     started = [*started, *map(mlir.ir_constant, whole.tables)]
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
-    attributes = platform.attributes(artifact, kernel, values)
+    attributes = platform.attributes(artifact, kernel, values) | _poison_attribute(platform, kernel)
     # The host waits for a kernel that prints or asserts, so that it cannot be part of a CUDA graph.
     name = (platform.io_call if program.io else None) or platform.call
     if kernel.devices:
@@ -309,6 +309,13 @@ def _custom_call(
 def _started(ctx: mlir.LoweringRuleContext, starts: Sequence[Any]) -> Sequence[Any]:
     """The arrays that outputs start from; JAX takes 0.4 ms to lower a function of none."""
     return mlir.lower_fun(lambda: filled(starts), multiple_results=True)(ctx) if starts else ()
+
+
+def _poison_attribute(platform: Platform, kernel: ir.Kernel) -> dict[str, Any]:
+    from jtile.lowering.starts import poison_bytes
+
+    found = poison_bytes(kernel) if platform.fills and current().poison else None
+    return {} if found is None else {"poison": np.asarray(found, np.int64)}
 
 
 def _complexes(program: Program, piece: int, aliases: Mapping[int, int]) -> tuple[set[int], set[int]]:
@@ -345,7 +352,7 @@ def compile_piece(
     every level; `bands`: for an execution graph, in which each platform's kernels are images of their own."""
     from jtile.lowering import platforms
 
-    whole = complete(pieces_of(program, target).kernels[piece], platforms.named(target.platform))
+    whole = complete(pieces_of(program, target).kernels[piece], platforms.named(target.platform), bands)
     return _compile(program, piece, whole, target, texts=texts, bands=bands)
 
 
@@ -357,7 +364,7 @@ def _compile(
     pieces = pieces_of(program, target)
     own = f"{program.fingerprint} piece={piece}" if len(pieces.kernels) > 1 else program.fingerprint
     own += f" {pieces.why[piece]}" if pieces.why else ""
-    key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
+    key = f"{own} poison={any(s.poison for s in whole.starts)} debug={current().debug}"
     options, overlap = compiler_options(program, piece, target), program.options.overlap and "warps" in target.features
     key += " overlap" if overlap else ""
     options = {**options, "bands": bands or None}
@@ -386,17 +393,19 @@ class Complete:
     tables: Sequence[np.ndarray]
 
 
-def complete(kernel: ir.Kernel, platform: Platform) -> Complete:
-    kernel, starts = with_starts(kernel)
+def complete(kernel: ir.Kernel, platform: Platform, bands: bool = False) -> Complete:
+    """A kernel as it is compiled for a platform; `bands`: for an execution graph, whose calls do not fill results."""
+    kernel, starts = with_starts(kernel, fills=platform.fills and not bands)
     kernel, tables = (kernel, ()) if platform.literals else with_tables(kernel)
     return Complete(kernel, starts, tables)
 
 
-def with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
-    """The kernel with an input for each output that starts from a number; and these numbers, for `filled`."""
+def with_starts(kernel: ir.Kernel, *, fills: bool = False) -> tuple[ir.Kernel, Sequence[Any]]:
+    """The kernel with an input for each output that starts from a number; and these numbers, for `filled`. With `fills`
+    poison is not among them."""
     from jtile.lowering import starts
 
-    return starts.with_starts(kernel, poison=current().poison)
+    return starts.with_starts(kernel, poison=current().poison and not fills)
 
 
 def with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:

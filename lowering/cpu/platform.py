@@ -107,6 +107,7 @@ CPU = Platform(
     register=_register,
     by_units=False,
     literals=True,
+    fills=True,
     predicted_us=_predicted_us,
     located=_located,
     tools=lambda: () if current().optimize else ("not optimised",),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from native import unpacked
 
 import jtile as jt
 from jtile import ir
@@ -309,6 +310,8 @@ def test_poison_goes_only_where_nothing_else_stands():
     new, extra = starts.with_starts(tile_ir, poison=True)
     assert [int(e.value) for e in extra] == [4, np.uint8(0xAA).view(np.int8)]
     assert new.aliases == ((0, 0), (1, 1), (2, 2))
+    assert starts.poison_bytes(tile_ir) == [-1, -1, 0xAA, 0xAA]
+    assert starts.poison_bytes(kernel(init=5)) is None
 
 
 @pytest.mark.parametrize("dtype", ir.DTYPES)
@@ -317,6 +320,16 @@ def test_poison_is_the_interpreters(dtype):
     theirs = poison((3,), dtype)
     assert ours.dtype == theirs.dtype
     np.testing.assert_array_equal(ours.astype(np.float64), theirs.astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", ir.DTYPES)
+def test_bytes_of_poison_are_poison(dtype):
+    info = ir.DTYPES[dtype]
+    byte = starts.poison_byte(info.numpy)
+    like = np.full(8, starts.poison_value(info.numpy))
+    packed = np.full(max(1, 8 * info.bits // 8), byte, np.uint8)
+    ours = unpacked(packed.view(info.numpy) if info.bits >= 8 else packed, like)
+    np.testing.assert_array_equal(ours.astype(np.float64), like.astype(np.float64))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])

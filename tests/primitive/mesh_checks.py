@@ -88,6 +88,20 @@ def check_cpu_atomics_and_numbers_that_are_set():
     np.testing.assert_array_equal(f(X), np.roll(X, (-4, -3), (0, 1)) + 2)
 
 
+@jt.kernel(out_type=lambda x, **_: x, scratch=lambda x, **_: jt.signals())
+def first_row(x, o, came, *, axis):
+    jt.signal(came.on(axis, (jt.axis_index(axis) + 1) % jt.axis_size(axis)))
+    jt.wait(came, 1)
+    o[0] = x[0]
+
+
+def check_cpu_rows_that_no_program_writes():
+    with jt.config(poison=True):
+        found = np.asarray(jax.jit(shard(lambda x: first_row(x, axis="x")))(X)).reshape(4, 4, 6)
+    np.testing.assert_array_equal(found[:, 0], X.reshape(4, 4, 6)[:, 0])
+    assert np.isnan(found[:, 1:]).all()
+
+
 def check_cpu_calls_in_a_row_and_at_once():
     def rounds(x):
         return jax.lax.fori_loop(0, 101, lambda _, x: shift(x, axis="x", barrier=False), x)

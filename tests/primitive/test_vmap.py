@@ -107,7 +107,7 @@ def test_pytrees(in_axes):
 
 def test_an_unbatched_operand_is_not_copied():
     text = jax.jit(jax.vmap(matmul, in_axes=(0, None))).lower(f32(3, 6, 4), f32(4, 7)).as_text()
-    assert "broadcast" not in text.replace("broadcast_in_dim %cst", "")  # the poison of the output is a constant
+    assert "broadcast" not in text
     program = batched_program(matmul, (f32(3, 6, 4), f32(4, 7)), (0, None))
     assert [v.shape for v in program.kernel.inputs] == [(3, 6, 4), (4, 7)]
     assert program.kernel.grid == (3, 2, 3)
