@@ -10,6 +10,7 @@ namespace {
 
 constexpr uint64_t kMaxSize = uint64_t{256} << 20;  // of the file and of the linked object
 constexpr std::string_view kEntry = "jtile_entry";
+constexpr std::string_view kKeeping = "jtile_entry_keeping";
 constexpr std::string_view kGrid = "jtile_grid";
 constexpr std::string_view kCounters = "jtile_counters";
 
@@ -42,6 +43,8 @@ Object::Object(std::string_view bytes, Machine machine, uint64_t page_size)
   place_sections();
   scan_relocations();
   entry_ = find_function(kEntry);
+  keeps_ = entry_ == kNone;
+  if (keeps_) entry_ = find_function(kKeeping);
   if (entry_ == kNone) refuse("it does not define the function '", kEntry, "'");
   grid_ = find_function(kGrid);
   counters_ = find_function(kCounters);

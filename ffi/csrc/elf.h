@@ -39,8 +39,9 @@ class Object {
   uint64_t size() const { return offset_[kSegments]; }
   uint64_t segment_offset(Segment segment) const { return offset_[segment]; }
   uint64_t segment_size(Segment segment) const { return offset_[segment + 1] - offset_[segment]; }
-  // Offset of the function `jtile_entry` in the linked object.
+  // Offset of the function `jtile_entry` in the linked object, or `jtile_entry_keeping`; and whether it is the latter.
   uint64_t entry_offset() const { return entry_; }
+  bool keeps() const { return keeps_; }
   // Offset of the function `jtile_grid`, which only kernels with dynamic sizes have; kNone where there is none.
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t grid_offset() const { return grid_; }
@@ -87,6 +88,7 @@ class Object {
   std::unordered_map<uint64_t, uint64_t> got_;  // symbol index -> offset of its slot in the linked object
   uint64_t offset_[kSegments + 1] = {};
   uint64_t entry_ = kNone, grid_ = kNone, counters_ = kNone;
+  bool keeps_ = false;
   bool low_ = false;
 };
 

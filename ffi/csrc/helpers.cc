@@ -23,8 +23,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMostThreads = 256;
 constexpr auto kAwake = std::chrono::microseconds(250);  // how long a thread waits before it sleeps
-constexpr auto kKeen = std::chrono::microseconds(10);    // and before it lets other threads have its core
 constexpr auto kPause = std::chrono::microseconds(40);   // in less between two calls XLA's threads do nothing large
+constexpr auto kKeen = kPause;  // before a waiting thread lets others have its core: the scheduler gives them 3 ms of it
 constexpr int kFew = 8;                                  // calls that follow each other for each one that does not
 constexpr int kMostFollowing = 4 * kFew;
 

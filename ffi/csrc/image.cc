@@ -60,6 +60,7 @@ Image::Image(std::string_view bytes) {
   auto* code = reinterpret_cast<char*>(memory_ + object.segment_offset(kExecute));
   __builtin___clear_cache(code, code + object.segment_size(kExecute));
   entry_ = reinterpret_cast<jtile_entry*>(memory_ + object.entry_offset());
+  keeps_ = object.keeps();
   if (object.grid_offset() != Object::kNone) grid_ = reinterpret_cast<jtile_grid*>(memory_ + object.grid_offset());
   if (object.counters_offset() != Object::kNone)
     counters_ = reinterpret_cast<jtile_counters*>(memory_ + object.counters_offset())();

@@ -35,6 +35,9 @@ struct jtile_host {
 using jtile_entry = int32_t(void* const* bufs, const int64_t* dims, int64_t begin, int64_t end, void* workspace,
                             struct jtile_host* host);
 
+// An entry of the name `jtile_entry_keeping` keeps in the workspace what several programs compute alike, and says in its
+// first eight bytes for which ones. These are zero when a worker begins with a call, and stay as they are until it ends.
+
 // Only of kernels with dynamic sizes: writes the number of programs on each axis of the grid (at most 16) to `sides`, and
 // gives the number of axes.
 using jtile_grid = int64_t(const int64_t* dims, int64_t* sides);
@@ -52,6 +55,7 @@ class Image {
   Image& operator=(const Image&) = delete;
 
   jtile_entry* entry() const { return entry_; }
+  bool keeps() const { return keeps_; }
   jtile_grid* grid() const { return grid_; }  // null where the image has none
   int64_t counters() const { return counters_; }
 
@@ -59,6 +63,7 @@ class Image {
   uint8_t* memory_ = nullptr;
   uint64_t size_ = 0;
   jtile_entry* entry_ = nullptr;
+  bool keeps_ = false;
   jtile_grid* grid_ = nullptr;
   int64_t counters_ = 0;
 };

@@ -34,6 +34,8 @@ Program::Program(const Attributes& attributes)
     check_isa(attributes.isa);
     sites_ = parse_sites(attributes.sites);
     image_ = acquire_image(attributes.image);
+    if (image_->keeps() && workspace_ < int64_t{sizeof(int64_t)})
+      fail(Code::kInvalidArgument, "it keeps values in a workspace of ", workspace_, " bytes");
     if (image_->counters() < 0 || image_->counters() > kMaxCounters)
       fail(Code::kInvalidArgument, "it has ", image_->counters(), " counters; a kernel has at most ", kMaxCounters);
     if (!dimensions_.empty() && image_->grid() == nullptr)

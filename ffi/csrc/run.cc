@@ -113,7 +113,12 @@ void Run::run_range(int64_t begin, int64_t end, const Workspace& workspace) {
   if (code != 0) stop(concat("internal error ", code, " of the compiled code in programs ", begin, " to ", end - 1));
 }
 
-void Run::run_all() { run_range(0, launch_.programs, Workspace(static_cast<size_t>(program_.workspace_))); }
+void Run::run_first(int64_t begin, int64_t end, const Workspace& workspace) {
+  if (program_.image_->keeps()) workspace.forget();
+  run_range(begin, end, workspace);
+}
+
+void Run::run_all() { run_first(0, launch_.programs, Workspace(static_cast<size_t>(program_.workspace_))); }
 
 namespace {
 
@@ -129,6 +134,7 @@ bool enter(jtile_entry* entry, void* const* bufs, const int64_t* dims, void* wor
 bool Run::run_one(int64_t program, Talk& talk) {
   IeeeArithmetic ieee;
   Workspace workspace(static_cast<size_t>(program_.workspace_));
+  if (program_.image_->keeps()) workspace.forget();
   Host host{host_.callbacks, this, &talk, program};
   talk.equip(host.callbacks);
   int32_t code = 0;
@@ -142,8 +148,8 @@ void Run::drain(int64_t worker) {
     int64_t begin = 0, end = 0;
     if (!take(worker, begin, end)) return;  // a late helper allocates nothing
     Workspace workspace(static_cast<size_t>(program_.workspace_));
-    do run_range(begin, end, workspace);
-    while (take(worker, begin, end));
+    run_first(begin, end, workspace);
+    while (take(worker, begin, end)) run_range(begin, end, workspace);
   } catch (const std::exception& error) {
     stop(error.what());
   }

@@ -18,6 +18,8 @@ class Workspace {
  public:
   explicit Workspace(size_t size);  // throws Error
   void* data() const { return data_; }
+  // Before programs of another call: what a kernel keeps here is not theirs.
+  void forget() const { *static_cast<int64_t*>(data_) = 0; }
 
  private:
   struct Free {
@@ -46,8 +48,8 @@ class Run {
   // As worker number `worker`, takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
   void drain(int64_t worker);
   void run_all();
-  // Runs the programs [begin, end).
-  void run_range(int64_t begin, int64_t end, const Workspace& workspace);
+  // Runs the programs [begin, end), as the first ones of a worker.
+  void run_first(int64_t begin, int64_t end, const Workspace& workspace);
   // Runs one program that talks to other devices; false: it could not go on.
   bool run_one(int64_t program, Talk& talk);
   // Throws what went wrong, if anything did.
@@ -82,6 +84,7 @@ class Run {
   };
   static std::vector<Share> parts_of(const Program& program, const Launch& launch, int64_t workers);
 
+  void run_range(int64_t begin, int64_t end, const Workspace& workspace);
   bool take(int64_t worker, int64_t& begin, int64_t& end);
   bool take_of(Share& share, int64_t& begin, int64_t& end);
   void take_no_more();

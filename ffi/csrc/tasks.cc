@@ -279,7 +279,7 @@ class TaskGraph::Call {
       std::call_once(met_[static_cast<size_t>(band.task)], [&] { meet(static_cast<size_t>(band.task)); });
     }
     try {
-      run.run_range(band.begin, band.end, workspace);
+      run.run_first(band.begin, band.end, workspace);
     } catch (const std::exception& error) {
       run.give_up(error.what());
     }

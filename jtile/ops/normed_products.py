@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import digit_rows, float8_rows, hopper_gemv, hopper_held
+from jtile.ops import digit_rows, float8_rows, hopper_gemv, hopper_held, rounded_rows
 from jtile.ops._shapes import check_float, check_shape, float_dtype
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
@@ -23,6 +23,8 @@ from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized import not_in_bytes, quantized_matmul, quantized_matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.weight_codes import in_rows
+
+FEW = 8  # rows whose norm each thread of a CPU computes for itself: a kernel for it would take as long
 
 
 def rms_norm_matmul(x, weight, b, *, residual=None, eps: float = 1e-6, out_dtype=None) -> tuple[jax.Array, jax.Array]:
@@ -186,12 +188,32 @@ def _in_bytes(x, residual, weight, weights, **options):
 
 
 def _not_in_bytes(x, residual, weight, weights, **_) -> str | None:
-    ways = {(w.activations, w.kind, w.is_super) if isinstance(w, QuantizedTensor) else None for w in weights}
-    if len(ways) != 1 or None in ways or x.dtype != jnp.float32 or getattr(residual, "dtype", x.dtype) != x.dtype:
-        return "the weights are not of one kind of quantised ones, or an array is not float32"
+    if (why := _not_alike(x, residual, weights)) is not None:
+        return why
     arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
     options = dict(kind=weights[0].kind, activation=None, activations=weights[0].activations)
     return not_in_bytes(x, arrays, NO_EPILOGUE, **options)
+
+
+def _in_integers(x, residual, weight, weights, **options):
+    arrays = jax.lax.stop_gradient(tuple(Weight(w.codes, w.scale, w.minimum) for w in weights))
+    return rounded_rows.normed_product(x, Norm(weight, residual), arrays, kind=weights[0].kind, **options)
+
+
+def _not_in_integers(x, residual, weight, weights, **_) -> str | None:
+    if not isinstance(x.shape[0], int) or x.shape[0] > FEW:
+        return "so many rows that one thread is not to compute the norm of all"
+    if (why := _not_alike(x, residual, weights)) is not None:
+        return why
+    arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
+    return rounded_rows.misfit(x, arrays, NO_EPILOGUE, kind=weights[0].kind, activations=weights[0].activations)
+
+
+def _not_alike(x, residual, weights) -> str | None:
+    ways = {(w.activations, w.kind, w.is_super) if isinstance(w, QuantizedTensor) else None for w in weights}
+    if len(ways) != 1 or None in ways or x.dtype != jnp.float32 or getattr(residual, "dtype", x.dtype) != x.dtype:
+        return "the weights are not of one kind of quantised ones, or an array is not float32"
+    return None
 
 
 # The product of rms_norm(x + residual) [m, k] with a matrix [n, k], or the gated one with two; and the sum.
@@ -200,6 +222,9 @@ _product = Op(
     Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
     Implementation("norm that rounds its rows, then product", _rounded, _not_rounded, BLOCK_LEVEL, portable=False),
     Implementation("norm in bytes, then product", _in_bytes, _not_in_bytes, ("byte tiles",), portable=False),
+    Implementation(
+        "norm in a product of integers", _in_integers, _not_in_integers, ("int16 products",), portable=False
+    ),
     Implementation("norm, then product", _one_by_one),
 )
 

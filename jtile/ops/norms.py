@@ -74,7 +74,8 @@ def layer_norm_long_rows(x, params: Affine, y, *, bn: int, eps: float):
         Y[i, j] = P.each(lambda view, j=j: view[j]).of(out).astype(y.dtype)
 
 
-def _rms(t, w, eps: float, offset: float):
+def rms(t, w, eps: float, offset: float):
+    """In a kernel, the RMS norm of rows t [rows, n] with a weight w [n]."""
     # y = x / sqrt(mean(x^2) + eps) * (w + offset)
     mean = (t * t).sum(1, keepdims=True) * (1.0 / t.shape[1])
     w = w.astype(t.dtype)
@@ -87,7 +88,7 @@ def rms_norm_rows(x, w, y, *, br: int, eps: float, offset: float):
     """Rows of x [rows, n], `br` of them in a program."""
     i, n = jt.program_id(0), x.shape[1]
     X, Y = x.tiles(br, n), y.tiles(br, n)
-    Y[i, 0] = _rms(wide(X[i, 0]), w[...], eps, offset).astype(y.dtype)
+    Y[i, 0] = rms(wide(X[i, 0]), w[...], eps, offset).astype(y.dtype)
 
 
 @jt.autotune(space=spaces.rows, override=True)
@@ -101,7 +102,7 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
     t = wide(X[i, 0])
     t = t + R[i, 0].astype(t.dtype)
     S[i, 0] = t.astype(s.dtype)
-    Y[i, 0] = _rms(t, w[...], eps, offset).astype(y.dtype)
+    Y[i, 0] = rms(t, w[...], eps, offset).astype(y.dtype)
 
 
 def _long_rows(x, params, *, eps: float):

@@ -8,8 +8,6 @@ sums of integer products of a block are exact, so that all that is lost is that 
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,8 @@ import jtile as jt
 from jtile.ops._shapes import known, programs_at_once
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import finished
-from jtile.ops.operands import Epilogue, Weight
+from jtile.ops.norms import rms
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.weight_codes import BLOCK, PANEL, codes_of_panels
 
 KINDS = ("q4_0", "q4_1", "q8_0")
@@ -27,8 +26,7 @@ TOP = 32767
 LEAST = 2.0**-111  # of the largest magnitudes: the scale of this one, and the inverse, are still normal numbers
 INTEGERS = "int16"  # `QuantizedTensor.activations` of weights whose rows may be rounded so
 _INTEGERS = 400 << 10  # bytes of integers of x of a program: they stay in the second-level cache
-_ROWS, _ROWS_OF_FEW = 384, 1024  # rows of W of a program, at most; of few rows of x so many for each of up to four
-_WORTH = 384  # rows of W of a program with few rows of x, before there are two for each core: it rounds x anew
+_ROWS, _ROWS_OF_FEW = 384, 1024  # rows of W of a program, at most; and beside few rows of x
 _TILED = 128  # rows of x of a program by matrix tiles: so many, that columns are brought to tiles for little
 
 
@@ -98,6 +96,33 @@ def _kernel(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind, acti
     y.tiles(bm, rows)[i, r] = finished(sums, epilogue, activation, i, r, bm, rows)
 
 
+def _normed_types(x, residual, norm, weights, **_):
+    total = None if residual is None else jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return total, _type(x, weights)
+
+
+def _normed_grid(x, residual, norm, weights, *, rows, bm, **_):
+    return _grid(x, weights, rows=rows, bm=bm)
+
+
+@jt.kernel(out_type=_normed_types, grid=_normed_grid, name="rounded_product_of_norm")
+def _normed(x, residual, norm, weights: tuple[Weight, ...], total, y, *, kind, activation, rows, bm, eps):
+    """The sum of x and the residual [m, in], and the product of its RMS norm, which all programs of some rows compute
+    alike: a worker on a CPU does so once."""
+    i, r, k = jt.program_id(0), jt.program_id(1), x.shape[1]
+    X = x.tiles(bm, k)[i, 0]
+    if residual is not None:
+        X = X + residual.tiles(bm, k)[i, 0]
+
+        @jt.when(r == 0)
+        def _():
+            total.tiles(bm, k)[i, 0] = x.tiles(bm, k)[i, 0] + residual.tiles(bm, k)[i, 0]
+
+    of_x = rounded(rms(X, norm[...], eps, 0.0))
+    sums = [_product(of_x, weight, r, rows, kind) for weight in weights]
+    y.tiles(bm, rows)[i, r] = finished(sums, NO_EPILOGUE, activation, i, r, bm, rows)
+
+
 def product(x, weights, epilogue: Epilogue, *, kind, activation, out_dtype, **_):
     """The product of x [m, in] with one weight [out, in], or the gated one with two, with its epilogue."""
     inner, out = x.shape[1], weights[0].codes.shape[0]
@@ -105,24 +130,43 @@ def product(x, weights, epilogue: Epilogue, *, kind, activation, out_dtype, **_)
     return _kernel(x.astype(jnp.float32), weights, epilogue, **options).astype(out_dtype)
 
 
-@functools.lru_cache(maxsize=1024)
+def normed_product(x, norm: Norm, weights, *, kind, eps, activation, out_dtype):
+    """(`product` of the norm of x + residual, and that sum), of float32."""
+    inner, out = x.shape[1], weights[0].codes.shape[0]
+    options = dict(kind=kind, activation=activation, eps=eps, **tiles(known(x.shape[0]), out, inner, len(weights)))
+    total, y = _normed(x, norm.residual, norm.weight, weights, **options)
+    return y.astype(out_dtype), x if total is None else total
+
+
 def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
-    """The rows of x and of W that a program takes: few programs round the same x again, but there are enough of them
-    for all cores."""
+    """The rows of x and of W that a program takes. What those of the same rows of x have in common, a worker computes
+    once; so there are several for each core."""
     by_tiles = m > 8 and "int16 tiles" in jt.target().features
     most = _INTEGERS // (2 * inner)
     parts = -(-m // (min(_TILED, max(32, most)) if by_tiles else max(8, most)))
     bm = min(m, -(-m // parts // 8) * 8)
     cores = programs_at_once()
-    programs = cores if m <= 8 and out < 2 * cores * _WORTH else 2 * cores
-    most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW * min(m, 4)
+    programs = 4 * cores if m <= 8 else 2 * cores
+    most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW
     most = min(most, max(out * -(-m // bm) // programs, 64))
     if out <= most:
         return {"bm": bm, "rows": out}
+    if m <= 8 and (rows := _equal(out, cores, most)):
+        return {"bm": bm, "rows": rows}
     whole = most // 16 * 16
     exact = next((rows for rows in range(whole, whole // 2, -16) if out % rows == 0), None)
-    # Else the last program hangs over: of the few rows of small divisors, each program would round x for little.
+    # Else the last program hangs over: small divisors would make many programs of few rows.
     return {"bm": bm, "rows": exact or -(-out // -(-out // whole) // 16) * 16}
+
+
+def _equal(out: int, cores: int, most: int) -> int | None:
+    """The rows of W of a program of few rows of x, where each core gets as many programs of whole panels: it takes
+    several, so that another one which is done can help a core that is slow just now."""
+    for each in (4, 3, 5, 6, 2):
+        rows, rest = divmod(out, each * cores)
+        if rest == 0 and rows % PANEL == 0 and 64 <= rows <= 4 * most // 3:
+            return rows
+    return None
 
 
 def misfit(x, weights, epilogue, *, kind, activations, **_) -> str | None:

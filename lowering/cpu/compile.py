@@ -19,6 +19,7 @@ from jtile.passes.spans import spans
 from ..artifact import Artifact
 from ..emitting import Marks
 from . import (  # noqa: F401  their emitters register themselves
+    alike,
     emit_arrivals,
     emit_atomic,
     emit_control,
@@ -41,6 +42,7 @@ from .llvm import Code, Module, Val, i64
 from .values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
+KEEPING = "jtile_entry_keeping"  # of a kernel whose first word of the workspace is to be zero before a call
 SHORT = 250  # lines of a kernel that needs LLVM's shorter list of passes alone
 AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known yet
 
@@ -79,7 +81,8 @@ def _emit(
     names = ["bufs", "dims", "begin", "end", "ws", "host"]
     types = ["ptr", "ptr", "i64", "i64", "ptr", "ptr"]
     bufs, dims, begin, end, ws, _ = params = [Val(t, f"%{n}") for t, n in zip(types, names, strict=True)]
-    code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
+    common = alike.alike(kernel)
+    code = Code(module, KEEPING if common else ENTRY, params, ret="i32", linkage="dso_local")
     em = Emitter(kernel, isa, module, code, marks)
     em.order = order
     symbols = sizes.load_symbols(code, kernel, dims)
@@ -87,6 +90,10 @@ def _emit(
     em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}
     shared = {r for i, o in kernel.aliases for r in (kernel.inputs[i], kernel.outputs[o])}
     shared |= emit_arrivals.shared_refs(kernel)
+    if common:
+        body = code.detour()
+        em.workspace = code.gep("i8", ws, alike.HEADER)
+        code.rejoin(body)
     code.own(ws)
     for k, r in enumerate([*kernel.inputs, *kernel.outputs]):
         pointer = code.load("ptr", code.gep("ptr", bufs, k), align=8)
@@ -99,15 +106,18 @@ def _emit(
         em.devices = emit_devices.Devices(em)
     if not kernel.devices and any(isinstance(op, ir.Atomic) for op in kernel.body.walk()):
         em.alone = code.cmp("icmp", "eq", code.sub(end, begin), functools.reduce(code.mul, grid, i64(1)))
+    slots = alike.slots_of(em, common) if common else []
     with code.loop(begin, end) as p:
-        em.program = dict(enumerate(_place(code, p, grid)))
+        em.program, em.range = dict(enumerate(_place(code, p, grid))), (p, begin)
+        if common:
+            alike.emit(em, common, slots, ws, p, grid)
         em.block(kernel.body)
         em.leave()
         em.arena.tick()
-        for r in kernel.scratch:
-            em.arena.touch(em.env[r].alloc)
+        for buf in (*slots, *(em.env[r] for r in kernel.scratch)):
+            em.arena.touch(buf.alloc)
     code.finish(Val("i32", "0"))
-    workspace = em.arena.assign()
+    workspace = em.arena.assign() + (alike.HEADER if common else 0)
     emit_arrivals.emit_number(module, kernel)
     launch = {
         "name": kernel.name,

@@ -8,7 +8,7 @@ import math
 
 from jtile import ir
 
-from . import bfloat_parts, byte_digits, gemm_scaled, nibbles, plan
+from . import bfloat_parts, byte_digits, gemm_scaled, nibbles, plan, scaled_digits
 from .access import elem_bytes
 from .convert import is_narrow, is_signed, memory_type
 from .digit_products import Digits
@@ -17,7 +17,7 @@ from .emitter import Emitter, emits
 from .gemm import GemmSpec, emit_gemm, order_of
 from .gemm_modes import STORAGE
 from .llvm import Val, i64
-from .scaled_columns import SCALES, ScaledSpec
+from .scaled_columns import FEW, SCALES, ScaledSpec, ask_first
 from .values import Buffer, Lazy
 
 # A product is summed in its Ref only while those rows stay in the second-level cache and its TLB: at 2048 x 2048,
@@ -330,6 +330,9 @@ def _sum_of_integers(em: Emitter, op: ir.DotScaled) -> None:
     ws = _scratch(em, workspace)
     row = lambda buf: em.code.mul(_leading(buf, False), elem_bytes(buf.dtype))
     args = [arg for buf in (*operands, out) for arg in (buf.ptr, row(buf))]
+    if in_panels and (m <= FEW or scaled_digits.fits(em.isa, spec)):
+        with em.code.when(em.first()):  # programs that follow have asked for the next one's
+            ask_first(em.code, spec, operands[3].ptr)
     em.code.do(f"call void @{name}({', '.join(map(str, (*args, ws)))})")
     for buf in (*operands, out):
         em.arena.touch(buf.alloc)

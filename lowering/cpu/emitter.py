@@ -72,6 +72,7 @@ class Emitter:
         self.absorbed: set[ir.Value] = set()  # values that products of digits take as they are stored
         self.written = plan.written_refs(kernel)
         self.program: dict[int, Val] = {}
+        self.range: tuple[Val, Val] | None = None  # the number of the program, and the first one of this call
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
         self.alone: Val | None = None  # whether these are all programs of the grid, so that no others run meanwhile
@@ -96,6 +97,11 @@ class Emitter:
         assert isinstance(rep, Buffer), f"scalar {v!r} has no value yet"
         self.arena.touch(rep.alloc)
         return access.read(self.code, self.isa, rep, (), Lanes(1))
+
+    def first(self) -> Val:
+        """Whether this is the first program of a range that one worker runs."""
+        assert self.range is not None
+        return self.code.cmp("icmp", "eq", *self.range)
 
     def size(self, n: ir.Size) -> int | Val:
         """A dimension of a Ref: a number, or an i64 that is known at run time."""

@@ -85,8 +85,6 @@ def _emit(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]) -> None
     c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
     panel, digits, scales, *lows = (offset(c, _WORK, start, 1) for start in starts[:-1])
     whole, rest = divmod(spec.n, LANES)
-    if spec.panels:
-        columns.ask_first(c, x.b, spec.n * spec.k // (2 if spec.nibbles else 1))
     if columns.by_digits(isa, spec):
         call(c, columns.splitter(module, spec), x.a, x.a_row, digits)
     for start, count, width in ((0, whole, LANES), (whole * LANES, int(rest > 0), rest)):
@@ -125,7 +123,6 @@ def _emit_by_bytes(module: Module, isa: Isa, spec: ScaledSpec, starts: list[int]
     c = Code(module, spec.name, [*x, _WORK], attributes=ATTRIBUTES)
     _, digits, scales, *lows = (offset(c, _WORK, start, 1) for start in starts[:-1])
     whole, rest = divmod(spec.n, LANES)
-    columns.ask_first(c, x.b, spec.n * spec.k // (2 if spec.nibbles else 1))
     call(c, scaled_digits.splitter(module, spec), x.a, x.a_row, digits)
     with tiles.kept(c):
         tiles.resize(c, scaled_digits.sizes(spec))

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from jtile import ir
 
 from ..emitting import Marks
-from .compile import ENTRY, assemble, emit_programs
+from .compile import ENTRY, KEEPING, assemble, emit_programs
 from .isa import Isa
 
 FILE = "kernel.ll"
-_DEFINE = re.compile(rf"^define [^@]*@({ENTRY})\(")
+_DEFINE = re.compile(rf"^define [^@]*@({ENTRY}|{KEEPING})\(")
 _UNIT = """
 !llvm.dbg.cu = !{{!0}}
 !llvm.module.flags = !{{!2}}

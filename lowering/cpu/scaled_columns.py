@@ -205,9 +205,9 @@ def codes_in_words(c: Code, spec: ScaledSpec, b: Val, b_row: Val, block: Val, wi
     return found
 
 
-def ask_first(c: Code, b: Val, size: int) -> None:
+def ask_first(c: Code, spec: ScaledSpec, b: Val) -> None:
     """Asks the cache for the first bytes of panels, which no block asks for ahead."""
-    with c.loop(0, min(_AHEAD, size), 64) as at:
+    with c.loop(0, min(_AHEAD, spec.n * spec.k // (2 if spec.nibbles else 1)), 64) as at:
         _ask(c, c.gep("i8", b, at), 64, 2)
 
 

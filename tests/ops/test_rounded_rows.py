@@ -12,7 +12,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import rounded_rows
+from jtile.ops import normed_products, rounded_rows
 from jtile.ops.quantized import quantized_matmul_reference
 from jtile.testing import relative_error
 
@@ -128,6 +128,47 @@ def test_a_row_has_the_same_bits_among_others(kind):
         for m in (1, 9):
             for got, want in zip(both(x[:m]), both(x), strict=True):
                 np.testing.assert_array_equal(got, want[:m])
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize(("kind", "m", "gated", "added"), [
+    ("q4_1", 1, False, True), ("q4_0", 3, True, True), ("q8_0", 8, False, False), ("q4_1", 9, False, True),
+])  # fmt: skip
+def test_a_norm_in_front(kind, m, gated, added, steady):
+    """Few rows meet the norm in the kernel of the product: the same bits, and the same derivative, as one by one."""
+    weights = [rounding(ops.quantize(normal(seed, 96, 576), kind)).in_panels() for seed in range(1 + gated)]
+    x, residual, norm = normal(3, m, 576), normal(4, m, 576) if added else None, 1 + normal(5, 576) / 4
+    activation = "silu" if gated else None
+    options = dict(eps=1e-5, activation=activation, out_dtype="float32")
+
+    def both(run):
+        def total(x, residual):
+            y, s = run(x, residual)
+            return (y * y).sum() + (s * s * s).sum()
+
+        return jax.jit(lambda x, residual: (run(x, residual), jax.grad(total)(x, residual)))(x, residual)
+
+    op = ops.rms_norm_gated_mlp if gated else ops.rms_norm_matmul
+    gate = {"activation": activation} if gated else {}
+    alone = lambda x, residual: normed_products._one_by_one(x, residual, norm, weights, **options)
+    with jt.config(steady=steady):
+        got = both(lambda x, residual: op(x, norm, *weights, residual=residual, eps=1e-5, **gate))
+        want = both(alone)
+        chosen = normed_products._product.choice(x, residual, norm, tuple(weights), **options)
+    assert (chosen.implementation == "norm in a product of integers") == (m < 9)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_norm_in_front_by_the_interpreter():
+    weight, (x, residual) = ops.quantize(normal(0, 64, 128), "q4_1"), (normal(seed, 2, 128) for seed in (1, 2))
+    weights = (rounded_rows.Weight(weight.codes, weight.scale, weight.minimum),)
+    options = dict(kind="q4_1", activation=None, rows=16, bm=2, eps=1e-5)
+    operands = x, residual, 1 + normal(3, 128) / 4, weights
+    want, got = rounded_rows._normed.interpret(*operands, **options), rounded_rows._normed(*operands, **options)
+    np.testing.assert_array_equal(got[0], x + residual)
+    np.testing.assert_array_equal(want[0], x + residual)
+    assert relative_error(got[1], want[1]) < 3e-7
 
 
 def test_numbers_that_are_none():
