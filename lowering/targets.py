@@ -124,6 +124,12 @@ class Target:
         """
         return next((s.units for s in self.scales if s.name == scale), None)
 
+    @property
+    def programs_at_once(self) -> int:
+        """How many programs run at once: the cores of the host that this process may use, or the multiprocessors of a
+        GPU; 1 where nothing is known."""
+        return self.units("device") or 1
+
     def memory(self, scale: str) -> Memory | None:
         """The memory that the units of a level share.
 

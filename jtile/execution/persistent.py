@@ -50,7 +50,7 @@ def spread(programs: int, cost: float, cores: int) -> list[tuple[int, int]]:
 def predicted(piece: Piece | Sum, kernel: ir.Kernel) -> float:
     """Predicted nanoseconds of one program of a kernel, when all multiprocessors run some."""
     whole, programs = predicted_us(kernel, piece.target) * 1e3, max(math.prod(kernel.grid), 1)
-    return max(whole * min(piece.target.units("device") or 1, programs) / programs, LEAST_NS)
+    return max(whole * min(piece.target.programs_at_once, programs) / programs, LEAST_NS)
 
 
 @dataclasses.dataclass(frozen=True)

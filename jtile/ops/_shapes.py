@@ -69,7 +69,7 @@ def machine() -> Machine:
 def programs_at_once() -> int:
     """How many programs run at once on the platform at hand: the cores that this process may use, or a GPU's
     multiprocessors."""
-    return jt.target().units("device") or 1
+    return jt.target().programs_at_once
 
 
 @functools.cache

@@ -9,8 +9,6 @@ row stay in tile registers.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,7 +151,6 @@ def _sizes(x, weights) -> tuple[int, int, dict[str, int]]:
     return x.shape[0], -(-x.shape[0] // sizes["bm"]) * sizes["bm"], sizes
 
 
-@functools.lru_cache(maxsize=1024)
 def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     """The rows of x and of W that a program takes: rows of W become digits for many rows of x, whose digits stay in the
     second-level cache together with the results."""

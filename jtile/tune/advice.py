@@ -56,7 +56,7 @@ def _spilled(resources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _few(w: Work, target: Any) -> Iterator[str]:
-    units = target.units("device") or 1
+    units = target.programs_at_once
     if "warps" in target.features and 2 * w.programs <= units:
         yield (
             f"{w.programs} programs leave at least half of {units} multiprocessors idle: take smaller tiles, or cut a "

@@ -147,7 +147,7 @@ def whole_sides(target: Any) -> bool:
 
 def units(target: Any) -> int:
     """The number of multiprocessors, compute units or cores of a target."""
-    return target.units("device") or 1
+    return target.programs_at_once
 
 
 def budget(kernel: ir.Kernel) -> int:

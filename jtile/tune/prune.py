@@ -52,7 +52,7 @@ def predicted_us(kernel: ir.Kernel, target: Any) -> float:
         return 0.0
     limits = bound_us(w, target)
     cached = w.traffic / (CACHE_RATE * bandwidth(target)) * 1e6
-    units = target.units("device") or 1
+    units = target.programs_at_once
     waves = -(-max(w.programs, 1) // units)
     return max(*limits.values(), cached) * waves * units / max(w.programs, 1)
 

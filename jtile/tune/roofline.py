@@ -234,7 +234,7 @@ def _limit(
     if time_us is None or limits[name] > CLOSE * time_us:
         return most
     spills = max((r["spills"] for r in resources), default=0)
-    units = target.units("device") or 1
+    units = target.programs_at_once
     if spills:
         return f"registers: {spills} bytes spilled"
     if threads and time_us < LAUNCH_US:

@@ -39,7 +39,7 @@ def predicted_us(kernel: ir.Kernel) -> float:
     loops = [op for op in kernel.body.walk() if isinstance(op, ir.For)]
     if not all(isinstance(v.op, ir.Full) for op in loops for v in (op.lo, op.hi, op.step)):
         return 0.0
-    cores = cpu_target(None).units("device") or 1
+    cores = cpu_target(None).programs_at_once
     programs = max(math.prod(kernel.grid), 1)
     return program_cost_ns(kernel) * -(-programs // cores) / 1e3
 

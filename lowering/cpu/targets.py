@@ -25,21 +25,26 @@ if TYPE_CHECKING:
 RESIDENT = 256  # programs of a kernel that waits for other devices: each has a thread, see ffi/csrc/program.cc
 
 
-@functools.cache
 def cpu_target(isa: str | None) -> Target:
-    """The CPU target of an instruction set that `jtile.lowering.cpu.isa` names; None: this machine's."""
+    """The CPU target of an instruction set that `jtile.lowering.cpu.isa` names; None: this machine's. It has the cores
+    that this process may use now."""
+    return _with_cores(isa, cores_here())
+
+
+@functools.cache
+def _with_cores(isa: str | None, cores: int) -> Target:
     if isa in (None, "host"):
-        return _cpu_target("cpu", _host_arch(), _host_memories())
+        return _cpu_target("cpu", _host_arch(), _host_memories(), cores)
     from .isa import ISAS
 
     if isa not in ISAS:
         raise KernelValueError(f"unknown instruction set {isa!r}: expected host, {', '.join(sorted(ISAS))}")
     return _cpu_target(
-        f"cpu:{isa}", spell_isa(ISAS[isa]), (Memory("l1", 32 << 10), Memory("l2", 512 << 10), Memory("dram"))
+        f"cpu:{isa}", spell_isa(ISAS[isa]), (Memory("l1", 32 << 10), Memory("l2", 512 << 10), Memory("dram")), cores
     )
 
 
-def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
+def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...], cores: int) -> Target:
     """A core is a block of one thread: programs are shared out to cores, and each runs on the vectors of one."""
     has, isa = {m.name for m in memories}, parse_isa(arch)
     return Target(
@@ -49,7 +54,7 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
         scales=(
             Scale("thread", memory="l1" if "l1" in has else None),
             Scale("block", memory="l2" if "l2" in has else None),
-            Scale("device", units=cores_here(), memory="dram"),
+            Scale("device", units=cores, memory="dram"),
             Scale("node"),
         ),
         memories=memories,

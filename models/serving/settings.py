@@ -224,7 +224,7 @@ def budget_of(alone: int) -> int:
     steps while many requests wait. Its products have whole rounds of tiles: results of models have multiples of 4096
     features, which are 16 tiles of 256, so that with few tokens a good part of the processors waits for the last
     round."""
-    units = jt.target().units("device") or 1
+    units = jt.target().programs_at_once
     whole = TILE_ROWS * (units // math.gcd(units, 4096 // 256))
     return -(-(alone + CHUNK) // whole) * whole
 

@@ -15,6 +15,7 @@ from jtile.lowering.cpu import targets as cpu_targets
 from jtile.lowering.cpu.isa import ISAS, host_isa
 from jtile.lowering.cpu.targets import parse_isa, spell_isa
 from jtile.lowering.targets import Gap, Memory, Scale, Target, check_capabilities, host_target
+from jtile.ops import rounded_rows
 
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=4, scratch=jax.ShapeDtypeStruct((32,), jnp.float32))
@@ -46,6 +47,18 @@ def test_the_host():
     assert set(host.dtypes) == set(ir.DTYPES)
     assert host_target() is host
     assert hash(host) == hash(dataclasses.replace(host))
+
+
+def test_the_cores_are_those_of_now(monkeypatch):
+    """A process may change which cores it runs on, and products are cut up for those."""
+    of = lambda: rounded_rows.tiles(1, 4096, 64, 1)["rows"]
+    found = {}
+    for cores in (2, 16, 2):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert targets.resolve("cpu:avx2").programs_at_once == host_target().programs_at_once == cores
+        assert found.setdefault(cores, of()) == of()
+    assert found[2] == 8 * found[16]
+    assert Target("plain", "cuda", "sm_90").programs_at_once == 1
 
 
 @pytest.mark.parametrize("name", sorted(ISAS))
