@@ -10,7 +10,7 @@ import jtile as jt
 from jtile._errors import ModelError, PromptError
 from jtile.models import cache as kv
 from jtile.models import generate
-from jtile.models.generate import CHUNK, LONG_CHUNK, SMALL, chunk_of
+from jtile.models.generate import CHUNK, LONG_CHUNK, SMALL, SMALL_ON_HOST, chunk_of
 
 
 @pytest.fixture
@@ -27,12 +27,13 @@ def test_counts_around_the_size_of_a_chunk(tiny, golden, row, count):
     assert stream.stats.prompt_tokens == 24
 
 
-def test_small_models_have_longer_chunks_on_gpus(tiny, monkeypatch):
+def test_small_models_have_longer_chunks(tiny, monkeypatch):
     with jt.config(arch="sm_90"):
         assert [chunk_of(SMALL - 1, steps) for steps in (CHUNK, CHUNK + 1)] == [CHUNK, LONG_CHUNK]
         assert chunk_of(SMALL, 100) == CHUNK
         monkeypatch.setattr(generate, "on_host", lambda: True)
-        assert chunk_of(1, 100) == CHUNK  # the host waits for no dispatch of its own
+        assert [chunk_of(SMALL_ON_HOST - 1, steps) for steps in (CHUNK, CHUNK + 1)] == [CHUNK, LONG_CHUNK]
+        assert chunk_of(SMALL_ON_HOST, 100) == CHUNK
     assert tiny._nbytes == sum(w.nbytes for w in tiny._weights)
 
 
