@@ -34,8 +34,8 @@ CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-
 # Tokens per dispatch of models on GPUs that have fewer bytes than `SMALL`: a dispatch took the host of an H200 2.2 ms,
 # whether of 8 or 16 steps, and 8 of SmolLM2-135M take the device as long: 388 us a step in eights, 283 in sixteens.
 LONG_CHUNK, SMALL = 16, 2 << 30
-# A dispatch of SmolLM2-135M, with its 513 arrays of weights, takes a core of the host for 2.3 ms, on which a thread that
-# computes would be: a 24th of the time of both cores for 8 steps on two of them.
+# A dispatch of SmolLM2-135M, with its 513 arrays of weights, takes a core of the host for 2.3 ms, on which a helper of
+# its kernels would compute: a 24th of the time of both cores for 8 steps on two of them.
 SMALL_ON_HOST = 256 << 20
 
 
