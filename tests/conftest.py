@@ -47,6 +47,7 @@ import forked  # before JAX
 import hypothesis
 import jax
 import pytest
+import remembered
 from _pytest import runner
 from hypothesis.internal.conjecture import providers
 from jax.experimental.compilation_cache import compilation_cache
@@ -80,6 +81,9 @@ def pytest_configure(config):
         import native_calls
 
         native_calls.install()
+        if config.getoption("--runslow"):  # all is compiled anew, in child processes, too
+            os.environ["SUITE_CACHE"] = ""
+        _kept[0] = remembered.install() or _kept[0]
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
     jax.monitoring.register_event_duration_secs_listener(_count)
@@ -150,8 +154,8 @@ def pytest_runtest_teardown():
     """Collect after all, where that takes too much memory: half of the machine's in all processes together; but only
     what comes from then on, since to walk through all that there is takes 20 s. And let XLA keep no more programs on
     disk, where a test, or a command that it called, has asked for that."""
-    if jax.config.jax_compilation_cache_dir != KEPT:
-        jax.config.update("jax_compilation_cache_dir", KEPT)
+    if jax.config.jax_compilation_cache_dir != _kept[0]:
+        jax.config.update("jax_compilation_cache_dir", _kept[0])
         compilation_cache.reset_cache()
     if not gc.isenabled() and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MEMORY:
         gc.freeze()
@@ -172,7 +176,7 @@ def gpu_missing() -> str:
 _workers = max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * _workers)
 LONG = 20.0  # seconds
-KEPT = jax.config.jax_compilation_cache_dir  # where XLA keeps programs: nowhere, unless the user has said so
+_kept = [jax.config.jax_compilation_cache_dir]  # where XLA keeps programs: as the user has said, or `remembered`
 ENOUGH = 900.0  # CPU seconds of the tests of one run without GPU: eight minutes on two cores, collecting included
 _programs = [0]  # that XLA compiled in this process
 
@@ -259,6 +263,8 @@ def pytest_unconfigure(config):
     if not config.getoption("--runslow"):
         gc.freeze()
     path = os.environ["JTILE_CACHE_DIR"]
+    if not hasattr(config, "workerinput"):
+        remembered.prune()
     if not hasattr(config, "workerinput") and os.path.basename(path).startswith("jtile-test-cache-"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -269,6 +275,13 @@ def optimized():
     import jtile as jt
 
     with jt.config(optimize=True):
+        yield
+
+
+@pytest.fixture
+def compiled_anew():
+    """Compilers make all that a test asks them for: what it is about is that they do, or what they leave behind."""
+    with remembered.compiled_anew():
         yield
 
 

@@ -21,7 +21,7 @@ from jtile.lowering.triton.compile import compile_kernel
 from jtile.primitive.lowering import pieces_of
 from jtile.primitive.program import Program
 
-pytestmark = pytest.mark.early
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("compiled_anew")]
 # Bytes: lld, in triton's `link_hsaco`, keeps some of every file: 2.4 KiB (triton 3.9) and 3.2 (3.6) of these, up to 4.3
 # where other tests ran before.
 LINKED = 8192

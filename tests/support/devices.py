@@ -59,8 +59,10 @@ def main(path: Path, out: Path) -> None:
     import eager_calls
     import jax
     import native_calls
+    import remembered
 
     native_calls.install()
+    remembered.install()
     gc.disable()  # as in the tests' own process: a tenth of the time otherwise
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
