@@ -115,7 +115,8 @@ def measure(
         calls = len(sets)
         runners, reference = _runners(case, sets, calls, options, say, None)
     errors = _errors(case, reference(*sets[0]), runners, say)
-    samplers = {name: timing.sampler(runner) for name, runner in runners.items()}
+    settling = _settling_us(case, machine)
+    samplers = {name: timing.sampler(runner, settling) for name, runner in runners.items()}
     for sample in samplers.values():
         sample()  # after a pause a card is quicker than it stays
     budget = min(options.budget_s, case.budget_s)
@@ -125,11 +126,23 @@ def measure(
     if same:  # one compiled program: what its two lines of samples differ by is noise
         samples["ours"] = samples[same] = [*samples["ours"], *samples[same]]
     times = timing.timings(samples)
-    timed = timing.way(calls) + (f"; ours is the program of {same}" if same else "")
+    timed = timing.way(calls) + (f" behind {settling / 1e3:.0f} ms of them" if settling else "")
+    timed += f"; ours is the program of {same}" if same else ""
     how = {"bound_us": bound, "error": errors["ours"], "timed": timed}
     got = result(*case.key, machine.device, times, **how)
     say(_line(case, got, samples, errors, time.monotonic() - began))
     return got
+
+
+_POWER_US = 20.0  # of arithmetic in a call, from which on power counts
+
+
+def _settling_us(case: Case, machine: Machine) -> float:
+    """How long a function runs before its samples: where arithmetic takes a call's time, the card's power decides its
+    clock, which follows what is drawn only within 0.2 s; in shorter turns, all functions have one clock, and that which
+    draws the least pays for the others."""
+    arithmetic = machine.bound_us(0, case.flops, case.unit)
+    return timing.SETTLING_US if arithmetic > max(_POWER_US, machine.bound_us(case.bytes, 0, case.unit)) else 0.0
 
 
 def _one_a_call(case: Case, sets: Sequence[tuple], calls: int, make: Callable) -> list[tuple]:

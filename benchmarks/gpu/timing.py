@@ -22,6 +22,9 @@ from jtile.testing import Timing
 _PROGRAM_US = 4_000.0
 _SAMPLE_US = 10_000.0  # timed in one sample, or four programs
 _FRONT_US = 25_000.0  # device time of the programs that run before the timed ones
+# The same where power decides the speed. What draws less than what ran before is slow for 50 ms more, what draws more
+# is too fast for 50 and too slow for 100: its own speed comes after 0.2 s.
+SETTLING_US = 250_000.0
 _MOST_CALLS = 320  # calls of 12 us each; compiling and recording a program takes longer with each
 _MOST_TURNS, _MOST_FRONT = 4, 26  # XLA lets 32 programs be under way
 _GRAPH = 5  # xla_gpu_graph_min_graph_size
@@ -121,13 +124,22 @@ class JaxRunner:
         return 1e6 * seconds / self.calls
 
 
-def sampler(runner: Any) -> Callable[[], float]:
-    """A function that takes one sample, in microseconds a call, after a warm-up that says how long a sample must be."""
+def sampler(runner: Any, settling_us: float = 0.0) -> Callable[[], float]:
+    """A function that takes one sample, in microseconds a call, after a warm-up that says how long a sample must be;
+    the device works `settling_us` for the function before, if that is more than it does anyway."""
     runner.run(1, 1)
     us = max(runner.run(2, 2) * runner.calls, 1e-3)
     turns = max(1, min(_MOST_TURNS, math.ceil(_SAMPLE_US / us)))
     front = max(turns, min(_MOST_FRONT, math.ceil(_FRONT_US / us)))
-    return lambda: runner.run(turns, front)
+
+    def sample() -> float:
+        left = math.ceil(settling_us / us) - front
+        while left > 0:  # the device pauses for a moment between two of these
+            runner.run(1, now := min(left, _MOST_FRONT))
+            left -= now + 1
+        return runner.run(turns, front)
+
+    return sample
 
 
 def alternate(

@@ -68,6 +68,42 @@ def test_the_budget_ends_the_rounds_but_three():
     assert len(samples["ours"]) == 3
 
 
+class Runner:
+    """A runner whose programs take 4 ms: (turns, programs in front) of all that ran."""
+
+    calls = 4
+
+    def __init__(self):
+        self.ran = []
+
+    def run(self, turns, front=1):
+        self.ran.append((turns, front))
+        return 1000.0
+
+
+def test_a_sample_stands_behind_programs_of_its_own():
+    runner = Runner()
+    sample = timing.sampler(runner)
+    runner.ran.clear()
+    assert sample() == 1000.0
+    assert runner.ran == [(3, 7)]
+
+
+def test_a_sample_waits_until_the_clock_has_settled():
+    runner = Runner()
+    sample = timing.sampler(runner, settling_us=250_000.0)
+    runner.ran.clear()
+    sample()
+    assert runner.ran == [(1, 26), (1, 26), (1, 2), (3, 7)]
+    assert 250_000 <= 4000 * (sum(turns + front for turns, front in runner.ran) - 3) < 258_001
+
+
+def test_where_arithmetic_takes_the_time_clocks_settle_first(few_calls, monkeypatch):
+    monkeypatch.setattr(timing, "SETTLING_US", 1000.0)
+    got = {flops: run(case(lambda x: 1 + x, flops=flops))[0].record.timed for flops in (0, int(1e6), int(1e8))}
+    assert ["behind 1 ms" in timed for timed in got.values()] == [False, False, True]
+
+
 def test_calls_are_whole_rounds_over_the_sets():
     assert timing.call_count(1e6, 1) == 1
     assert timing.call_count(1e6, 3) == 3
