@@ -25,7 +25,8 @@ LEAST = 2.0**-111  # of the largest magnitudes, as for `rounded_rows.rounded`
 LEAST_ROWS = 48  # of x: for fewer it is not worth while to take rows of W apart
 _BYTES_OF_X, _MOST_ROWS = 800 << 10, 512  # of digits of x of a program
 _RESULTS = 96 << 10  # numbers that a program makes
-_PROGRAMS = 3  # for each core at least, so that one that comes late has less to do
+_PROGRAMS = 6  # for each core at least: the tile unit of one may be half as fast as another's for a while
+_STEP = 32  # rows of W, two tiles
 _NUMBERS = 4096  # of x of a program that makes digits: they stay in the first-level cache
 
 
@@ -157,8 +158,13 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     most = max(_BYTES_OF_X // (2 * inner) // 16, 4) * 16
     parts = -(-m // min(most, _MOST_ROWS))
     bm = -(-m // parts // 16) * 16
-    count = max(-(-out * bm * matrices // _RESULTS), -(-_PROGRAMS * programs_at_once() // parts))
-    return {"bm": bm, "rows": min(-(-out // count // 32) * 32, out)}
+    cores = programs_at_once()
+    count = max(-(-out * bm * matrices // _RESULTS), -(-_PROGRAMS * cores // parts))
+    steps = -(-out // _STEP)
+    most = -(-steps // count)
+    even = (n for n in range(most, (most - 1) // 2, -1) if steps % n == 0 and steps // n * parts % cores == 0)
+    each = next(even, most)  # rows in steps: each core has as many programs as another, where that is possible
+    return {"bm": bm, "rows": min(each * _STEP, out)}
 
 
 def misfit(x, weights, *, kind: str) -> str | None:
