@@ -29,7 +29,7 @@ from . import layers as ops
 from . import programs
 from .host import on_host
 
-APART = True  # whether prompts on GPUs are several programs
+APART = True  # whether prompts on a GPU are several programs, and write what the host reads to its memory
 LARGE = 4 << 30  # bytes of a model, at least; of smaller ones, whose layers take the device as long as the host, less
 MOST = 4  # programs
 # Microseconds: of the host for a program and for each array of weights in it, with the kernels that read it (a host
@@ -91,12 +91,14 @@ class Layer:
 
 
 def shared(lm: Any, tokens: int) -> tuple[tuple[int, int], ...]:
-    """The layers of each program of a prompt of so many tokens: see `cuts`. One program has all layers of a small
-    model, of one that is cut over several devices, and on CPUs."""
+    """The layers of each program of a prompt of so many tokens on a GPU: see `cuts`. One program has all layers of a
+    small model."""
     count = lm.config.num_layers
-    if not APART or lm.devices is not None or on_host() or lm._nbytes < LARGE:
-        return ((0, count),)
-    return cuts(count, lm._layer.host, lm._layer.device(tokens))
+    return ((0, count),) if lm._nbytes < LARGE else cuts(count, lm._layer.host, lm._layer.device(tokens))
+
+
+def _on_one_gpu(lm: Any) -> bool:
+    return APART and lm.devices is None and not on_host()
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("held", "layers", "layout", "steps", "logprobs", "host"))
@@ -137,23 +139,25 @@ def compiled(lm: Any, args: tuple, static: dict) -> tuple[Callable[[], tuple], A
     """(a function that runs the prompt, the shapes and dtypes of what it gives, seconds to compile), for the arguments
     of `programs.prefill` behind the weights. It gives two things: what `programs.prefill` does, and its first tokens
     and log-probabilities [batch, 1] or None, and whether rows have ended, for the host."""
-    layers = shared(lm, math.prod(programs.unpacked(args[0])[0].shape))
-    if len(layers) == 1:
-        prefill, seconds = lm._compiled(programs.prefill, *args, **static)
-        return functools.partial(_run_whole, prefill, lm._weights, args), _shapes(prefill.out_info), seconds
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
     key = ("prompt", shapes, tuple(static.items()))
-    found, given, seconds = lm._executables.get(key) or _parts(lm, layers, args, static)
-    lm._executables[key] = found, given, 0.0
-    return functools.partial(_run, found, lm._weights, args), given, seconds
+    run, found, given, seconds = lm._executables.get(key) or (_parts if _on_one_gpu(lm) else _one)(lm, args, static)
+    lm._executables[key] = run, found, given, 0.0  # with its shapes, of which a program takes a millisecond to tell
+    return functools.partial(run, found, lm._weights, args), given, seconds
 
 
-def _parts(lm: Any, cut: Sequence[tuple[int, int]], args: tuple, static: dict) -> tuple[list[tuple], tuple, float]:
-    """(the programs of a prompt, each with the numbers of its weights; the shapes and dtypes of what they give; seconds
-    to compile)."""
+def _one(lm: Any, args: tuple, static: dict) -> tuple[Callable, Any, tuple, float]:
+    """(`_run_whole`, the program of a prompt, the shapes and dtypes of what it gives, seconds to compile)."""
+    prefill, seconds = lm._compiled(programs.prefill, *args, **static)
+    return _run_whole, prefill, _shapes(prefill.out_info), seconds
+
+
+def _parts(lm: Any, args: tuple, static: dict) -> tuple[Callable, list[tuple], tuple, float]:
+    """(`_run`, the programs of a prompt, each with the numbers of its weights; the shapes and dtypes of what they give;
+    seconds to compile)."""
     found, carried, entries, seconds = [], None, (), 0.0
     static = static | {"host": _memory_of_host(lm._weights)}
-    for layers in cut:
+    for layers in shared(lm, math.prod(programs.unpacked(args[0])[0].shape)):
         held = _needed(lm._structure, layers)
         weights = [lm._weights[i] for i in held]
         one, more = lm._compiled(part, carried, *args, weights=weights, held=held, layers=layers, **static)
@@ -163,7 +167,7 @@ def _parts(lm: Any, cut: Sequence[tuple[int, int]], args: tuple, static: dict) -
         if layers[1] < lm.config.num_layers:
             carried, of_these, _ = given
             entries += of_these
-    return found, _whole(given[0], entries), seconds
+    return _run, found, _whole(given[0], entries), seconds
 
 
 def _memory_of_host(weights: Sequence[jax.Array]) -> SingleDeviceSharding | None:

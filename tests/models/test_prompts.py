@@ -31,16 +31,20 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
         monkeypatch.setattr(lm, attribute, value)
     monkeypatch.setattr(lm, "_executables", {})
 
-    def run():
+    cut = ((0, 1), (1, 2), (2, 3)) if layers == 3 else ((0, 1), (1, layers))
+    monkeypatch.setattr(prompts, "shared", lambda lm, tokens: cut)
+
+    def run(several):
+        monkeypatch.setattr(prompts, "_on_one_gpu", lambda lm: several)
+        for key in [key for key in lm._executables if key[0] == "prompt"]:
+            del lm._executables[key]
         stream = lm.stream(ids, 4, eos=None, **options)
         tokens = np.stack(list(stream))
         prompt, _, _ = stream._start(8)
         return tokens, stream.logprobs, prompt()
 
-    tokens, rates, whole = run()
-    cut = ((0, 1), (1, 2), (2, 3)) if layers == 3 else ((0, 1), (1, layers))
-    monkeypatch.setattr(prompts, "shared", lambda lm, tokens: cut)
-    found, others, parts = run()
+    tokens, rates, whole = run(several=False)
+    found, others, parts = run(several=True)
     assert np.array_equal(found, tokens)
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(others, rates, strict=True))
     assert jax.tree.structure(parts) == jax.tree.structure(whole)
@@ -50,9 +54,8 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert np.allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-4, rtol=1e-3)
     monkeypatch.setattr(lm, "_weights", [x + jnp.asarray(1, x.dtype) if x.ndim == 1 else x for x in lm._weights])
-    others, _, _ = run()  # of other weights, without another compilation
-    monkeypatch.setattr(prompts, "shared", lambda lm, tokens: ((0, layers),))
-    assert np.array_equal(run()[0], others)
+    others, _, _ = run(several=True)  # of other weights, without another compilation
+    assert np.array_equal(run(several=False)[0], others)
     names = [key[0] for key in lm._executables]
     assert names.count("part") == len(cut) and names.count("prefill") == 1
 
@@ -60,6 +63,7 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
 def test_the_tokens_come_from_the_host_once(short, outputs, monkeypatch):
     """Each program gets them as one array, those behind the first one as an array of the device."""
     lm, ids = short("llama", 3), outputs("llama")["input_ids"].astype(np.int32)
+    monkeypatch.setattr(prompts, "_on_one_gpu", lambda lm: True)
     monkeypatch.setattr(prompts, "shared", lambda lm, tokens: ((0, 1), (1, 2), (2, 3)))
     stream = lm.stream(ids, 1, eos=None)
     prompt, _, _ = stream._start(8)
@@ -120,11 +124,12 @@ def test_how_layers_are_shared_out():
 def test_which_prompts_are_several_programs(short, monkeypatch):
     lm = short("llama", 2)
     monkeypatch.setattr(lm, "_layer", prompts.Layer(84.0, 0.0, 10.0))
+    assert prompts.shared(lm, 512) == ((0, 2),)  # too few bytes
+    monkeypatch.setattr(prompts, "LARGE", 0)
+    assert prompts.shared(lm, 512) == ((0, 1), (1, 2))
+    assert prompts.shared(lm, 1) == ((0, 2),)  # too few tokens
     with jt.config(arch="sm_90"):
-        assert prompts.shared(lm, 512) == ((0, 2),)  # too few bytes
-        monkeypatch.setattr(prompts, "LARGE", 0)
-        assert prompts.shared(lm, 512) == ((0, 1), (1, 2))
-        assert prompts.shared(lm, 1) == ((0, 2),)  # too few tokens
+        assert prompts._on_one_gpu(lm)
         for of, name, value in (
             (lm, "devices", object()),
             (prompts, "APART", False),
@@ -132,7 +137,19 @@ def test_which_prompts_are_several_programs(short, monkeypatch):
         ):
             with monkeypatch.context() as now:
                 now.setattr(of, name, value)
-                assert prompts.shared(lm, 512) == ((0, 2),)
+                assert not prompts._on_one_gpu(lm)
+
+
+def test_a_prompt_of_a_known_size_asks_no_program_anything(short, outputs, monkeypatch):
+    """A program takes a millisecond to tell its shapes, and the prompt of a small model takes the device three."""
+    lm, ids = short("llama", 1), outputs("llama")["input_ids"].astype(np.int32)
+    for several in (False, True):
+        monkeypatch.setattr(lm, "_executables", {})
+        monkeypatch.setattr(prompts, "_on_one_gpu", lambda lm, several=several: several)
+        lm.stream(ids, 2, eos=None)._start(8)
+        with monkeypatch.context() as now:
+            now.setattr(jax.stages.Compiled, "out_info", property(lambda self: pytest.fail("asked")))
+            lm.stream(ids + 1, 2, eos=None)._start(8)
 
 
 def test_what_a_layer_takes(short):
