@@ -312,16 +312,17 @@ class Decoder(nnx.Module):
     def _norm(self, x, delta=None):
         return layers.add_norm(x, delta, self.norm.get_value(), self.config.norm_eps)[1]
 
-    def _table(self):
+    def head_table(self):
+        """The weight [vocab, hidden] of the head."""
         return (self.embedding if self.output is None else self.output).get_value()
 
     def _logits(self, normed):
-        return self._capped(layers.linear(normed, self._table(), jnp.float32))
+        return self._capped(layers.linear(normed, self.head_table(), jnp.float32))
 
     def _finds_largest(self, x) -> bool:
         """Whether the largest logits behind x [rows, hidden] are found soonest without the others."""
-        plain = self.config.softcap is None and isinstance(self._table(), jax.Array)
-        return plain and hopper_largest.misfit(x, self._table()) is None
+        plain = self.config.softcap is None and isinstance(self.head_table(), jax.Array)
+        return plain and hopper_largest.misfit(x, self.head_table()) is None
 
     def _capped(self, logits, shares: bool = False):
         cap = self.config.softcap
@@ -436,7 +437,9 @@ class Decoder(nnx.Module):
         """The attention window of each layer; None where it sees all keys."""
         return tuple(block.attention.window for block in self.blocks)
 
-    def step(self, tokens, cache: kv.KVCache, of=None, shares: bool = False, entered=None, largest: bool = False):
+    def step(
+        self, tokens, cache: kv.KVCache, of=None, shares: bool = False, entered=None, largest: bool = False, head=None
+    ):  # fmt: skip
         """The logits behind the next tokens of each row, which the cache takes in.
 
         Args:
@@ -448,6 +451,9 @@ class Decoder(nnx.Module):
           entered: (x, delta, angles) where something else has done what `enter` does: x + delta are the embeddings.
             It may have written the lengths of the cache, too.
           largest: what `hopper_largest.largest` gives is wanted in place of logits, where that is quicker.
+          head: a table [vocab, hidden] to be taken in place of the head, for one token a row. Then three things are
+            given in place of logits: these logits, and two [batch, hidden] whose sum goes into the norm in front of
+            them, or one and None.
         Returns:
           Logits, float32 [batch, vocab], [batch, t, vocab] or [n, vocab], and the longer cache.
         """
@@ -468,9 +474,13 @@ class Decoder(nnx.Module):
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         x, delta = (x, delta) if early else rows_of((x, delta), of)
+        if head is not None:
+            assert delta is None or isinstance(delta, jax.Array), "a sum in parts is of several rows"
+            logits = layers.add_norm_linear(x, delta, norm, eps, head, jnp.float32)[1]
+            return (logits, x, delta), cache.longer(entries, t)
         if largest and self._finds_largest(x):
-            return hopper_largest.largest(self._norm(x, delta), self._table()), cache.longer(entries, t)
-        _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
+            return hopper_largest.largest(self._norm(x, delta), self.head_table()), cache.longer(entries, t)
+        _, logits = layers.add_norm_linear(x, delta, norm, eps, self.head_table(), jnp.float32)
         logits, cache = self._capped(logits, shares and tokens.ndim == 1), cache.longer(entries, t)
         alone = of is not None or tokens.ndim == 1
         return logits if alone else logits.reshape(*tokens.shape, -1), cache

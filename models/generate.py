@@ -17,7 +17,7 @@ from jtile._errors import ModelError, PromptError
 from jtile.ops import gpu_tiles
 
 from . import cache as kv
-from . import huge_pages, programs, prompts, speculation
+from . import huge_pages, next_tokens, programs, prompts, screened, speculation
 from .adapters import apply_adapter, read_adapter
 from .checkpoint import Checkpoint
 from .config import LONGEST
@@ -87,6 +87,7 @@ class LanguageModel:
         cache_dtype: str | None = None, page_size: int | None = None,
     ):  # fmt: skip
         self._executables: dict[tuple, jax.stages.Compiled] = {}
+        self._screen: tuple[jax.Array, screened.Screen | None] | None = None  # of which head it is
         self.devices, self.shares = (model.devices, model.shares) if isinstance(model, Parts) else (None, {})
         if isinstance(model, Parts):
             self._structure, self._weights, model, config = model.structure, model.weights, model.first, model.config
@@ -116,6 +117,27 @@ class LanguageModel:
     @functools.cached_property
     def _nbytes(self) -> int:
         return sum(w.nbytes for w in self._weights)
+
+    @functools.cached_property
+    def _head(self) -> int | None:
+        """Which of the weights a `Screen` is made of; None where none is taken."""
+        model = self.model
+        if not (next_tokens.fits(model, 1, Steps(), False) and screened.fits(model)):
+            return None
+        numbers = [jax.ShapeDtypeStruct((i,), np.float32) for i in range(len(self._weights))]
+        return programs.merge(self._structure, numbers).head_table().shape[0]
+
+    def _screens(self, rows: int, choice: Choice) -> tuple[screened.Screen, ...]:
+        """The screen for steps of so many rows whose tokens are chosen so, or nothing. It is made of the weights as
+        they are when it is first asked for, and again when they are others."""
+        plain = self.devices is None and rows == 1 and choice.steps == Steps() and not choice.logprobs
+        if not plain or self._head is None:
+            return ()
+        head = self._weights[self._head]
+        if self._screen is None or self._screen[0] is not head:
+            self._screen = None
+            self._screen = (head, screened.screen_of(head)) if screened.has_room(head) else (head, None)
+        return () if self._screen[1] is None else self._screen[1:]
 
     @functools.cached_property
     def _layer(self) -> prompts.Layer:
@@ -413,6 +435,7 @@ class Generation(Iterator):
         context = lm.devices and lm.devices.axes.context
         layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size, context)
         prompt, (tokens, _, done, memory), seconds = prompts.compiled(lm, args, static | {"layout": layout})
+        rest = *rest, *lm._screens(len(self._prompt.lengths), choice)
         args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
         decode, more = lm._compiled(programs.decode, *args_of_step, chunk=chunk, **static)
         self.stats.compile_seconds = seconds + more

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import QuantizedTensor
 from jtile.ops._shapes import fit
-from jtile.ops.argmax import TILE, first_in_part, first_of, keys_of, parts_of
+from jtile.ops.argmax import TILE, first_in_part, first_of, parts_of
 from jtile.ops.operands import Weight
-from jtile.ops.weight_codes import PANEL
 
 from . import cache as kv
+from . import screened
 from .decoder import Decoder
 from .host import on_host
+from .next_step import IN_PLACE, enter, leave, token_of, types_of_next
 from .parallel import ALONE
 from .sampling import Steps
 
@@ -34,20 +35,10 @@ def _types(
     logits, tokens, done, out, lengths, ends, column, table, frequencies, *, hidden: int, dtype: str, parts: int, **_
 ):
     found = jax.ShapeDtypeStruct((logits.shape[0], parts), jnp.int32)
-    return *_next_types(tokens, done, out, lengths, frequencies, hidden, dtype), found, found
+    return *types_of_next(tokens, done, out, lengths, frequencies, hidden, dtype), found, found
 
 
-def _next_types(tokens, done, out, lengths, frequencies, hidden: int, dtype: str):
-    rows = tokens.shape[0]
-    x = jax.ShapeDtypeStruct((rows, hidden), dtype)
-    angles = tuple(jax.ShapeDtypeStruct((rows, *f.shape), jnp.float32) for f in frequencies)
-    return *map(jt.like, (tokens, done, out, lengths)), x, x, angles, angles
-
-
-_IN_PLACE = {name: f"new_{name}" for name in ("tokens", "done", "out", "lengths")}
-
-
-@jt.kernel(out_type=_types, grid=lambda logits, *_, parts, **__: (logits.shape[0], parts), alias=_IN_PLACE)
+@jt.kernel(out_type=_types, grid=lambda logits, *_, parts, **__: (logits.shape[0], parts), alias=IN_PLACE)
 def next_tokens(
     logits, tokens, done, out, lengths, ends, column, table, frequencies,
     new_tokens, new_done, new_out, new_lengths, x, rest, cos, sin, tops, places,
@@ -65,40 +56,17 @@ def next_tokens(
     i, p, vocab = jt.program_id(0), jt.program_id(1), logits.shape[1]
     tops[i, p], places[i, p] = first_in_part(logits, i, p, parts, bn, vocab)
     if jt.arrive(jt.counters("rows", tokens.shape[0]), i, parts):
-        token = _token(first_of(tops[i, :], places[i, :]), vocab, done[i], tokens[i])
+        token = token_of(first_of(tops[i, :], places[i, :]), vocab, done[i], tokens[i])
         position = lengths[i] + 1
-        _leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths)
-        _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
-
-
-def _token(found, vocab: int, done, before):
-    """The token of a row whose largest logit `found` tells; the one before where the row is done."""
-    top, place = found
-    chosen = jnp.where(top == keys_of(jnp.float32(jnp.nan)), jnp.int32(vocab), place)
-    return jnp.where(done, before, chosen)
-
-
-def _leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths):
-    """What this step leaves of row i; `position` was read before, since the lengths are written in place."""
-    new_tokens[i], new_lengths[i] = token, position
-    new_done[i] = done[i] | (ends[:] == token).any()
-    new_out[i, column[...]] = token
-
-
-def _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden: int, dtype: str, scale: float, factors):
-    """What the next step begins with, for row i."""
-    x[i, :] = (_row(table, token, hidden).astype(dtype) * scale).astype(dtype)
-    rest[i, :] = jnp.zeros((hidden,), dtype)
-    for f, c, s, factor in zip(frequencies, cos, sin, factors):
-        angle = position.astype(jnp.float32) * f[:]
-        c[i, :], s[i, :] = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths)
+        enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
 
 
 def _found_types(tops, places, tokens, done, out, lengths, ends, column, table, frequencies, *, hidden, dtype, **_):
-    return _next_types(tokens, done, out, lengths, frequencies, hidden, dtype)
+    return types_of_next(tokens, done, out, lengths, frequencies, hidden, dtype)
 
 
-@jt.kernel(out_type=_found_types, grid=lambda tops, *_, **__: tops.shape[0], alias=_IN_PLACE)
+@jt.kernel(out_type=_found_types, grid=lambda tops, *_, **__: tops.shape[0], alias=IN_PLACE)
 def tokens_of_largest(
     tops, places, tokens, done, out, lengths, ends, column, table, frequencies,
     new_tokens, new_done, new_out, new_lengths, x, rest, cos, sin,
@@ -109,30 +77,10 @@ def tokens_of_largest(
     i = jt.program_id(0)
     wide = jt.next_power_of_2(tops.shape[1])
     keys = tops.tiles(None, wide, pad=-(2**31))[i, 0]
-    token = _token(first_of(keys, places.tiles(None, wide, pad=0)[i, 0]), vocab, done[i], tokens[i])
+    token = token_of(first_of(keys, places.tiles(None, wide, pad=0)[i, 0]), vocab, done[i], tokens[i])
     position = lengths[i] + 1
-    _leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths)
-    _enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
-
-
-def _row(table: Weight, token, hidden: int):
-    """The weights [hidden] of a row of a table, zeros outside of it."""
-    if table.scale is None:
-        return table.codes[token, :]
-    at = jt.arange(hidden)
-    if table.codes.dtype == jnp.uint32:  # see `QuantizedTensor.packed`: of 16 weights, word t has those of all h and e
-        h, t, e = at // 8 % 2, at // 2 % 4, at % 2
-        words = table.codes[token, at // 16 * 4 + t]
-        codes = (words >> (8 * h + 16 * e).astype(jnp.uint32) & jnp.uint32(255)).astype(jnp.int32) - 128
-    elif table.codes.dtype == jnp.int32:  # panels, see `QuantizedTensor.in_panels`
-        words, groups, panel, lane = hidden // 4, table.scale.shape[1], token // PANEL * PANEL, token % PANEL
-        place, group = at // 4 * PANEL + lane, at // (hidden // groups) * PANEL + lane
-        codes = table.codes[panel + place // words, place % words] << (24 - at % 4 * 8) >> 24
-        scale = table.scale[panel + group // groups, group % groups]
-        return codes.astype(jnp.float32) * scale.astype(jnp.float32)
-    else:
-        codes = table.codes[token, :].astype(jnp.int32)
-    return codes.astype(jnp.float32) * table.scale[token, at // (hidden // table.scale.shape[1])].astype(jnp.float32)
+    leave(i, token, position, done, ends, column, new_tokens, new_done, new_out, new_lengths)
+    enter(i, token, position, table, frequencies, x, rest, cos, sin, hidden, dtype, scale, factors)
 
 
 def fits(model: Decoder, rows: int, steps: Steps, logprobs: bool) -> bool:
@@ -149,11 +97,12 @@ def _threads() -> bool:
     return "warps" in jt.target().features
 
 
-def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, count, *, chunk: int, run):
+def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, count, *, chunk: int, run, screen=None):
     """`chunk` greedy tokens of each row behind `tokens` int32 [rows], or on a host up to `count` of them, until all
     rows are done: a GPU would wait until the host has read a condition.
 
-    run: `run(function, *arguments)`, which calls a function under what the steps of these rows promise.
+    run: `run(function, *arguments)`, which calls a function under what the steps of these rows promise. screen: a
+    `screened.Screen` of the head, by which the tokens come, or None.
     Returns (tokens int32 [rows, chunk], the last ones, which rows are done, the cache)."""
     table = model.embedding.get_value()
     quantized = isinstance(table, QuantizedTensor)
@@ -168,9 +117,12 @@ def loop(model: Decoder, cache: kv.KVCache, tokens, done, ends, count, *, chunk:
     def step(column, carry):
         tokens, done, out, cache, (x, rest, cos, sin) = carry
         entered = x, rest, dict(zip(ropes, zip(cos, sin)))
-        first, longer = model.step(tokens, cache, entered=entered, largest=True)
+        more = {} if screen is None else {"head": screen.codes}
+        first, longer = model.step(tokens, cache, entered=entered, largest=True, **more)
         same = tokens, done, out, cache.lengths, ends, column, weight, frequencies
-        if isinstance(first, tuple):
+        if screen is not None:
+            made = screened.tokens(*first, model, screen, same, options)
+        elif isinstance(first, tuple):
             made = tokens_of_largest(*first, *same, vocab=model.config.vocab_size, **options)
         else:
             tiles = {"parts": parts_of(*first.shape), "bn": fit(first.shape[1], TILE)}

@@ -135,8 +135,11 @@ def _most_that_overlap(rows: int, weights, devices: int = 1) -> int:
     jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"),
     donate_argnames=("memory", "tokens", "done"),
 )  # fmt: skip
-def decode(structure, weights, memory, tokens, done, made, count, numbers, ends, *, chunk, steps, logprobs):
-    """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
+def decode(
+    structure, weights, memory, tokens, done, made, count, numbers, ends, screen=None, *, chunk, steps, logprobs
+):
+    """Makes up to `count` <= chunk tokens a row, and stops when every row has ended. screen: see `next_tokens.loop`,
+    where that makes these tokens.
 
     Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, done as int8, the last
     tokens, done, memory). What the next call takes stays in its place of the device's memory, and the rest comes out of
@@ -144,7 +147,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     which takes the host longer than a step of a small model takes the device."""
     model = merge(structure, weights)
     if next_tokens.fits(model, len(tokens), steps, logprobs):
-        return _greedy(model, weights, memory, tokens, done, count, ends, chunk)
+        return _greedy(model, weights, memory, tokens, done, count, ends, chunk, screen)
 
     def unfinished(i, carry):
         return (i < count) & ~model.over.all(jnp.all(carry[1]))
@@ -176,14 +179,15 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     return out[0], out[1] if logprobs else None, filled, done.astype(jnp.int8), tokens, done, memory
 
 
-def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, chunk: int):
+def _greedy(model: Decoder, weights, memory: Memory, tokens, done, count, ends, chunk: int, screen):
     """`decode` of greedy tokens by the kernel of `next_tokens`."""
 
     def run(step, *args):
         with overlapping(len(tokens), _most_that_overlap(len(tokens), weights)):
             return step(*args)
 
-    out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, count, chunk=chunk, run=run)
+    more = {"chunk": chunk, "run": run, "screen": screen}
+    out, tokens, ended, cache = next_tokens.loop(model, memory.cache, tokens, done, ends, count, **more)
     memory = dataclasses.replace(memory, cache=cache)
     column = jnp.arange(chunk, dtype=jnp.int32)
     before = (is_end(out, ends)[:, None, :] & (column[None, :] < column[:, None])[None]).any(-1)

@@ -136,7 +136,7 @@ class Work:
 
     def step_bytes(self) -> int:
         """Bytes that a step reads: all weights but rows of the embedding and experts that no row goes through, and the
-        keys and values of every row."""
+        keys and values of every row. Where a screen stands for the head, it is counted in the head's place."""
         model = self.lm.model
         weights = size(*jax.tree.leaves(model_state(model)))
         table = 0 if model.output is None else size(model.embedding.get_value())
@@ -146,7 +146,12 @@ class Work:
         keys = self.rows * (self.tokens + self.steps // 2)
         width = jnp.dtype(self.lm.cache_dtype or self.lm.dtype).itemsize
         entry = entry_of(attention_of(self.lm)) * self.lm.config.num_layers
-        return int(weights - table - unread) + keys * entry * width
+        return int(weights - table - unread - self._unread_head()) + keys * entry * width
+
+    def _unread_head(self) -> int:
+        """The bytes of the head that a step leaves unread, since it reads a screen."""
+        head, screen = getattr(self.lm, "_screen", None) or (None, None)
+        return 0 if screen is None or self.rows != 1 else size(head) - size(*jax.tree.leaves(screen))
 
     def prompt_flops(self) -> int:
         """The operations of a prompt: two for each weight of the blocks and each token, and those of attention. Only

@@ -59,6 +59,7 @@ from jtile.ops.streamed_operands import (
     of_piece,
 )
 
+_WRITERS = 2  # warps that add up the lanes
 _SHORT = 2 * PIECE  # columns of a matrix whose scales the roles may read themselves
 _TALL, _MANY = 32, 256  # rows of a tile, and of W for a multiprocessor, where W is long and its rows are one round
 _BESIDE = 80, 40  # registers of a narrow block's roles that multiply, and of its others
@@ -302,7 +303,7 @@ def program(x: Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activa
             _consume(mem, j, kind, weights, walk, scales)
     with jt.role("producer", warps=1, registers=aside or 24, early=early and places.early):
         _produce(mem, weights, walk, kind, places, ahead)
-    with jt.role("writer", warps=2, registers=aside):
+    with jt.role("writer", warps=_WRITERS, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
         _write(mem, x, weights, epilogue, y, kind, activation, walk, places, share)
@@ -453,6 +454,12 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str, rows: int | None) -> t
     early = {"early": True} | paced(best, kind, len(weights), lines) if gpu_tiles.overlaps() else {}
     early |= {"beside": True} if beside else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early
+
+
+def lanes_of_sum(x, weight: Weight, kind: str) -> int:
+    """How many lanes of a row of W a thread adds up by itself, one after the other, before threads add up theirs."""
+    rows = _arguments(x, (weight,), kind, None)[1]["rows"]
+    return min(max(rows * LANES // (_WRITERS * 32), 1), 4)
 
 
 def _stands_beside(x, weights: tuple[Weight, ...]) -> bool:

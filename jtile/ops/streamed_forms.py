@@ -23,6 +23,11 @@ def scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
     return tuple(of_piece(a, inner, kind) * a.dtype.itemsize for a in of_blocks(weight, kind))
 
 
+def roles_of(inner: int) -> int:
+    """How many roles multiply rows of so many numbers: each takes every so-manieth piece."""
+    return min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
+
+
 @functools.lru_cache(maxsize=1024)
 def choices(
     m: int, inner: int, kind: str, gated: bool = False, lines: tuple[int, ...] = (), count: int = 3,
@@ -31,7 +36,7 @@ def choices(
     """Meta-parameters that fit, the best first: tall tiles (8 rows for 4 bits, where the last tile is sooner done), as
     many on their way as there is room for, at least three, or two where nothing else fits. lines: see `scale_bytes`;
     copies go to multiples of 128 bytes. count: see `bytes_of`. beside: room is left for a block of attention."""
-    roles, out = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE))), []
+    roles, out = roles_of(inner), []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         if any(rows * n % 128 for n in lines):
             continue
