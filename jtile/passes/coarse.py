@@ -64,7 +64,7 @@ class _Writer:
         elif all(k is None for k in kinds):
             self.put(op, op.clone(self.same))
         elif not (isinstance(kinds[0], str) or isinstance(op, MOVED)):
-            _RULES[type(op)](self, op, kinds[0])
+            next(_RULES[card] for card in type(op).__mro__ if card in _RULES)(self, op, kinds[0])
         return None
 
     def put(self, old: Op, new: Op) -> None:

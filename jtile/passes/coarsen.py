@@ -120,7 +120,7 @@ class Plan:
             raise Refused(op.mnemonic)
         if all(self.kind(v) is None for v in free_values(op)) and not _has_ids(op):
             return None
-        rule = _KINDS.get(type(op))
+        rule = next((_KINDS[card] for card in type(op).__mro__ if card in _KINDS), None)
         if rule is None:
             raise Refused(op.mnemonic)
         return rule(self, op)
@@ -253,7 +253,7 @@ def _totals(loop: ir.For, uses: Mapping[Value, int]) -> set[Op]:
             continue
         if isinstance(y.op, ir.Dot) and y.op.acc is carry:
             out.add(y.op)
-        elif isinstance(y.op, ir.Map) and carry in y.op.args:
+        elif isinstance(y.op, ir.Map) and carry in y.op.args and len(y.op.args) == 2:
             (x,) = [a for a in y.op.args if a is not carry] or [carry]
             if isinstance(x.op, ir.Reduce) and uses[x] == 1 and _one_order(x.op) and y.op.fn == ir.REDUCERS[x.op.fn]:
                 out.add(x.op)

@@ -36,9 +36,10 @@ from . import (  # noqa: F401  their emitters register themselves
 from .cost import program_cost_ns
 from .emitter import Emitter
 from .gemm import ANY_ORDER, Order
-from .grids import coarse_grid
+from .grids import coarse_grid, is_small
 from .isa import Isa, host_isa
 from .llvm import Code, Module, Val, i64
+from .multiply_add import multiply_adds
 from .values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
@@ -53,13 +54,16 @@ Emitted = tuple[str, dict[str, int | str]]
 def emit_programs(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emitted:
     """`emit_kernel` of a kernel, of whose small programs some may run as one, where that changes no bit of what they
     compute."""
+    small = is_small(kernel)
+    kernel = multiply_adds(kernel) if small else kernel
     coarse, terms = coarse_grid(kernel, isa)
     if coarse is kernel or not any(isinstance(op, ir.Dot) for op in kernel.body.walk()):
-        return emit_kernel(coarse, isa, marks)
-    text, launch, orders = _emit(kernel, isa, marks)  # of the sums of products, which are the emitter's business
+        return _emit(coarse, isa, marks, contracts=not small)[:2]
+    # The orders of the sums of products are the emitter's business.
+    text, launch, orders = _emit(kernel, isa, marks, contracts=not small)
     if None not in orders and len({order.banks for order in orders if order}) == 1:
         (banks,) = {order.banks for order in orders if order}
-        *one, found = _emit(coarse, isa, marks, Order(banks, terms if banks else 0))
+        *one, found = _emit(coarse, isa, marks, Order(banks, terms if banks else 0), contracts=not small)
         if found == orders:
             text, launch = one
     return text, launch
@@ -68,13 +72,15 @@ def emit_programs(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Em
 def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> Emitted:
     """LLVM text of a kernel, and its launch attributes. Equal kernels give equal text. `marks`: behind each line stands
     where in the source it comes from."""
-    return _emit(kernel, isa, marks)[:2]
+    small = is_small(kernel)
+    return _emit(multiply_adds(kernel) if small else kernel, isa, marks, contracts=not small)[:2]
 
 
 def _emit(
-    kernel: ir.Kernel, isa: Isa, marks: Marks | None = None, order: Order = ANY_ORDER
+    kernel: ir.Kernel, isa: Isa, marks: Marks | None = None, order: Order = ANY_ORDER, *, contracts: bool
 ) -> tuple[str, dict[str, int | str], set[Order | None]]:
-    """`emit_kernel`, and the orders of the sums of its products; `order`: that they shall have."""
+    """`emit_kernel`, and the orders of the sums of its products; `order`: that they shall have; `contracts`: whether
+    LLVM may round a product and what is added to it once (small tiles have `multiply_adds`)."""
     kernel = spans(kernel)
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
@@ -84,7 +90,7 @@ def _emit(
     common = alike.alike(kernel)
     code = Code(module, KEEPING if common else ENTRY, params, ret="i32", linkage="dso_local")
     em = Emitter(kernel, isa, module, code, marks)
-    em.order = order
+    em.order, em.contracts = order, contracts
     symbols = sizes.load_symbols(code, kernel, dims)
     grid = [sizes.emit_size(code, n, symbols) if isinstance(n, ir.Extent) else i64(max(n, 1)) for n in kernel.grid]
     em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}

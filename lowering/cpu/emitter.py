@@ -24,6 +24,7 @@ from .evaluate import RULES, Point, lazy_reshape
 from .gemm import ANY_ORDER, Order
 from .isa import Isa
 from .llvm import Code, Module, Val, i64
+from .multiply_add import MultiplyAdd
 from .nest import emit_nest
 from .values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 REPEAT = 0.9  # RECOMPUTE for a reader that reads every element many times
-_AT_THE_SAME = frozenset([ir.Map, ir.Select, ir.Cast, ir.Bitcast])  # ops that read their operands at their own index
+_AT_THE_SAME = frozenset([ir.Map, MultiplyAdd, ir.Select, ir.Cast, ir.Bitcast])  # read operands at their own index
 FLAT = 8.0  # expressions of no more vector instructions are written out for each vector of a short row
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
@@ -76,6 +77,7 @@ class Emitter:
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # values of the dynamic dimensions, as i64
         self.alone: Val | None = None  # whether these are all programs of the grid, so that no others run meanwhile
+        self.contracts = True  # whether LLVM may make one instruction of `add` and a product; of a reduction it may
         self.order = ANY_ORDER  # of the sums of all products that the kernel asks for
         self.orders: set[Order | None] = set()  # that they have
         self.devices: Devices | None = None  # set in a kernel that talks to other devices

@@ -14,6 +14,7 @@ from .access import Lanes, const_value, iota_vector, to_i64
 from .convert import emit_cast, from_memory, memory_type, register_type, to_memory
 from .elementwise import emit_elementwise
 from .llvm import Code, Val, i64, lanes_of, like, scalar_of
+from .multiply_add import MultiplyAdd
 from .values import Buffer, Ix
 
 if TYPE_CHECKING:
@@ -134,10 +135,11 @@ def _same_lanes(p: Point, args: list[Val]) -> list[Val]:
     return [a if lanes_of(a.ty) == n else p.code.splat(a, n) for a in args]
 
 
+@rule(MultiplyAdd)
 @rule(ir.Map)
 def _map(p: Point, op: ir.Map, ix: Index) -> Val:
     args = _same_lanes(p, [p.at(a, ix) for a in op.args])
-    if op.fn in FUSABLE and op.args[0].dtype in ("float32", "float64"):
+    if op.fn in FUSABLE and (op.fn == "mul" or p.em.contracts) and op.args[0].dtype in ("float32", "float64"):
         return p.code.binary(f"f{op.fn} contract", *args)
     return emit_elementwise(p.code, p.em.isa, op.fn, args, op.args[0].dtype)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from jtile import ir
 from jtile.passes.coarsen import Plan, coarsen, rounds
 from jtile.passes.lanes import New, Refused, Wide
-from jtile.passes.rewrite import use_counts
 
 from .cost import program_cost_ns
 from .isa import Isa
@@ -32,9 +31,9 @@ OPS = 256  # of a program that is not small, however few elements it has: its ex
 def coarse_grid(kernel: ir.Kernel, isa: Isa) -> tuple[ir.Kernel, int]:
     """The kernel with a coarser grid, where its programs are small and may run together, else the kernel itself; and
     after how many terms the sums of products are to be added up where rounds have become longer, or 0."""
-    if not all(isinstance(n, int) for n in kernel.grid) or math.prod(kernel.grid) < FEWEST or _largest(kernel) >= SMALL:
+    if not all(isinstance(n, int) for n in kernel.grid) or math.prod(kernel.grid) < FEWEST or not is_small(kernel):
         return kernel, 0
-    if has_shared_products(kernel) or _adds_in_turn(kernel) or sum(1 for _ in kernel.body.walk()) > OPS:
+    if _adds_in_turn(kernel) or sum(1 for _ in kernel.body.walk()) > OPS:
         return kernel, 0
     wide = max((ir.DTYPES[r.dtype].bits for op in kernel.body.walk() for r in op.results), default=32)
     row = 2 * isa.lanes(max(wide, 32))
@@ -46,6 +45,11 @@ def coarse_grid(kernel: ir.Kernel, isa: Isa) -> tuple[ir.Kernel, int]:
         made = coarsen(kernel, axis, count, keeps) if count > 1 else None
         kernel = made or kernel
     return kernel, max(terms, default=0)
+
+
+def is_small(kernel: ir.Kernel) -> bool:
+    """Whether the tiles of a program are so small that several programs may run as one."""
+    return _largest(kernel) < SMALL
 
 
 def _longer_rounds(kernel: ir.Kernel, keeps: Callable[[ir.Op, ir.Op], bool], terms: set[int]) -> ir.Kernel:
@@ -168,25 +172,10 @@ def _float_adds(block: ir.Block) -> list[ir.Atomic]:
     return [op for op in adds if ir.DTYPES[op.value.dtype].kind == "f"]
 
 
-def has_shared_products(kernel: ir.Kernel) -> bool:
-    """Whether something is added to a product of floats that has other readers, too. LLVM makes one instruction of
-    both, which rounds once, if nobody else reads the product in the same loop; a larger tile may have other loops."""
-    uses = use_counts(kernel.body)
-    for op in kernel.body.walk():
-        for v in op.args if isinstance(op, ir.Map) and op.fn in ("add", "sub") else ():
-            shared = uses[v] > 1
-            while isinstance(v.op, ir.Broadcast | ir.Reshape | ir.Transpose):
-                v = v.op.x
-                shared |= uses[v] > 1
-            if shared and isinstance(v.op, ir.Map) and v.op.fn == "mul" and v.dtype in ("float32", "float64"):
-                return True
-    return False
-
-
 def _across(shape: Sequence[int], axes: Sequence[int]) -> bool:
     """Whether vectors of a reduction have a sum in each lane, and not terms of one sum."""
     inner = [k for k, n in enumerate(shape) if n > 1]
     return bool(inner) and inner[-1] not in axes
 
 
-__all__ = ["coarse_grid", "keeps_bits"]
+__all__ = ["coarse_grid", "is_small", "keeps_bits"]

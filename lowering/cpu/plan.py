@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 from jtile import ir
 
+from .multiply_add import MultiplyAdd
+
 LAZY_OPS = frozenset([
-    ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Full, ir.Dense, ir.Iota, ir.Broadcast, ir.Reshape, ir.Transpose,
-    ir.Slice, ir.Reverse, ir.DynamicSlice, ir.Gather,
+    ir.Map, MultiplyAdd, ir.Select, ir.Cast, ir.Bitcast, ir.Full, ir.Dense, ir.Iota, ir.Broadcast, ir.Reshape,
+    ir.Transpose, ir.Slice, ir.Reverse, ir.DynamicSlice, ir.Gather,
 ])  # fmt: skip
 
 _HEAVY = {"div": 4, "rem": 6, "sqrt": 4, "rsqrt": 5, "pow": 20, "atan2": 15}
@@ -24,7 +26,7 @@ def op_cost(op: ir.Op) -> float:
         case ir.Map():
             if op.fn in _FREE:
                 return 0.5
-            exact = ir.ELEMENTWISE[op.fn].exact
+            exact = isinstance(op, MultiplyAdd) or ir.ELEMENTWISE[op.fn].exact
             return _HEAVY.get(op.fn, 1 if exact else 12)
         case ir.Select():
             return 0.5

@@ -151,12 +151,48 @@ def products_and_sums(x, y, o, p):
 
 
 def test_products_that_others_read_too_are_added_up_as_they_were():
-    kernel = products_and_sums.lower(draw(300), draw(300), target="cpu:avx512").kernel
-    assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
     x, y = map(jnp.asarray, (draw(300), draw(300, seed=1)))
-    o, p = products_and_sums(x, y)
+    kernel = products_and_sums.lower(x, y, target="cpu:avx512").kernel
+    assert coarse_grid(kernel, ISAS["avx512"])[0] is not kernel
     few = map(np.asarray, products_and_sums(x[:8], y[:8]))
-    assert [t.tobytes() for t in few] == [t[:8].tobytes() for t in map(np.asarray, (o, p))]
+    assert [t.tobytes() for t in few] == [np.asarray(t)[:8].tobytes() for t in products_and_sums(x, y)]
+
+
+@jt.kernel(out_type=lambda x, y: (jt.like(x), jt.like(y)), grid=lambda x, y: jt.cdiv(x.shape[0], 2))
+def rows_and_their_squares(x, y, o, p):
+    i, n = jt.program_id(0), x.shape[1]
+    o.tiles(2, n)[i, 0] = x.tiles(2, n)[i, 0]
+    t = y.tiles(2)[i]
+    p.tiles(2)[i] = t * t + t
+
+
+@jt.kernel(out_type=lambda x, y: jt.like(x), grid=lambda x, y: x.shape[0])
+def choices(x, y, o):
+    i = jt.program_id(0)
+    t = jnp.where(i % 3 == 0, x[i] * y[0] + y[i], x[i] + y[0])
+    o[i] = x[i] - t * t
+
+
+@jt.kernel(out_type=lambda x, y: jt.like(x), grid=lambda x, y: (jt.cdiv(x.shape[0], 2), jt.cdiv(x.shape[1], 3)))
+def two_products(x, y, o):
+    i, j = jt.program_id(0), jt.program_id(1)
+    t = x.tiles(2, 3)[i, j]
+    o.tiles(2, 3)[i, j] = y.tiles(2)[i][:, None] * t + t * t
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shapes"),
+    [(rows_and_their_squares, ((33, 16), (33,))), (choices, ((64,), (64,))), (two_products, ((48, 7), (48,)))],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_products_and_sums_round_as_they_did(kernel, shapes):
+    """LLVM contracts a product and a sum or not by the loop that both are in, which the length of a tile decides."""
+    args = [draw(*shape, seed=k) for k, shape in enumerate(shapes)]
+    plain = kernel.lower(*map(jnp.asarray, args), target="cpu").kernel
+    artifacts = [compile_kernel(plain, HOST, coarse=coarse) for coarse in (False, True)]
+    assert artifacts[1].launch["programs"] < artifacts[0].launch["programs"]
+    alone, together = ([x.tobytes() for x in run_artifact(a, plain, args)] for a in artifacts)
+    assert together == alone
 
 
 @jt.kernel(out_type=lambda x, ids: jt.like(x, shape=(10,)), grid=lambda x, ids: x.shape[1], init=0)
@@ -168,6 +204,18 @@ def sums_of_columns(x, ids, o):
 def test_floats_are_added_in_the_order_of_their_programs():
     kernel = sums_of_columns.lower(draw(8, 300), small(8, 300, below=10), target="cpu:avx512").kernel
     assert coarse_grid(kernel, ISAS["avx512"])[0] is kernel
+
+
+def test_a_carry_that_is_clamped():
+    @jt.kernel(out_type=lambda x: jt.like(x, shape=x.shape[:1]), grid=lambda x: x.shape[0])
+    def clamped(x, o):
+        i, most = jt.program_id(0), 0.0
+        for k in jt.range(x.tiles(None, 8).shape[1]):
+            most = jax.lax.clamp(x.tiles(None, 8)[i, k].max(), most, 2.0)
+        o[i] = most
+
+    x = draw(64, 32)
+    np.testing.assert_array_equal(clamped(jnp.asarray(x)), np.minimum(np.maximum(x.max(1), 0), 2))
 
 
 def test_integers_that_hundreds_of_operations_make_compile():
