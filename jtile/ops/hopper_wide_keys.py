@@ -139,15 +139,15 @@ def _of_values(work: _Work, mem: _Memory, dv, scale: float) -> None:
     for head in jt.range(work.group):
         for i in jt.range(work.lo, work.hi):
             behind = rounds + 1
-            mem.q_full.at(behind).wait()
-            s = jt.dot_async(mem.K, mem.Q.at(behind).T)
             mem.g_full.at(rounds).wait()
             total = jt.dot_async(p, mem.G.at(rounds), total)
-            s = jt.dot_wait(s, pending=1)
+            mem.q_full.at(behind).wait()
+            s = jt.dot_async(mem.K, mem.Q.at(behind).T)
+            total = jt.dot_wait(total, pending=1)
+            mem.g_empty.at(rounds).arrive()
+            s = jt.dot_wait(s, pending=0)
             p = _weights(work, mem, s, behind, work.behind(head, i)[1], unit)
             mem.q_empty.at(behind).arrive()
-            total = jt.dot_wait(total, pending=0)
-            mem.g_empty.at(rounds).arrive()
             rounds = behind
     dv.tiles(None, SIDE, None, d)[work.b, work.j, work.kv, 0] = total.astype(dv.dtype)
 
@@ -175,13 +175,13 @@ def _of_keys(work: _Work, mem: _Memory, dk, scale: float) -> None:
     for _ in jt.range(work.group):
         for _ in jt.range(work.lo, work.hi):
             behind = rounds + 1
-            mem.g_full.at(behind).wait()
-            dp = jt.dot_async(mem.V, mem.G.at(behind).T)
             mem.q_full.at(rounds).wait()
             total = jt.dot_async(ds, mem.Q.at(rounds), total)
-            ds = _changes(mem, jt.dot_wait(dp, pending=1), behind)
-            total = jt.dot_wait(total, pending=0)
+            mem.g_full.at(behind).wait()
+            dp = jt.dot_async(mem.V, mem.G.at(behind).T)
+            total = jt.dot_wait(total, pending=1)
             mem.q_empty.at(rounds).arrive()
+            ds = _changes(mem, jt.dot_wait(dp, pending=0), behind)
             rounds = behind
     dk.tiles(None, SIDE, None, d)[work.b, work.j, work.kv, 0] = (total * scale).astype(dk.dtype)
 
