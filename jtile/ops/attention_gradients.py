@@ -60,7 +60,7 @@ def attention_gradient_of_keys(
 
     def step(i, h, dk_j, dv_j, edge: bool):
         q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
-        p, gradient = weights(jt.dot(k_j, q_i.T), L[b, h, i][None, :], scale, softcap)
+        p, gradient = weights(jt.dot(k_j, q_i.T), L[b, h, i][None, :], scale, softcap, q.dtype.itemsize == 2)
         sides = dropouts.places(i * bq, bq, 1), dropouts.places(j * bk, bk, 0)
         kept, dp = dropouts.dropped(seeds, b, h, *sides, dropout, p, jt.dot(v_j, g_i.T))
         dp = dp - D[b, h, i][None, :]
@@ -105,7 +105,7 @@ def attention_gradient_of_queries(
 
     def step(j, acc, edge: bool):
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
-        p, gradient = weights(jt.dot(q_i, k_j.T), lse_i, scale, softcap)
+        p, gradient = weights(jt.dot(q_i, k_j.T), lse_i, scale, softcap, q.dtype.itemsize == 2)
         sides = dropouts.places(i * bq, bq, 0), dropouts.places(j * bk, bk, 1)
         (dp,) = dropouts.dropped(seeds, b, h, *sides, dropout, jt.dot(g_i, v_j.T))
         dp = dp - delta_i

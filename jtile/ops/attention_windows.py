@@ -19,19 +19,30 @@ def scores(s, unit: float, softcap: float | None, short: bool = False):
     `short`: the scores are products of 16-bit operands, which are less exact than a tanh in few instructions: that one
     is right to 1e-6 of its largest value.
     """
-    if softcap is not None and short:  # tanh x = 1 - 2 / (1 + e^2x)
-        half = jax.lax.rsqrt(1.0 + jnp.exp2(s * (2 * LOG2_E * unit / softcap)))
-        return softcap * LOG2_E - half * half * (2 * softcap * LOG2_E)
+    if softcap is not None and short:
+        return softcap * LOG2_E - _half(s, unit / softcap) * (2 * softcap * LOG2_E)
     if softcap is not None:
         return jnp.tanh(s * (unit / softcap)) * (softcap * LOG2_E)
     return s if unit == 1.0 else s * unit
 
 
-def weights(s, lse, scale: float, softcap: float | None):
-    """The weights 2^(score - lse) of plain products s, and the derivative of the cap, None where there is no cap."""
+def _half(s, unit: float):
+    """(1 - tanh x) / 2 = 1 / (1 + e^2x) of x = unit s, in few instructions."""
+    root = jax.lax.rsqrt(1.0 + jnp.exp2(s * (2 * LOG2_E * unit)))
+    return root * root
+
+
+def tanh(s, unit: float):
+    """The tanh of unit s in few instructions, right to 1e-6."""
+    return 1.0 - 2.0 * _half(s, unit)
+
+
+def weights(s, lse, scale: float, softcap: float | None, short: bool = False):
+    """The weights 2^(score - lse) of plain products s, and the derivative of the cap, None where there is no cap.
+    `short`: as for `scores`."""
     if softcap is None:
         return jnp.exp2(s * (scale * LOG2_E) - lse), None
-    capped = jnp.tanh(s * (scale / softcap))
+    capped = tanh(s, scale / softcap) if short else jnp.tanh(s * (scale / softcap))
     return jnp.exp2(capped * (softcap * LOG2_E) - lse), 1.0 - capped * capped
 
 

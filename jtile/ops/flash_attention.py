@@ -152,7 +152,7 @@ def attention(
 
     Differentiable in q, k, v, sinks and extras, not in lengths and offsets. Backwards, the scores are computed again
     from the saved log-sum-exp of each query: memory grows with the sequence, not with its square. On Hopper (16-bit
-    floats, heads of 33 to 128, no softcap) the gradient of q is added up in float32 in any order: its last bits differ
+    floats, heads of 33 to 128) the gradient of q is added up in float32 in any order: its last bits differ
     from run to run.
 
     Args:

@@ -14,7 +14,7 @@ from jtile.ops import dropouts, gpu_tiles, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window
 from jtile.ops.dispatch import first_unmet
-from jtile.ops.hopper_backward_roles import KEYS, Masks, program
+from jtile.ops.hopper_backward_roles import KEYS, LEAST, Masks, program
 from jtile.ops.online_softmax import EMPTY
 
 SHARED = 2  # turns of programs on all multiprocessors; with fewer, heads that share keys are shared out
@@ -54,17 +54,19 @@ def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float, f
 )
 def hopper_attention_backward(
     q, k, v, g, s0, dp0, lengths, offsets, seeds, zeros, dq, dk, dv,
-    *, bq: int, scale: float, window: Window, counted: bool, dropout: float, several: int = 1,
+    *, bq: int, scale: float, window: Window, counted: bool, dropout: float, softcap: float | None = None,
+    several: int = 1,
 ):  # fmt: skip
     """A program: `several` times the keys `[j * 128, j * 128 + 128)` of one row and kv head, against all queries that
     see them.
 
     q, g [batch, t, kv heads, group, d]; k, v [batch, keys, kv heads, d]; s0, dp0 [batch, kv heads, group, t or more]
     and zeros as `attention_backward_start` gives them; lengths, offsets [batch], as in `flash_attention` if `counted`;
-    seeds [batch, kv heads, group, 2], those of `dropouts.seeds` if something is dropped. dq is still to be multiplied
+    seeds [batch, kv heads, group, 2], those of `dropouts.seeds` if something is dropped. With `softcap`, s0 are the
+    negative logarithms of sums themselves. dq is still to be multiplied
     with the scale, and with the factor of the weights that are kept.
     """
-    masks = Masks(window=window, counted=counted)
+    masks = Masks(window=window, counted=counted, softcap=softcap)
     options = {"bq": bq, "scale": scale, "masks": masks, "dropout": dropout, "several": several}
     program(q, k, v, g, s0, dp0, lengths, offsets, seeds, dq, dk, dv, **options)
 
@@ -76,18 +78,17 @@ def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
         (known, "sizes are not known"),
         (32 < q.shape[3] <= 128, f"heads have {q.shape[3]} features, not 33 to 128"),
         (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
-        (softcap is None, "scores are capped"),
+        (softcap is None or softcap >= LEAST, f"scores are capped at {softcap}"),
         (scale > 0, f"the scale is {scale}"),
     )
 
 
 def gradients(
     q, k, v, o, lse, g, ct, lengths, offsets, seeds=None,
-    *, scale: float, softcap: None, window: Window, dropout: float = 0.0,
+    *, scale: float, softcap: float | None, window: Window, dropout: float = 0.0,
 ):  # fmt: skip
     """(dq, dk, dv) for the cotangents g of o and ct of lse (or None); arguments as those of `attention_backward`."""
-    del softcap
-    run = of_rows(of_batch, scale=scale, window=window, dropout=dropout)
+    run = of_rows(of_batch, scale=scale, softcap=softcap, window=window, dropout=dropout)
     return run(q, k, v, o, lse, g, ct, lengths, offsets, seeds)
 
 
@@ -165,19 +166,23 @@ def finished(dq, dk, dv, q, *, scale: float, dropout: float):
 
 
 def of_batch(
-    q, k, v, o, lse, g, ct, lengths, offsets, seeds=None, *, scale: float, window: Window, dropout: float = 0.0
-):
+    q, k, v, o, lse, g, ct, lengths, offsets, seeds=None,
+    *, scale: float, softcap: float | None = None, window: Window, dropout: float = 0.0,
+):  # fmt: skip
     """The result of `gradients` by `hopper_attention_backward`, without a rule for vmap."""
     (batch, t), (keys, groups) = q.shape[:2], k.shape[1:3]
     if (parts := shares(q, k)) > 1:
         rest = o, lse, g, ct, lengths, offsets, seeds
-        return in_shares(parts, of_batch, q, k, v, *rest, scale=scale, window=window, dropout=dropout)
-    given, bq = operands(q, k, v, o, lse, g, ct, seeds, unit=scale * LOG2_E, dropout=dropout)
+        options = {"scale": scale, "softcap": softcap, "window": window, "dropout": dropout}
+        return in_shares(parts, of_batch, q, k, v, *rest, **options)
+    unit = scale * LOG2_E if softcap is None else 1.0
+    given, bq = operands(q, k, v, o, lse, g, ct, seeds, unit=unit, dropout=dropout)
     *args, seeds, zeros = given
     counted = lengths is not None or offsets is not None
     lengths = jnp.full((batch,), keys, jnp.int32) if lengths is None else lengths
     offsets = jnp.zeros((batch,), jnp.int32) if offsets is None else offsets
     several = _several(batch * groups, t, keys, window, counted)
     options = {"bq": bq, "scale": scale, "window": window, "counted": counted, "dropout": dropout, "several": several}
+    options["softcap"] = softcap
     found = hopper_attention_backward(*args, lengths, offsets, seeds, zeros, **options)
     return finished(*found, q, scale=scale, dropout=dropout)

@@ -21,10 +21,12 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import dropouts, flex_lists
-from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
+from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, tanh, visible
 
 Function = Callable[..., Any] | None
 KEYS = 64  # keys of one role; a program has two such roles
+HIDDEN = 1e9  # minus this is a score whose weight is 0, with a square that is no infinity
+LEAST = 1e-6  # caps of scores are not smaller
 NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second cache holds beside keys and values
 
 
@@ -34,6 +36,7 @@ class Masks:
 
     Attributes:
       window, score, mask: as in `flash_attention` and `flex_attention`; counted: rows have lengths and offsets.
+      softcap: that of `flash_attention`, where there is no score.
       extras: the operands of score and mask. lists, counts: those of `hopper_flex_backward`, else None.
       rows, heads: the numbers of rows of the batch, and of heads [kv heads, group], which score and mask get where they
         are not those of a shard; else None.
@@ -41,6 +44,7 @@ class Masks:
 
     window: Window
     counted: bool = False
+    softcap: float | None = None
     score: Function = None
     mask: Function = None
     extras: tuple[jt.Ref, ...] = ()
@@ -221,7 +225,7 @@ def _rows(starts, bq: int):
 
 def _first(work: _Work, mem: _Memory, slot) -> list:
     """What the sums of products start from."""
-    return [_rows(mem.S0[slot], work.bq)] if work.masks.score is None else []
+    return [_rows(mem.S0[slot], work.bq)] if work.masks.score is None and work.masks.softcap is None else []
 
 
 @jt.function
@@ -237,18 +241,18 @@ def _zero_behind(work: _Work, mem: _Memory, w: int, j, length) -> None:
 
 
 @jt.function
-def _seen(work: _Work, w: int, j, n, i, p, length, offset, inner_lo, inner_hi):
-    """p without the keys that a query does not see."""
+def _seen(work: _Work, w: int, j, n, i, p, other, length, offset, inner_lo, inner_hi):
+    """p, and `other` where a query does not see a key."""
     if work.listed:
         if n >= inner_lo:
             p = jnp.where(
-                work.masks.seen(work.b, work.kv, work.queries(i), _of_keys(w, j), work.keys, work.hangs), p, 0.0
+                work.masks.seen(work.b, work.kv, work.queries(i), _of_keys(w, j), work.keys, work.hangs), p, other
             )
         return p
     window = work.masks.window
     if i < inner_lo if window[0] is None else (i < inner_lo) | (i >= inner_hi):
         queries = offset + i * work.bq + jt.arange(work.bq)[None, :]
-        p = jnp.where(visible(queries, _of_keys(w, j), length, window), p, 0.0)
+        p = jnp.where(visible(queries, _of_keys(w, j), length, window), p, other)
     return p
 
 
@@ -258,13 +262,17 @@ def _product_of_dq(work: _Work, mem: _Memory, h: int, w: int, rounds):
     return (ds.T, k_h[:, part]) if work.d == 128 else (ds[:, part].T, k_h)
 
 
-def _weights(work: _Work, mem: _Memory, w: int, j, head, i, s, slot):
+def _weights(work: _Work, mem: _Memory, w: int, j, head, n, i, s, slot, edges):
     """p, and how much a score changes with its product, None for the scale itself."""
+    seen = lambda x, other: _seen(work, w, j, n, i, x, other, *edges) if work.masked else x
+    if (cap := work.masks.softcap) is not None:  # masked before: registers do not hold both results until then
+        s = seen(tanh(s, work.scale / cap), -HIDDEN / cap)
+        return jnp.exp2(s * (cap * LOG2_E) + _rows(mem.S0[slot], work.bq)), 1.0 - s * s
     if work.masks.score is None:
-        return jnp.exp2(s * (work.scale * LOG2_E)), None
+        return seen(jnp.exp2(s * (work.scale * LOG2_E)), 0.0), None
     queries, columns, h = work.queries(i), _of_keys(w, j), work.masks.head(work.kv, head, work.group)
     s, gradient = work.masks.scored(s * work.scale, work.b, h, queries, columns)
-    return jnp.exp2(s * LOG2_E + _rows(mem.S0[slot], work.bq)), gradient
+    return seen(jnp.exp2(s * LOG2_E + _rows(mem.S0[slot], work.bq)), 0.0), gradient
 
 
 def _times(p, gradient):
@@ -278,8 +286,7 @@ def _step(work: _Work, mem: _Memory, dq, w: int, j, rounds, head, n, s, dk_j, dv
     slot, i, dtype = rounds & 1, work.nth(j, n), mem.Q.dtype
     mem.g_full.at(rounds).wait()
     dp = jt.dot_async(mem.V[_half(w)], mem.G[slot].T, *([] if seed else [_rows(mem.DP0[slot], work.bq)]))
-    p, gradient = _weights(work, mem, w, j, head, i, s, slot)
-    p = _seen(work, w, j, n, i, p, *edges) if work.masked else p
+    p, gradient = _weights(work, mem, w, j, head, n, i, s, slot, edges)
     if seed:  # both at once: registers do not hold p, with and without what is dropped, beside dp
         stays, dp = work.kept(w, j, i, seed), jt.dot_wait(dp, pending=0)
         ds = (_times(p, gradient) * (jnp.where(stays, dp, 0.0) + _rows(mem.DP0[slot], work.bq))).astype(dtype)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
+from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, tanh, visible
+from jtile.ops.hopper_backward_roles import HIDDEN
 
 SIDE = 64  # keys of a program, and queries of a round
 
@@ -24,7 +25,8 @@ class _Memory:
     """Buffers and barriers of a program.
 
     Attributes:
-      K, V: its keys and values. Q, G, LSE, DELTA: queries and cotangents of a round, and their numbers. P: weights.
+      K, V: its keys and values. Q, G, LSE, DELTA: queries and cotangents of a round, and their numbers. P: weights,
+        times the derivative of the cap of scores.
       k_full, v_full, q_full, g_full: have come; q_empty, g_empty: both roles have read; p_full: weights are stored;
       p_empty: they have been read.
     """
@@ -110,31 +112,43 @@ def _zero_behind(work: _Work, tile) -> None:
 
 
 @jt.function
-def _weights(work: _Work, mem: _Memory, s, rounds, i, unit: float):
-    """The weights of finished products s of block i of queries; the other role gets them, too."""
-    p = jnp.exp2(s * unit - _columns(mem.LSE.at(rounds)))
+def _seen(work: _Work, i, x, other: float):
+    """x of block i of queries, and `other` where a query does not see a key."""
     if (i < work.inner_lo) | (i >= work.inner_hi):
         queries = work.offset + i * SIDE + jt.arange(SIDE)[None, :]
-        p = jnp.where(visible(queries, work.keys, work.length, work.window), p, 0.0)
-    p = p.astype(mem.P.dtype)
+        x = jnp.where(visible(queries, work.keys, work.length, work.window), x, other)
+    return x
+
+
+@jt.function
+def _weights(work: _Work, mem: _Memory, s, rounds, i, scale: float, softcap: float | None):
+    """The weights of finished products s of block i of queries. The other role gets them times the derivative of the
+    cap."""
+    if softcap is None:
+        p = _seen(work, i, jnp.exp2(s * (scale * LOG2_E) - _columns(mem.LSE.at(rounds))), 0.0)
+        p = changing = p.astype(mem.P.dtype)
+    else:
+        s = _seen(work, i, tanh(s, scale / softcap), -HIDDEN / softcap)
+        p = jnp.exp2(s * (softcap * LOG2_E) - _columns(mem.LSE.at(rounds)))
+        changing, p = (p * (1.0 - s * s)).astype(mem.P.dtype), p.astype(mem.P.dtype)
     mem.p_empty.at(rounds).wait(before=True)
-    mem.P.at(rounds).store(p)
+    mem.P.at(rounds).store(changing)
     jt.fence_shared()
     mem.p_full.at(rounds).arrive()
     return p
 
 
 @jt.function
-def _of_values(work: _Work, mem: _Memory, dv, scale: float) -> None:
+def _of_values(work: _Work, mem: _Memory, dv, scale: float, softcap: float | None) -> None:
     """The role of the gradients of values, whose products find the weights."""
-    unit, rounds, d = scale * LOG2_E, jnp.int32(0), mem.V.shape[1]
+    rounds, d = jnp.int32(0), mem.V.shape[1]
     total = jt.zeros((SIDE, d), jnp.float32)
     mem.k_full[0].wait(0)
     if work.counted:
         _zero_behind(work, mem.K)
     mem.q_full[0].wait(0)
     s = jt.dot_wait(jt.dot_async(mem.K, mem.Q.at(rounds).T), pending=0)
-    p = _weights(work, mem, s, rounds, work.lo, unit)
+    p = _weights(work, mem, s, rounds, work.lo, scale, softcap)
     mem.q_empty.at(rounds).arrive()
     for head in jt.range(work.group):
         for i in jt.range(work.lo, work.hi):
@@ -146,7 +160,7 @@ def _of_values(work: _Work, mem: _Memory, dv, scale: float) -> None:
             total = jt.dot_wait(total, pending=1)
             mem.g_empty.at(rounds).arrive()
             s = jt.dot_wait(s, pending=0)
-            p = _weights(work, mem, s, behind, work.behind(head, i)[1], unit)
+            p = _weights(work, mem, s, behind, work.behind(head, i)[1], scale, softcap)
             mem.q_empty.at(behind).arrive()
             rounds = behind
     dv.tiles(None, SIDE, None, d)[work.b, work.j, work.kv, 0] = total.astype(dv.dtype)
@@ -221,7 +235,8 @@ def _copy(work: _Work, mem: _Memory, q, k, v, g, lse, delta) -> None:
     sharding="b _ h n _, b _ h _, b _ h _, b _ h n _, b h n _, b h n _, b, b -> b _ h _, b _ h _",
 )
 def hopper_wide_keys(
-    q, k, v, g, lse, delta, lengths, offsets, dk, dv, *, scale: float, window: Window, counted: bool
+    q, k, v, g, lse, delta, lengths, offsets, dk, dv,
+    *, scale: float, softcap: float | None = None, window: Window, counted: bool,
 ):  # fmt: skip
     """A program: 64 keys of one row and kv head, against all queries that see them.
 
@@ -231,7 +246,7 @@ def hopper_wide_keys(
     """
     mem, work = _memory(q.shape[4], q.dtype), functools.partial(_work, q, k, lengths, offsets, window, counted)
     with jt.role("values", warps=4, registers=240):
-        _of_values(work(), mem, dv, scale)
+        _of_values(work(), mem, dv, scale, softcap)
     with jt.role("keys", warps=4, registers=240):
         _of_keys(work(), mem, dk, scale)
     with jt.role("copies", warps=1, registers=24):

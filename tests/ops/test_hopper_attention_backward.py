@@ -33,10 +33,18 @@ CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
         (2, 70, 160, 2, 1, 128),
         {"window": (None, 0), "ct": True, "dropout": 0.5},
     ),  # a factor of 2 rounds as 1 does
+    "capped": ((1, 140, 256, 2, 1, 128), {"window": (None, 0), "ct": True, "softcap": 2.0}),
+    "capped, all": (
+        (2, 70, 160, 2, 1, 64),
+        {"lengths": (130, 159), "offsets": (60, 3), "window": (90, 0), "dropout": 0.5, "softcap": 30.0},
+    ),
+    "a small cap": ((1, 70, 140, 1, 1, 64), {"window": (None, 0), "softcap": 1e-6}),
 }
 
 
-def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=None, offsets=None, dropout=0.0):
+def arguments(
+    sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=None, offsets=None, dropout=0.0, softcap=None
+):
     """Of `gradients`. What stands behind a length is NaN."""
     batch, t, keys, heads, groups, d = sizes
     q, g = (normal(s, batch, t, heads, d, dtype=dtype) for s in (0, 3))
@@ -47,10 +55,8 @@ def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=No
         behind = np.arange(keys)[None, :, None, None] >= lengths[:, None, None, None]
         k, v = (np.where(behind, np.asarray(np.nan, x.dtype), x) for x in (k, v))
     seeds = np.asarray(dropouts.seeds(np.array([3, 7], np.uint32), batch, heads)) if dropout else None
-    options = {"scale": d**-0.5, "window": window, "dropout": dropout}
-    o, lse = flash_attention.interpret(
-        q, k, v, lengths, offsets, seeds, bq=64, bk=64, softcap=None, save=True, **options
-    )
+    options = {"scale": d**-0.5, "softcap": softcap, "window": window, "dropout": dropout}
+    o, lse = flash_attention.interpret(q, k, v, lengths, offsets, seeds, bq=64, bk=64, save=True, **options)
     ct = np.asarray(normal(4, batch, heads, t)) if ct else None
     return (q, k, v, o, lse, g, ct, lengths, offsets, seeds), options
 
@@ -63,7 +69,7 @@ def interpreted(monkeypatch):
 
 
 def tiles(options):
-    return functools.partial(attention_gradients.gradients, softcap=None, **options)
+    return functools.partial(attention_gradients.gradients, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,6 +82,17 @@ def test_in_the_interpreter(name, monkeypatch):
         for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
             assert relative_error(ours, theirs) < 1e-3  # the same roundings, other orders of sums
+
+
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+def test_capped_scores_against_their_definition(softcap, monkeypatch):
+    args, options = arguments((1, 70, 140, 1, 1, 64), window=(None, 0), softcap=softcap, dtype="float16")
+    monkeypatch.setattr(hopper, "hopper_attention_backward", hopper.hopper_attention_backward.interpret)
+    got = hopper.of_batch(*args, **options)
+    q, k, v, g = (jnp.asarray(args[i], jnp.float32) for i in (0, 1, 2, 5))
+    exact = functools.partial(attention_reference, causal=True, softcap=softcap)
+    for ours, theirs in zip(got, jax.vjp(exact, q, k, v)[1](g), strict=True):
+        assert relative_error(ours, theirs) < 1e-3
 
 
 def test_blocks_of_heads_side_by_side(monkeypatch):
@@ -91,7 +108,7 @@ def test_blocks_of_heads_side_by_side(monkeypatch):
             assert relative_error(ours, theirs) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "heads that share keys", "dropout"])
+@pytest.mark.parametrize("name", ["full", "causal", "heads that share keys", "dropout", "capped"])
 def test_two_blocks_of_keys_a_program(name, monkeypatch):
     """The keys of the second come while the gradients of the first leave."""
     sizes, given = CASES.get(name, ((1, 260, 256, 4, 2, 64), {"window": (None, 0), "ct": True}))
@@ -144,7 +161,8 @@ def test_programs_of_two_blocks(monkeypatch):
     ("d", "dtype", "options", "why"),
     [
         (64, "bfloat16", {}, None),
-        (64, "bfloat16", {"softcap": 3.0}, "scores are capped"),
+        (64, "bfloat16", {"softcap": 3.0}, None),
+        (64, "bfloat16", {"softcap": 1e-7}, "scores are capped at 1e-07"),
         (64, "bfloat16", {"scale": 0.0}, "the scale is 0.0"),
         (136, "bfloat16", {}, "heads have 136 features"),
         (64, "float32", {}, "operands are float32"),

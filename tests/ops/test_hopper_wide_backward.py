@@ -28,11 +28,12 @@ CASES = {  # batch, queries, keys, heads, kv heads, head dimension; what `argume
     "shorter heads": ((1, 66, 90, 1, 1, 136), {"window": (None, 0), "dtype": "float16"}),
     "heads that share keys": ((2, 70, 70, 4, 2, 256), {"window": (None, 0)}),
     "lengths": ((2, 100, 140, 1, 1, 256), {"lengths": (140, 70)}),
+    "capped": ((1, 100, 140, 2, 1, 256), {"window": (40, 0), "lengths": (130,), "softcap": 2.0, "ct": True}),
     "offsets": ((2, 70, 140, 1, 1, 256), {"window": (None, 0), "offsets": (0, 60), "lengths": (100, 130)}),
 }
 
 
-def arguments(sizes, *, window=(None, None), lengths=None, offsets=None, ct=False, dtype="bfloat16"):
+def arguments(sizes, *, window=(None, None), lengths=None, offsets=None, ct=False, softcap=None, dtype="bfloat16"):
     """Of `gradients`. What stands behind a length is NaN."""
     batch, t, keys, heads, groups, d = sizes
     q, g = (np.asarray(normal(s, batch, t, heads, d, dtype=dtype)) for s in (0, 3))
@@ -41,8 +42,8 @@ def arguments(sizes, *, window=(None, None), lengths=None, offsets=None, ct=Fals
     if lengths is not None:
         behind = np.arange(keys)[None, :, None, None] >= lengths[:, None, None, None]
         k, v = (np.where(behind, np.asarray(np.nan, x.dtype), x) for x in (k, v))
-    options = {"scale": d**-0.5, "window": window}
-    more = {"bq": 64, "bk": 64, "softcap": None, "save": True, "dropout": 0.0}
+    options = {"scale": d**-0.5, "softcap": softcap, "window": window}
+    more = {"bq": 64, "bk": 64, "save": True, "dropout": 0.0}
     o, lse = flash_attention.interpret(q, k, v, lengths, offsets, None, **more, **options)
     return (q, k, v, o, lse, g, np.asarray(normal(4, batch, heads, t)) if ct else None, lengths, offsets), options
 
@@ -57,7 +58,7 @@ def test_in_the_interpreter(name, shared, monkeypatch):
     monkeypatch.setattr(hopper_attention_backward, "SHARED", shared)
     args, options = arguments(sizes, **given)
     with jt.config(interpret=True):
-        want = evaluated(functools.partial(attention_gradients.gradients, softcap=None, **options))(*args)
+        want = evaluated(functools.partial(attention_gradients.gradients, **options))(*args)
         for seed in range(3 if name == "ragged" else 1):
             monkeypatch.setattr(hopper, "hopper_wide_keys", functools.partial(hopper_wide_keys.interpret, seed=seed))
             for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
@@ -86,7 +87,8 @@ def test_the_op():
         (192, "float16", {}, None),
         (128, "bfloat16", {}, "heads have 128 features"),
         (264, "bfloat16", {}, "heads have 264 features"),
-        (256, "bfloat16", {"softcap": 3.0}, "scores are capped"),
+        (256, "bfloat16", {"softcap": 3.0}, None),
+        (256, "bfloat16", {"softcap": 1e-7}, "scores are capped at 1e-07"),
         (256, "bfloat16", {"dropout": 0.1}, "weights are dropped"),
         (256, "bfloat16", {"scale": 0.0}, "the scale is 0.0"),
         (256, "float32", {}, "operands are float32"),
