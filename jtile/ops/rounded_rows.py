@@ -146,12 +146,12 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     parts = -(-m // (min(_TILED, max(32, most)) if by_tiles else max(8, most)))
     bm = min(m, -(-m // parts // 8) * 8)
     cores = programs_at_once()
-    programs = (4 if m <= 4 else 2) * cores  # the bytes of many rows, which each program takes apart, are dearer
+    programs = (4 if m <= 8 else 2) * cores
     most = out if by_tiles else _ROWS // matrices if m > 8 else _ROWS_OF_FEW
     most = min(most, max(out * -(-m // bm) // programs, 64))
     if out <= most:
         return {"bm": bm, "rows": out}
-    if m <= 8 and (rows := _equal(out, cores, most, (4, 3, 5, 6, 2) if m <= 4 else (2, 3))):
+    if m <= 8 and (rows := _equal(out, cores, most)):
         return {"bm": bm, "rows": rows}
     whole = most // 16 * 16
     exact = next((rows for rows in range(whole, whole // 2, -16) if out % rows == 0), None)
@@ -159,10 +159,10 @@ def tiles(m: int, out: int, inner: int, matrices: int) -> dict[str, int]:
     return {"bm": bm, "rows": exact or -(-out // -(-out // whole) // 16) * 16}
 
 
-def _equal(out: int, cores: int, most: int, programs: tuple[int, ...]) -> int | None:
+def _equal(out: int, cores: int, most: int) -> int | None:
     """The rows of W of a program of few rows of x, where each core gets as many programs of whole panels: it takes
     several, so that another one which is done can help a core that is slow just now."""
-    for each in programs:
+    for each in (4, 3, 5, 6, 2):
         rows, rest = divmod(out, each * cores)
         if rest == 0 and rows % PANEL == 0 and 64 <= rows <= 4 * most // 3:
             return rows
