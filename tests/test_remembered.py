@@ -168,3 +168,11 @@ def test_what_was_used_last_stays(own_folder, monkeypatch):
 def test_there_may_be_none(monkeypatch):
     monkeypatch.setenv("SUITE_CACHE", "")
     assert remembered.install() is None
+
+
+def test_a_file_that_another_run_has_taken_away(own_folder, monkeypatch):
+    monkeypatch.setattr(remembered, "MOST", 1)
+    (own_folder / "images" / "kept").write_bytes(bytes(8))
+    (own_folder / "images" / ".part-gone").symlink_to(own_folder / "nothing")  # listed, but no longer there
+    remembered.prune()
+    assert not (own_folder / "images" / "kept").exists()

@@ -90,7 +90,11 @@ def prune() -> None:
     path = folder()
     if path is None or not path.exists():
         return
-    found = [(s.st_mtime, s.st_size, p) for p in path.glob("*/*") for s in (p.stat(),)]
+    found = []
+    for p in path.glob("*/*"):
+        with contextlib.suppress(OSError):  # another run has put it in its place meanwhile, or has pruned, too
+            s = p.stat()
+            found.append((s.st_mtime, s.st_size, p))
     if sum(size for _, size, _ in found) <= MOST:
         return
     kept = 0
