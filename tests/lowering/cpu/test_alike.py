@@ -15,6 +15,7 @@ from jtile.ffi import FfiError, run_image
 from jtile.interpret import interpret
 from jtile.lowering.cpu import compile_kernel
 from jtile.lowering.cpu.alike import alike
+from jtile.lowering.cpu.isa import ISAS
 from jtile.passes import TILE, run_pipeline
 
 LAUNCH = ("programs", "workspace", "isa", "sites", "name")
@@ -72,13 +73,14 @@ def run(art, x, y, threads=1):
     return out
 
 
+@pytest.mark.parametrize("isa", [None, "avx2", "sse2"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_computed_once(case):
+def test_computed_once(case, isa):
     body, kept = CASES[case]
     kernel = kernel_of(body)
     found = alike(kernel)
     assert (len(found.values) if found else 0) == kept
-    art = compile_kernel(kernel, texts=True, coarse=False)
+    art = compile_kernel(kernel, ISAS[isa] if isa else None, texts=True, coarse=False)
     assert ("@jtile_entry_keeping(" in art.texts["llvm"]) == bool(kept)
     for seed in range(2):  # the second call finds the workspace of the first
         x, y = arrays(seed)
