@@ -41,7 +41,8 @@ def folder() -> Path | None:
     """Where it is kept; None: nowhere."""
     asked = os.environ.get("SUITE_CACHE")
     if asked is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jtile-suite"
+        home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        return Path(home, "jtile-suite") if os.path.isabs(home) else None  # nobody's home
     return Path(asked) if asked else None
 
 
