@@ -67,18 +67,22 @@ def _point(x, b, at, shift: Sides, tile: Sides, inside: bool, fill: float):
 )  # fmt: skip
 def chain_tiles(
     x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides: Sides, how: str, outside: Any,
-    fill: float | None = None,
+    fill: float | None = None, once: bool = False,
 ):  # fmt: skip
     """x [batch, ...] with the points around it, y [batch, ...]; windows: one for each step, of `sizes`, None for "max"
     and "min". A tile of a step has `inner` points of the last step and those that later ones take, or `sides`, where
     they have to be powers of two. `outside`: the value of the points around y between steps; None: as computed.
-    `fill`: x is given without the points around it, which have this value."""
+    `fill`: x is given without the points around it, which have this value. `once`, with a `fill`: a tile and the points
+    around it are loaded as one tile, of which the first step takes parts."""
     # t_0 = x     t_(s+1)[i] = sum_a w_s[a] t_s[i + a], or the maximum, or minimum
     b, rank = jt.program_id(0), len(inner)
     at = [jt.program_id(1 + k) * inner[k] for k in range(rank)]
     dtype = sums_in(x) if how == "sum" else x.dtype
     reach = _half(sizes)
-    t, buffer = None, None
+    t, buffer, around = None, None, None
+    if once:
+        whole = tuple(n + m for n, m in zip(inner, _reaches(sizes), strict=True))
+        around = _point(x, b, at, tuple(-r for r in reach), whole, False, fill)
     for s, size in enumerate(sizes):
         later = _reaches(((1,) * rank, *sizes[s + 1 :]))
         tile = sides or tuple(n + r for n, r in zip(inner, later, strict=True))
@@ -89,7 +93,9 @@ def chain_tiles(
         for a in itertools.product(*map(range, size)):
             first = [o if s else at[k] + o for k, o in enumerate(a)]
             here = tuple(jt.ds(f, n) for f, n in zip(first, tile, strict=True))
-            if fill is not None and not s:
+            if around is not None and not s:
+                part = around[tuple(slice(o, o + n) for o, n in zip(a, tile, strict=True))]
+            elif fill is not None and not s:
                 shift = tuple(o - r for o, r in zip(a, reach, strict=True))
                 part = _point(x, b, at, shift, tile, len(sizes) == 1, fill)
             else:
@@ -132,10 +138,11 @@ def _tiles(shape: Sides, sizes: tuple[Sides, ...], lines: bool) -> dict[str, Sid
 def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None, fill: float | None = None):
     """The chain over x [batch, ...], which has the points around it unless there is a `fill` for them: [batch, ...]
     without them."""
-    lines = fill is not None and len(sizes) == 1
+    once = fill is not None and machine().whole
+    lines = fill is not None and not once and len(sizes) == 1
     sides = _tiles(_valid(x, sizes, fill), sizes, lines)
     kernel = tuned(chain_tiles, num_warps=4) if lines else chain_tiles
-    return kernel(x, windows, sizes=sizes, how=how, outside=outside, fill=fill, **sides)
+    return kernel(x, windows, sizes=sizes, how=how, outside=outside, fill=fill, once=once, **sides)
 
 
 def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outside: Any = None, fill: float = 0.0):
@@ -148,9 +155,12 @@ def _bounded(x, windows, sizes: tuple[Sides, ...], how: str, boundary: str, outs
 
 
 def _indexed(sizes: tuple[Sides, ...], how: str) -> bool:
-    """Whether points outside, which have one value, are found by their indices: on GPUs, where that was measured to be
-    quicker than a copy of the array. Indices that lead back inside, as at an edge, take five times as long. NPUs take
-    the copy, with which several steps are one pass over memory: nothing was measured there."""
+    """Whether points outside, which have one value, need no copy of the array. GPUs find them by their indices, which
+    was measured to be quicker; indices that lead back inside, as at an edge, take five times as long. CPUs read a tile
+    in place, and copy the tiles that hang over an edge alone. NPUs take the copy of the array, with which several steps
+    are one pass over memory: nothing was measured there."""
+    if machine().whole:
+        return True
     return "warps" in jt.target().features and (how != "sum" or len(sizes) == 1)
 
 
@@ -158,8 +168,12 @@ def _forward(x, windows, **meta):
     return chain_tiles(x, windows, **meta), (x, windows)
 
 
-def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, fill=None, **_):
+def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, fill=None, once=False, **_):
     x, windows = residuals
+    if once and how == "sum" and len(sizes) == 1 and fill == 0:
+        (w,), (size,) = windows, sizes
+        dx = chained(g, (jnp.flip(w),), sizes, how, fill=fill)
+        return dx, (stencil_weight_sums(_around(x, len(size), _half(sizes), "zero"), g, size).astype(w.dtype),)
     if fill is not None:  # as the gradient of a chain over a copy of x with the points around it
         reach = _half(sizes)
         copied = lambda x, windows: chained(_around(x, len(reach), reach, "zero", fill), windows, sizes, how, outside)
@@ -238,7 +252,8 @@ def stencil(x: jax.Array, weights: jax.Array, *, boundary: str = "zero", steps: 
         return x
     if rank == 1:
         return stencil(x[..., None, :], weights[None], boundary=boundary, steps=steps)[..., 0, :]
-    alone = boundary in ("edge", "reflect") or (boundary == "zero" and _indexed(sizes, "sum"))
+    by_indices = boundary == "zero" and _indexed(sizes, "sum") and not machine().whole
+    alone = boundary in ("edge", "reflect") or by_indices
     once = 1 if alone else _STEPS
     shape = x.shape
     for first in range(0, steps, once):

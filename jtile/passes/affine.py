@@ -204,7 +204,7 @@ class Forms:
     def start(self, d: Dim) -> Affine | None:
         """The smallest element of an index dimension; None where it is not affine."""
         if isinstance(d, Take):
-            tile = self._tile(d.indices)
+            tile = self.tile(d.indices)
             if tile is None:
                 return None
             form, axes = tile
@@ -220,11 +220,11 @@ class Forms:
             case Tile(_, size, _):
                 return [(1, size, Lane())]
             case Take(indices):
-                _, axes = self._tile(indices) or (None, {})
+                _, axes = self.tile(indices) or (None, {})
                 return [(abs(c), indices.shape[a], Lane(a)) for a, c in axes.items()]
         return []
 
-    def _tile(self, v: Value) -> tuple[Affine, dict[int, int]] | None:
+    def tile(self, v: Value) -> tuple[Affine, dict[int, int]] | None:
         """A tile of integers as a scalar plus multiples of its own coordinates: axis -> factor."""
         if not v.shape:
             form = self.form(v)
@@ -237,18 +237,18 @@ class Forms:
             case Iota(_, axis, _):
                 return Affine(0), {axis: 1}
             case Cast(x) if DTYPES[x.dtype].kind in "iu":
-                return self._tile(x)
+                return self.tile(x)
             case Broadcast(x, _, dims):
-                inner = self._tile(x)
+                inner = self.tile(x)
                 return inner and (inner[0], {dims[a]: c for a, c in inner[1].items() if x.shape[a] > 1})
             case Reshape(x):
-                inner = self._tile(x)
+                inner = self.tile(x)
                 old, new = ([k for k, n in enumerate(t.shape) if n != 1] for t in (x, v))
                 if inner is None or [x.shape[k] for k in old] != [v.shape[k] for k in new]:
                     return None
                 return inner[0], {new[old.index(a)]: c for a, c in inner[1].items() if a in old}
             case Map(fn, args) if fn in ("add", "sub", "mul"):
-                return self._combined(fn, *map(self._tile, args))
+                return self._combined(fn, *map(self.tile, args))
         return None
 
     def _combined(self, fn: str, a, b) -> tuple[Affine, dict[int, int]] | None:

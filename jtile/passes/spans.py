@@ -1,4 +1,4 @@
-"""Gathers whose indices are consecutive numbers are loads of a box.
+"""Gathers and scatters whose indices are consecutive numbers are loads and stores of a box.
 
 `bias[h, i, j]` with `i = a + arange(m)[:, None]` and `j = b + arange(n)[None, :]` is `bias[h, ds(a, m), ds(b, n)]`:
 vectors of elements that lie side by side, where a gather reads them one by one.
@@ -8,7 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.ir import At, Broadcast, Full, Index, Iota, Kernel, Load, Map, Reshape, Span, Take, Value, index_shape
+from jtile.ir import (
+    At,
+    Broadcast,
+    Full,
+    Index,
+    Iota,
+    Kernel,
+    Load,
+    Map,
+    Reshape,
+    Span,
+    Store,
+    Take,
+    Value,
+    index_shape,
+)
 
 from .rewrite import Rewriter, Rules
 
@@ -16,13 +31,14 @@ rules = Rules()
 
 
 def spans(kernel: Kernel) -> Kernel:
-    """The kernel, where gathers of consecutive elements are loads of a box, if these all lie in their arrays or a mask
-    says which of them are read."""
-    gathers = (op for op in kernel.body.walk() if isinstance(op, Load) and any(isinstance(d, Take) for d in op.index))
+    """The kernel, where gathers and scatters of consecutive elements are loads and stores of a box, if these all lie in
+    their arrays or a mask says which of them are read or written."""
+    ops = (op for op in kernel.body.walk() if isinstance(op, Load | Store))
+    gathers = (op for op in ops if any(isinstance(d, Take) for d in op.index))
     return Rewriter(kernel, rules).run() if any(_is_told(op) for op in gathers) else kernel
 
 
-def _is_told(op: Load) -> bool:
+def _is_told(op: Load | Store) -> bool:
     return op.mask is not None or not op.checked
 
 
@@ -74,8 +90,8 @@ def _run(v: Value, rw: Rewriter) -> _Run | None:
     return None
 
 
-@rules(Load)
-def _load(op: Load, rw: Rewriter):
+def _box(op: Load | Store, rw: Rewriter) -> Index | None:
+    """The index of an access whose gathered places are a box."""
     takes = [(k, d) for k, d in enumerate(op.index) if isinstance(d, Take)]
     if not takes or not _is_told(op):
         return None
@@ -88,9 +104,23 @@ def _load(op: Load, rw: Rewriter):
     if any(r is None for r in runs) or [r.axis for r in runs if r is not None] != long:
         return None
     dims = dict(zip((k for k, _ in takes), (Span(r.start, shape[r.axis]) for r in runs if r is not None), strict=True))
-    index: Index = tuple(dims.get(k, d) for k, d in enumerate(op.index))
+    return tuple(dims.get(k, d) for k, d in enumerate(op.index))
+
+
+@rules(Load)
+def _load(op: Load, rw: Rewriter):
+    if (index := _box(op, rw)) is None:
+        return None
     wanted, same = op.result.shape, tuple(index_shape(index)) == tuple(op.result.shape)
     if op.mask is not None and not same:
         return None
     box = rw.new(Load(op.ref, index, op.mask, op.pad, op.checked))
     return box if same else rw.new(Reshape(box, wanted))
+
+
+@rules(Store)
+def _store(op: Store, rw: Rewriter):
+    index = _box(op, rw)
+    if index is None or tuple(index_shape(index)) != tuple(op.value.shape):
+        return None
+    return rw.emit(Store(op.ref, index, op.value, op.mask, op.checked))

@@ -178,6 +178,8 @@ def to_i64(code: Code, x: Val, dtype: str) -> Val:
     scalar = scalar_of(x.ty)
     if scalar == "i64":
         return x
+    if (x.name, dtype) in code.widened:
+        return code.widened[x.name, dtype]
     signed = not dtype.startswith("u")
     if x.name.lstrip("-").isdigit() and lanes_of(x.ty) == 1:
         n = int(x.name)  # constants are written as signed numbers

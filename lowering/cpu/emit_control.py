@@ -11,8 +11,12 @@ from .convert import register_type
 from .emitter import Emitter, Places, emits
 from .llvm import Val, i64, scalar_of
 from .nest import emit_nest
-from .plan import used_by
+from .plan import LAZY_OPS, used_by
 from .values import Buffer, Lazy
+
+TURNS = 4  # of a short loop that are written one behind the other, so that counting and jumping cost a fourth
+SHORT = 16  # ops of such a loop's body, and elements of its largest tile
+_SHORT_OPS = (*LAZY_OPS, ir.Load, ir.Store)
 
 
 class Carry:
@@ -118,22 +122,47 @@ def _for(em: Emitter, op: ir.For) -> None:
     start = em.arena.tick()
     count = trip_count(em, lo, hi, step)
     outer = dict(em.env)
-    with code.loop(0, count) as t:
+
+    def turn(t: Val) -> None:
         index = code.add(lo, code.mul(t, step))
-        scalar = scalar_of(register_type(k.dtype, 1))
-        em.env[k] = index if scalar == "i64" else _narrow(em, index, scalar)
+        em.done -= {*op.body.ops}
+        em.env[k] = index_value(em, index, k.dtype)
         carry.enter(params)
         em.block(op.body, prefer=carry_places(op.body, params, carry.slots))
         carry.leave(op.body.yields)
         em.leave()
+
+    several = int(count.name) // TURNS * TURNS if _is_short(op, count) else 0
+    if several:
+        with code.loop(0, several, TURNS) as t:
+            for n in range(TURNS):
+                turn(code.add(t, n))
+    if count.name != str(several) or not several:
+        with code.loop(several, count) as t:
+            turn(t)
     em.env = outer  # a body that never ran has computed none of the outer values that it would keep
     em.arena.tick()
     em.arena.close_loop(start)
     carry.finish(op.results)
 
 
-def _narrow(em: Emitter, x: Val, scalar: str) -> Val:
-    return Val(scalar, x.name) if x.name.lstrip("-").isdigit() else em.code.cast("trunc", x, scalar)
+def index_value(em: Emitter, index: Val, dtype: str) -> Val:
+    """The number of a turn in its dtype, which holds it: as an i64 it is what it was before."""
+    scalar = scalar_of(register_type(dtype, 1))
+    if scalar == "i64" or index.name.lstrip("-").isdigit():
+        return Val(scalar, index.name)
+    narrow = em.code.cast("trunc", index, scalar)
+    em.code.widened[narrow.name, dtype] = index
+    return narrow
+
+
+def _is_short(op: ir.For, count: Val) -> bool:
+    """Whether a loop's body is a few instructions, and its turns are known to be many."""
+    if not count.name.isdigit() or int(count.name) < 2 * TURNS or len(op.body.ops) > SHORT:
+        return False
+    values = [*op.inits, *(r for o in op.body.ops for r in o.results)]
+    small = all(not isinstance(v.type, ir.TileType) or v.type.size <= SHORT for v in values)
+    return small and all(v.type.rank == 0 for v in op.inits) and all(isinstance(o, _SHORT_OPS) for o in op.body.ops)
 
 
 def trip_count(em: Emitter, lo: Val, hi: Val, step: Val) -> Val:

@@ -13,7 +13,7 @@ import itertools
 
 from jtile import ir
 
-from . import access, overhang, pairs, plan, together
+from . import access, overhang, pairs, plan, together, told
 from .access import Lanes, const_value, to_i64
 from .convert import from_memory, memory_type, to_memory
 from .emitter import Emitter, emits
@@ -138,11 +138,11 @@ def box(em: Emitter, axes: list[Axis]) -> tuple[Bounds, Val | None]:
 def _load(em: Emitter, op: ir.Load) -> None:
     v = op.result
     frozen = op.ref not in em.written and op.ref.type.role == "in"
-    simple = op.mask is None and not any(isinstance(d, ir.Take) for d in op.index) and ir.DTYPES[op.ref.dtype].bits >= 8
+    simple = not any(isinstance(d, ir.Take) for d in op.index) and ir.DTYPES[op.ref.dtype].bits >= 8
     if 0 in v.shape:
         em.env[v] = em.new_buffer(v.shape, v.dtype)
         return
-    if simple and (frozen or _snapshot_safe(em, op)) and _in_place(em, op):
+    if simple and told.by_bounds(em, op) and (frozen or _snapshot_safe(em, op)) and _in_place(em, op):
         return
     em.postpone(v)
     if isinstance(em.env[v], Buffer):
@@ -358,15 +358,16 @@ def _store(em: Emitter, op: ir.Store) -> None:
     shape = op.value.shape
     ref = em.rep(op.ref)
     em.arena.touch(ref.alloc)
-    roots = [op.value, *([op.mask] if op.mask is not None else [])]
     packed = is_packed(op.ref)
     if any(isinstance(d, ir.Take) for d in op.index) or packed:
         _scatter_store(em, op, packed)
         return
+    mask = None if told.by_bounds(em, op) else op.mask
+    roots = [op.value, *([mask] if mask is not None else [])]
     axes = affine_axes(em, op)
     pair = pairs.parts(op.value.op) if isinstance(em.env.get(op.value), Lazy) else None  # a pair left for this store
     whole = not any(a.checked for a in axes)
-    if whole and op.mask is None and pair is None and (others := _behind(em, op)):
+    if whole and mask is None and pair is None and (others := _behind(em, op)):
         return _store_together(em, [(op, axes), *others])
     em.prepare([] if pair else roots, shape if whole else ())
     target = sub_buffer(em, ref, axes, shape)
@@ -378,10 +379,10 @@ def _store(em: Emitter, op: ir.Store) -> None:
 
     def body(p: Point) -> None:
         value = p.at(op.value, p.ix)
-        if op.mask is None:
+        if mask is None:
             access.write(em.code, em.isa, target, p.ix, value, p.lanes)
         else:
-            _masked_write(p, target, value, p.at(op.mask, p.ix))
+            _masked_write(p, target, value, p.at(mask, p.ix))
 
     if cond is None:
         emit_nest(em, shape, em.bits(roots), body, bounds=bounds, flat=em.is_short(roots))

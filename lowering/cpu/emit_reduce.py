@@ -7,7 +7,7 @@ import math
 
 from jtile import ir
 
-from . import access, plan, together
+from . import access, plan, short_rows, together
 from .access import Lanes, const_value, constant_mask
 from .convert import emit_cast, register_type
 from .elementwise import emit_elementwise
@@ -124,9 +124,11 @@ def _copies(em: Emitter, jobs: list[Job], shape, bits: int) -> int:
     return max(1, min(int(COPIED // max(cost, 1)), math.prod(shape) // (4 * em.isa.lanes(bits))))
 
 
-def _combine(em: Emitter, job: Job, a: Val, b: Val) -> Val:
+def _combine(em: Emitter, job: Job, a: Val, b: Val, contract: bool = True) -> Val:
+    """Two terms as one; `contract`: the second may be a product that is not rounded by itself."""
     if job.op.fn in ("sum", "prod") and ir.DTYPES[job.acc].kind == "f":
-        return em.code.binary("fadd contract" if job.op.fn == "sum" else "fmul", a, b)
+        add = "fadd contract" if contract else "fadd"
+        return em.code.binary(add if job.op.fn == "sum" else "fmul", a, b)
     if ir.DTYPES[job.acc].kind == "b":
         return em.code.binary({"max": "or", "min": "and", "sum": "or", "prod": "and"}.get(job.op.fn, job.op.fn), a, b)
     return emit_elementwise(em.code, em.isa, job.fn, [a, b], job.acc)
@@ -236,11 +238,12 @@ def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: in
         if depth == len(kept) - 1 and shape[kept[depth]] > 1:
             axis, length = kept[depth], shape[kept[depth]]
             many = min(ROWS, length, copies) if len(jobs) == 1 else 1
-            with code.loop(0, length // many * many, many) as i:
+            first = _in_lanes(em, jobs, shape, axes, bits, index, axis)
+            with code.loop(first, first + (length - first) // many * many, many) as i:
                 together = [_with(index, axis, code.add(i, row)) for row in range(many)]
                 _rows(em, jobs, shape, axes, lane, bits, together, of_row, axis)
-            if length % many:
-                with code.loop(length // many * many, length) as i:
+            if (length - first) % many:
+                with code.loop(length - (length - first) % many, length) as i:
                     _rows(em, jobs, shape, axes, lane, bits, [_with(index, axis, i)], of_row)
         elif depth < len(kept):
             with code.loop(0, shape[kept[depth]]) as i:
@@ -249,6 +252,24 @@ def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: in
             _rows(em, jobs, shape, axes, lane, bits, [index], of_row if kept else min(CHAINS, copies))
 
     rows(0, [Ix(i64(0))] * len(shape))
+
+
+def _in_lanes(em: Emitter, jobs: list[Job], shape, axes, bits: int, index: list[Ix], axis: int) -> int:
+    """Reduce rows that are shorter than a vector, each in a lane; how many of them there were."""
+    lanes = 0 if any(j.beside for j in jobs) else short_rows.lanes_for(em, [j.op.x for j in jobs], shape, axes, bits)
+    if not lanes:
+        return 0
+    code, rows = em.code, shape[axis] // lanes * lanes
+    with code.loop(0, rows, lanes) as i:
+        here = _with(index, axis, i, step=1)
+        points = short_rows.points(em, shape, axes, here, axis, lanes)
+        for job in jobs:
+            terms = [lambda p=p, job=job: _read(p, job) for p in points]
+            total = short_rows.halves(terms, lambda a, b, job=job: _combine(em, job, a, b, contract=False))
+            if job.op.fn == "sum" and ir.DTYPES[job.acc].kind == "f":  # no sum is -0.0
+                total = _combine(em, job, _identity(job, lanes), total, contract=False)
+            _finish(em, job, total, Point(em, tuple(shape), tuple(here), Lanes(lanes)), axes)
+    return rows
 
 
 def _with(index: list[Ix], axis: int, base: Val, step: int = 0) -> list[Ix]:

@@ -19,6 +19,7 @@ from .values import Buffer, Ix
 
 if TYPE_CHECKING:
     from .emitter import Emitter
+    from .short_rows import Turned
 
 Index = tuple[Ix, ...]
 
@@ -29,7 +30,7 @@ class Point:
 
     `covers` says that the nest visits every element once, so that flagged values may be kept on the way. `row`: the
     index of the row that is being read, where many rows follow each other: a Ref's rows to come are prefetched.
-    `number`: of that row among those that are read side by side.
+    `number`: of that row among those that are read side by side. `turned`: the rows of which a lane each is read.
     """
 
     em: Emitter
@@ -39,6 +40,7 @@ class Point:
     covers: bool = True
     row: Val | None = None
     number: int = 0
+    turned: Turned | None = None
     memo: dict = dataclasses.field(default_factory=dict)
 
     @property
@@ -67,6 +69,8 @@ class Point:
             lanes = self._lanes_for(ix)
             if self.row is not None and rep.alloc is None and lanes.count > 1:
                 self._prefetch(rep, ix)
+            if self.turned is not None and (found := self.turned.read(rep, ix, lanes.count)) is not None:
+                return found
             return access.read(self.code, self.em.isa, rep, ix, lanes)
         if self.em.marks is None:
             x = RULES[type(v.op)](self, v.op, ix)

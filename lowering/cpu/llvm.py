@@ -136,6 +136,7 @@ class Code:
         self._memory = invariant.Memory([p.name for p in params if "noalias" in p.ty])
         self._known: dict[str, Val] = {}  # pure expressions whose values are there at this place
         self._sums: dict[str, tuple[Val, int]] = {}  # values that a constant was added to
+        self.widened: dict[tuple[str, str], Val] = {}  # what integers, by name and dtype, are as an i64
         self._read: dict[str, dict[str, Val]] = {}  # by root, what this block has loaded, and nobody has written since
         self._writes: list[set[str] | None] = [set()]  # the memory that each loop around this place writes; None: any
         self._scopes: list[list[str]] = [[]]  # the keys of `_known` that each block around this place has added

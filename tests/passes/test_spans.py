@@ -1,5 +1,7 @@
 """Gathers of consecutive elements are loads of a box on CPUs; all others stay gathers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,3 +62,23 @@ def test_masked_gathers_read_vectors_too(shift):
     np.testing.assert_array_equal(kernel(X), kernel.interpret(X))
     if jax.default_backend() == "cpu":
         assert "masked.gather" not in kernel.lower(X).texts["llvm"]
+
+
+@pytest.mark.parametrize("condition", ["all inside", "fewer columns"])
+@pytest.mark.parametrize("shift", [(0, 0), (-1, -3), (2, 5)], ids=str)
+def test_masked_scatters_write_vectors(shift, condition):
+    """What lies in the array is written, by stores of vectors; those of whole tiles look at no lane."""
+    last = 64 if condition == "all inside" else 50
+
+    @jt.kernel(out_type=jax.ShapeDtypeStruct((N, 64), jnp.float32), grid=2, init=5.0)
+    def body(x, o):
+        p = jt.program_id(0)
+        i, j = p * 16 + arange(16, 0) + shift[0], arange(64, 1) + shift[1]
+        inside = (i >= 0) & (i < N) & (j >= 0) & (j < last)
+        jt.store(o, (i, j), x[1, jt.ds(p * 16, 16), :] * 2, mask=inside)
+
+    np.testing.assert_array_equal(body(X), body.interpret(X))
+    if jax.default_backend() == "cpu":
+        text = body.lower(X).texts["llvm"]
+        assert "masked.scatter" not in text
+        assert bool(re.search(r"icmp \w+ <\d+ x i32>", text)) == (condition == "fewer columns")

@@ -57,7 +57,7 @@ def test_a_row_has_the_bits_that_it_has_alone(name):
 
 
 def test_rows_are_stored_as_a_vector_and_one_pass_needs_no_variables():
-    refs = [jax.ShapeDtypeStruct((64, 4), jnp.float32)], [jax.ShapeDtypeStruct((64,), jnp.float32)]
+    refs = [jax.ShapeDtypeStruct((64, 16), jnp.float32)], [jax.ShapeDtypeStruct((64,), jnp.float32)]
     traced = trace.trace(body(FUNCTIONS["square"], 64), *refs, grid=(1,))
     kernel = trace.to_tile_ir(traced, name="rows", n_in=1, n_out=1, grid=(1,))
     text, _ = emit_kernel(run_pipeline(kernel, TILE), host_isa())
