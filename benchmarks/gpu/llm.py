@@ -251,12 +251,29 @@ def _ours(work: models.Work, ids: jax.Array) -> Runner:
         return stream.stats.prefill_seconds, stream.stats.decode_seconds / work.steps
 
     def prompt():
+        before = _bytes_in_use()
         stream = work.lm.stream(rows, work.steps + 1, eos=None)
         next(stream)
+        seconds = stream.stats.prefill_seconds
+        del stream
         jax.block_until_ready(ids + 0)  # behind the steps that are under way
-        return stream.stats.prefill_seconds
+        _given_back(before)
+        return seconds
 
     return Runner(whole, prompt, lambda: list(work.lm.stream(rows, 1, eos=None)))
+
+
+def _bytes_in_use() -> int:
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+
+
+def _given_back(before: int) -> None:
+    """Waits until no more bytes are in use than before. What an unfinished stream held is given back a moment after its
+    steps have ended; until then the next prompt would get other places in memory than the ones that its program has a
+    graph for, and make that anew, which no stream does that follows a finished one."""
+    until = time.monotonic() + 0.2
+    while _bytes_in_use() > before and time.monotonic() < until:
+        time.sleep(1e-4)
 
 
 def _plain(work: models.Work, ids: jax.Array, attention: plain.Attention = None) -> Runner:
