@@ -22,7 +22,7 @@ _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 def by_bounds(em: Emitter, op: ir.Load | ir.Store) -> bool:
     """Whether the mask of an access (None: there is none) holds wherever its tile lies in the array. A tile to load
-    that is larger than the array would be copied by every program: its mask stays."""
+    that hangs over in every program would be copied by each of them: its mask stays."""
     if op.mask is None:
         return True
     loads = isinstance(op, ir.Load)
@@ -33,7 +33,9 @@ def by_bounds(em: Emitter, op: ir.Load | ir.Store) -> bool:
         start = em.forms.start(d)
         if not isinstance(d, ir.Span | ir.Tile) or start is None or not isinstance(n, int):
             return False
-        if (isinstance(d, ir.Span) and d.stride != 1) or (loads and d.size > n):
+        if isinstance(d, ir.Span) and d.stride != 1:
+            return False
+        if loads and (d.size > n or not (start.terms or 0 <= start.const <= n - d.size)):
             return False
         starts[len(starts)] = start, n
     return _holds(em, op.mask, tuple(range(len(op.mask.shape))), starts)

@@ -87,3 +87,20 @@ def test_a_tile_that_no_array_holds_is_read_under_its_mask():
     """Every program would copy it."""
     text = emit_kernel(around("ge 0, lt 5", "ge 0, lt 45", (5, 45)), host_isa())[0]
     assert "icmp ult <" in text
+
+
+@pytest.mark.parametrize("first", [-1, 0, 32, 33])
+def test_a_tile_that_hangs_over_in_every_program_is_read_under_its_mask(first):
+    text = f"""kernel @k(%x: ref<64xf32>, %o: ref<3x32xf32, out>) grid(3) {{
+        %i = program_id 0 : i32   %z = full 0 : i32   {axis("c", "%z", (32, 0), "ge 0, lt 64")}
+        %by = full {first} : tile<32xi32>   %p = add %c, %by : tile<32xi32>
+        %none = full 0 : tile<32xi32>   %n = full 64 : tile<32xi32>
+        %ge = ge %p, %none : tile<32xbool>   %lt = lt %p, %n : tile<32xbool>   %m = and %ge, %lt : tile<32xbool>
+        %t = load %x[take(%p)] mask=%m pad=2.5 : tile<32xf32>
+        store %o[%i, tile(%z, 32)], %t }}"""
+    kernel = run_pipeline(ir.parse_kernel(text), TILE)
+    assert ("masked" in emit_kernel(kernel, host_isa())[0]) == (first not in (0, 32))
+    x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    art, out = compile_kernel(kernel), np.zeros((3, 32), np.float32)
+    run_image(art.image, [x, out], **{k: art.launch[k] for k in LAUNCH})
+    np.testing.assert_array_equal(out, interpret(kernel, [x])[0])
