@@ -17,24 +17,30 @@ def scores(s, unit: float, softcap: float | None, short: bool = False):
     """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2).
 
     `short`: the scores are products of 16-bit operands, which are less exact than a tanh in few instructions: that one
-    is right to 1e-6 of its largest value.
+    is right to 1e-6 of its largest value. These scores lack `lacking`: a product alone, of which a maximum and
+    the differences to it take one instruction each.
     """
     if softcap is not None and short:
-        return softcap * LOG2_E - _half(s, unit / softcap) * (2 * softcap * LOG2_E)
+        return _half(s, unit / softcap) * (2 * softcap * LOG2_E)
     if softcap is not None:
         return jnp.tanh(s * (unit / softcap)) * (softcap * LOG2_E)
     return s if unit == 1.0 else s * unit
 
 
+def lacking(softcap: float | None, short: bool) -> float:
+    """What must be added to `scores`."""
+    return -softcap * LOG2_E if softcap is not None and short else 0.0
+
+
 def _half(s, unit: float):
-    """(1 - tanh x) / 2 = 1 / (1 + e^2x) of x = unit s, in few instructions."""
-    root = jax.lax.rsqrt(1.0 + jnp.exp2(s * (2 * LOG2_E * unit)))
+    """(1 + tanh x) / 2 = 1 / (1 + e^-2x) of x = unit s, in few instructions."""
+    root = jax.lax.rsqrt(1.0 + jnp.exp2(s * (-2 * LOG2_E * unit)))
     return root * root
 
 
 def tanh(s, unit: float):
     """The tanh of unit s in few instructions, right to 1e-6."""
-    return 1.0 - 2.0 * _half(s, unit)
+    return 2.0 * _half(s, unit) - 1.0
 
 
 def weights(s, lse, scale: float, softcap: float | None, short: bool = False):

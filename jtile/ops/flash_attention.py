@@ -15,7 +15,7 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import digit_attention, dropouts, flex_attention, gpu_tiles, hopper_tiles, spaces
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
-from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, scores
+from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, lacking, scores
 from jtile.ops.dispatch import Implementation, Op
 from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
@@ -83,7 +83,7 @@ def flash_attention(
             m, l, acc = step(block(r), m, l, acc, edge=True)
     o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l, dropouts.factor(dropout)).astype(o.dtype)
     if lse is not None:
-        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l)
+        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l, lacking(softcap, q.dtype.itemsize == 2))
 
 
 def _run(q, *args, **meta):

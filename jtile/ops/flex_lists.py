@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import dropouts
 from jtile.ops._shapes import sums_in
-from jtile.ops.attention_windows import LOG2_E, Window, scores
+from jtile.ops.attention_windows import LOG2_E, Window, lacking, scores
 from jtile.ops.online_softmax import NOTHING, log_sums, normalised, online
 
 NONE, SOME, ALL = 0, 1, 2  # what the queries of a tile see of a block of keys
@@ -136,4 +136,4 @@ def listed_attention(
         m, l, acc = step(n, m, l, acc, masked=True)
     O[b, i, h, 0] = normalised(acc, l, dropouts.factor(dropout)).astype(o.dtype)
     if lse is not None:
-        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l)
+        lse.tiles(None, None, bq)[b, h, i] = log_sums(m, l, lacking(softcap, q.dtype.itemsize == 2 and score is None))

@@ -27,6 +27,8 @@ def normalised(acc, l, factor: float = 1.0):
     return acc * jnp.where(l == 0, 0.0, factor / l)[:, None]
 
 
-def log_sums(m, l):
-    """The log-sum-exp of every query's scores, in powers of two; `EMPTY` for a query without keys."""
-    return jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+def log_sums(m, l, lacking: float = 0.0):
+    """The log-sum-exp of every query's scores, in powers of two; `EMPTY` for a query without keys. `lacking`: what the
+    scores that m and l are of lack."""
+    sums = m + jnp.log2(jnp.where(l == 0, 1.0, l))
+    return jnp.where(l == 0, EMPTY, sums + lacking if lacking else sums)

@@ -281,15 +281,16 @@ def attention(
     t: int, s: int, d: int, itemsize: int, causal: bool = False, lengths: bool = False
 ) -> dict[str, int] | None:
     """Tiles of attention of t queries over s keys with heads of d: queries `bq` and keys `bk`; with `lengths` of
-    keys, every consumer has a tile of values of its own besides, with zeros behind the length.
+    keys, every consumer has a tile of values of its own besides, with zeros behind the length, for which heads of 256
+    leave room only where blocks are smaller.
 
     Heads of 64 have as much to do for exponentials as for products, so that three or four consumers take turns. Under a
     causal mask small blocks of keys lose less at the edge, and 256 rows leave no rest of a power of two.
     """
     if itemsize != 2 or d not in (64, 128, 256) or t < 64 or s < 64:
         return None
-    if d == 64 and t > 256 and not lengths:
+    if d == 64 and t > 256:
         bq, bk = (256, 64) if causal else (192, 128)
     else:
-        bq, bk = 64 if t <= 64 else 128, (64 if d == 256 else 128) // (2 if lengths and d > 64 else 1)
+        bq, bk = 64 if t <= 64 else 128, (64 if d == 256 else 128) // (2 if lengths and d > 128 else 1)
     return {"bq": bq, "bk": min(bk, 1 << (s - 1).bit_length())}

@@ -14,11 +14,12 @@ import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.lowering.triton.block.passes import NoPlan, block_level
-from jtile.ops.attention_windows import LOG2_E, scores
+from jtile.ops.attention_windows import LOG2_E, lacking, scores
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.passes import TILE, run_pipeline
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
+from jtile.tune import warpgroups
 from jtile.tune.programs import trace
 
 TOLERANCE = {
@@ -136,4 +137,27 @@ def test_errors():
 def test_a_cap_in_few_instructions():
     s = np.concatenate([np.linspace(-80, 80, 999), [-1e30, -3e3, 0, 1e-6, 3e3, 1e30]]).astype(np.float32)
     short, long = (evaluated(lambda s, short=short: scores(s, 0.7, 20.0, short=short))(s) for short in (True, False))
-    np.testing.assert_allclose(short, long, atol=1e-6 * 20 * LOG2_E, rtol=0)
+    np.testing.assert_allclose(short + lacking(20.0, True), long, atol=1e-6 * 20 * LOG2_E, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_of_capped_scores(dtype):
+    """Scores of 16-bit operands lack a constant inside of the kernel, sums of their exponentials do not."""
+    q, k, v = (normal(s, 1, 40, 2, 32, dtype=dtype) for s in range(3))
+    lengths = np.array([30], np.int32)
+    options = {"scale": 0.4, "softcap": 3.0, "window": (None, 0)}
+    o, lse = flash_attention.interpret(q, k, v, lengths, None, None, bq=16, bk=16, save=True, **options)
+    s = 3.0 * jnp.tanh(0.4 * jnp.einsum("bihd,bjhd->bhij", *(x.astype(jnp.float32) for x in (q, k))) / 3.0)
+    i, j = np.ogrid[:40, :40]
+    s = jnp.where((j <= i) & (j < 30), s, -jnp.inf)
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(s, axis=-1) / np.log(2), rtol=1e-4, atol=1e-4)
+    want = attention_reference(q, k, v, causal=True, lengths=lengths, scale=0.4, softcap=3.0)
+    np.testing.assert_allclose(np.float32(o), np.float32(want), atol=2e-3)
+
+
+def test_lengths_take_smaller_blocks_only_of_long_heads():
+    """Beside two rounds of keys and values of 256 features, consumers have no room for values of their own."""
+    for d in (64, 128, 256):
+        for causal in (False, True):
+            plain, counted = (warpgroups.attention(4096, 4096, d, 2, causal, lengths) for lengths in (False, True))
+            assert counted == (plain if d < 256 else {"bq": plain["bq"], "bk": 32})
