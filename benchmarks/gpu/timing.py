@@ -23,8 +23,9 @@ _PROGRAM_US = 4_000.0
 _SAMPLE_US = 10_000.0  # timed in one sample, or four programs
 _FRONT_US = 25_000.0  # device time of the programs that run before the timed ones
 # The same where power decides the speed. What draws less than what ran before is slow for 50 ms more, what draws more
-# is too fast for 50 and too slow for 100: its own speed comes after 0.2 s.
-SETTLING_US = 250_000.0
+# is too fast for 50 and too slow for 100: its own speed comes after 0.2 s, and wavers by some hundredths even then, so
+# that a sample is longer.
+SETTLING_US, _SETTLED_US = 250_000.0, 80_000.0
 _MOST_CALLS = 320  # calls of 12 us each; compiling and recording a program takes longer with each
 _MOST_TURNS, _MOST_FRONT = 4, 26  # XLA lets 32 programs be under way
 _GRAPH = 5  # xla_gpu_graph_min_graph_size
@@ -131,6 +132,8 @@ def sampler(runner: Any, settling_us: float = 0.0) -> Callable[[], float]:
     us = max(runner.run(2, 2) * runner.calls, 1e-3)
     turns = max(1, min(_MOST_TURNS, math.ceil(_SAMPLE_US / us)))
     front = max(turns, min(_MOST_FRONT, math.ceil(_FRONT_US / us)))
+    if settling_us:
+        turns = max(turns, min(_MOST_FRONT - front, math.ceil(_SETTLED_US / us)))
 
     def sample() -> float:
         left = math.ceil(settling_us / us) - front
