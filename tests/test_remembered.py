@@ -1,5 +1,6 @@
 """What compilers made in earlier runs of the suite (`tests/support/remembered.py`)."""
 
+import dataclasses
 import importlib
 import os
 
@@ -42,32 +43,27 @@ def kernel(by=2.0):
 
 
 class Counted:
-    """A function of a module, counted, with the wrapper of `remembered` around it."""
+    """The function of a compiler, counted, with the wrapper of `remembered` around it."""
 
-    def __init__(self, monkeypatch, module, name, at, key_of, package, driven_by):
-        self.calls, own = 0, vars(module)[name]
+    def __init__(self, monkeypatch, module, compiler):
+        self.calls, own = 0, vars(module)[compiler.name]
 
         def counted(*args, **kwargs):
             self.calls += 1
             return own(*args, **kwargs)
 
-        monkeypatch.setattr(module, name, counted)
-        files = remembered.Files(remembered.folder() / "images")
-        remembered._remember(at, name, driven_by, package, files, key_of)
+        monkeypatch.setattr(module, compiler.name, counted)
+        remembered._remember(compiler, remembered.Files(remembered.folder() / "images"))
 
 
 @pytest.fixture
 def llvm(monkeypatch):
-    return Counted(
-        monkeypatch, of_llvm, "assemble", "lowering.cpu.compile", remembered._llvm, "llvmlite", remembered.CPU
-    )
+    return Counted(monkeypatch, of_llvm, remembered.LLVM)
 
 
 @pytest.fixture
 def triton(monkeypatch):
-    return Counted(
-        monkeypatch, stages, "_build", "lowering.triton.stages", remembered._triton, "triton", remembered.GPU
-    )
+    return Counted(monkeypatch, stages, remembered.TRITON)
 
 
 def test_equal_text_is_compiled_once(llvm):
@@ -100,6 +96,20 @@ def test_a_file_that_is_broken_is_made_anew(llvm, own_folder):
     assert llvm.calls == 2
 
 
+def test_a_file_of_somebody_else_is_made_anew(llvm, own_folder):
+    image = cpu.compile_kernel(kernel()).image
+    (file,) = (own_folder / "images").iterdir()
+    remembered.Files(file.parent).put(file.name, b"[1, 2]\n")
+    assert cpu.compile_kernel(kernel()).image == image
+    assert llvm.calls == 2
+
+
+def test_a_folder_that_is_gone_keeps_nothing(llvm, own_folder):
+    (own_folder / "images").rmdir()
+    assert cpu.compile_kernel(kernel()) == cpu.compile_kernel(kernel())
+    assert llvm.calls == 2
+
+
 def test_a_module_that_a_test_has_changed_is_asked(llvm, monkeypatch):
     cpu.compile_kernel(kernel())
     monkeypatch.setattr(of_llvm, "SHORT", 7)
@@ -121,6 +131,12 @@ def test_code_for_gpus(triton, monkeypatch):
     assert made[0] == made[1]
     compile_kernel(kernel(), resolve("cuda:sm_80"), {})
     assert triton.calls == 2
+    first, again = (compile_kernel(kernel(), resolve("cuda:sm_80"), {}, texts=True) for _ in range(2))
+    assert triton.calls == 3
+    assert dict(first.texts) == dict(again.texts)
+    assert "sass" in again.texts
+    assert dataclasses.replace(first, texts={}) == dataclasses.replace(again, texts={})
+    triton.calls = 2
     monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
     compile_kernel(kernel(), resolve("cuda:sm_90"), {})
     assert triton.calls == 3
@@ -136,7 +152,8 @@ def test_programs_of_xla(own_folder, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     module = importlib.import_module("jax._" + "src.compilation_cache")
-    monkeypatch.setattr(module, "get_file_cache", module.get_file_cache)
+    for name in ("get_file_cache", "compress_executable"):
+        monkeypatch.setattr(module, name, vars(module)[name])
     jax.monitoring.register_event_listener(listener)
     try:
         assert remembered.install() == str(own_folder / f"xla-{remembered._machine()}")

@@ -4,7 +4,8 @@ A third of the suite's time was theirs, and what one of them makes depends on wh
 folder of the user's, by a hash of all that: the text, the options, the versions, and the sources of jtile that drive
 the compiler. What jtile traces, rewrites and emits is made anew in every run; where that comes to another text, it is
 compiled. Nothing is found, or kept, where a test has put something else in the place of a part of these modules, or
-asks for the fixture `compiled_anew`; failures are never kept.
+asks for the fixture `compiled_anew`; failures are never kept. A file is a line of JSON and the bytes of the image, and
+nothing in it is executed to read it; one that is damaged, or of somebody else, is not found.
 
 `SUITE_CACHE` names another folder than `~/.cache/jtile-suite`; where it is empty, and in `make test-all`, there is
 none.
@@ -18,9 +19,10 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import json
 import os
-import pickle
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -63,11 +65,14 @@ class Files:
         return value if hashlib.sha256(value).digest() == digest else None  # a disk that was full, or is broken
 
     def put(self, key: str, value: bytes) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a full disk, or one that nobody may write to
             handle, part = tempfile.mkstemp(dir=self.path, prefix=".part-")
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(value).digest() + value)
-            os.replace(part, self.path / key)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(value).digest() + value)
+                os.replace(part, self.path / key)
+            except OSError:
+                os.unlink(part)
 
 
 def install() -> str | None:
@@ -81,8 +86,8 @@ def install() -> str | None:
         of_xla = _xla(path / f"xla-{_machine()}")
     except OSError:  # a home that nobody can write to
         return None
-    _remember("lowering.cpu.compile", "assemble", CPU, "llvmlite", files, _llvm)
-    _remember("lowering.triton.stages", "_build", GPU, "triton", files, _triton)
+    _remember(LLVM, files)
+    _remember(TRITON, files)
     return of_xla
 
 
@@ -102,7 +107,8 @@ def prune() -> None:
     for _, size, p in sorted(found, reverse=True):
         kept += size
         if kept > MOST // 2:
-            p.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                p.unlink()
 
 
 @contextlib.contextmanager
@@ -123,29 +129,54 @@ def compiled_anew() -> Iterator[None]:
 # -- LLVM and triton ---------------------------------------------------------------------------------------------------
 
 
-def _remember(
-    module: str, name: str, driven_by: tuple[str, ...], package: str, files: Files, key_of: Callable[..., Any]
-) -> None:
-    """Have a function of jtile's, which drives a compiler, give what it gave before."""
-    at = importlib.import_module(f"jtile.{module}")
-    compiled = vars(at)[name]
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A function of jtile's that drives a compiler.
+
+    Attributes:
+      module, name: of the function; driven_by: the modules whose sources it depends on, in jtile.
+      package: that of the compiler.
+      key: (arguments) -> all that the compiler is given.
+      write: (what it made) -> what JSON says of it, and its image; None: more than that.
+      read: (that, the image, arguments) -> what it made.
+    """
+
+    module: str
+    name: str
+    driven_by: tuple[str, ...]
+    package: str
+    key: Callable[..., Any]
+    write: Callable[[Any], tuple[Any, bytes] | None]
+    read: Callable[..., Any]
+
+
+def _remember(compiler: Compiler, files: Files) -> None:
+    """Have the function give what it gave before."""
+    at = importlib.import_module(f"jtile.{compiler.module}")
+    compiled = vars(at)[compiler.name]
     parts: list[tuple[ModuleType, dict[str, Any]]] = []
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        importlib.import_module(package)  # it fails as ever where that is missing
+        importlib.import_module(compiler.package)  # it fails as ever where that is missing
         if _off[0] or not all(vars(m).get(k) is v for m, known in parts for k, v in known.items()):
             return compiled(*args, **kwargs)
-        key = _hash(name, _common(driven_by, package), key_of(*args, **kwargs))
-        kept = files.get(key)
-        if kept is not None:
-            return pickle.loads(kept)
+        common = _common(compiler.driven_by, compiler.package)
+        key = _hash(compiler.name, common, compiler.key(*args, **kwargs))
+        if (kept := files.get(key)) is not None:
+            said, _, image = kept.partition(b"\n")
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return compiler.read(json.loads(said), image, *args, **kwargs)
         made = compiled(*args, **kwargs)
-        files.put(key, pickle.dumps(made))
+        if (parted := compiler.write(made)) is not None:
+            said, image = parted
+            with contextlib.suppress(ValueError, TypeError):  # JSON does not know it
+                if json.loads(text := json.dumps(said)) == said:
+                    files.put(key, text.encode() + b"\n" + image)
         return made
 
-    setattr(at, name, call)
-    for other in driven_by:
+    setattr(at, compiler.name, call)
+    for other in compiler.driven_by:
         m = importlib.import_module(f"jtile.{other}")
         parts.append((m, {k: v for k, v in vars(m).items() if not k.startswith("__")}))
 
@@ -158,13 +189,13 @@ def _common(driven_by: tuple[str, ...], package: str) -> str:
     return _hash(importlib.metadata.version(package), *sources)
 
 
-def _llvm(text: str, isa: Any, texts: bool = False, *, lines: int | None = None) -> Any:
+def _key_of_llvm(text: str, isa: Any, texts: bool = False, *, lines: int | None = None) -> Any:
     from jtile._config import current
 
     return text, _plain(isa), texts, lines, current().optimize
 
 
-def _triton(text: str, f: Any, choice: Any, texts: bool, level: str) -> Any:
+def _key_of_triton(text: str, f: Any, choice: Any, texts: bool, level: str) -> Any:
     from triton import knobs
 
     ptxas = importlib.import_module("jtile.lowering.triton.ptxas")
@@ -172,6 +203,39 @@ def _triton(text: str, f: Any, choice: Any, texts: bool, level: str) -> Any:
     given = [(k, v) for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES) and k != "TRITON_CACHE_DIR"]
     set_ = [_plain(vars(part)) for part in (knobs.nvidia, knobs.amd, knobs.compilation)]
     return text, _plain(f), _plain(choice), texts, level, tool and (tool.path, tool.version), given, set_
+
+
+LLVM = Compiler(
+    "lowering.cpu.compile", "assemble", CPU, "llvmlite", _key_of_llvm,
+    write=lambda made: (made[1], made[0]),
+    read=lambda texts, image, *_, **__: (image, dict(texts)),
+)  # fmt: skip
+
+
+def _write_built(made: Any) -> tuple[Any, bytes] | None:
+    """The fields of what triton built by name, without the choice, which is an argument: or the bytes that it needs."""
+    if isinstance(made, int):
+        return made, b""
+    later = made.texts._later
+    said = {k: getattr(made, k) for k in ("threads", "shared", "descriptors", "resources", "waits")}
+    said |= {"texts": {k: v for k, v in made.texts._ready.items() if k not in later}, "later": list(later)}
+    return (said, made.image) if later.keys() <= {"sass"} else None
+
+
+def _read_built(said: Any, image: bytes, text: str, f: Any, choice: Any, *_: Any) -> Any:
+    if isinstance(said, int):
+        return said
+    artifact, resources, stages = (
+        importlib.import_module(f"jtile.lowering.{name}") for name in ("artifact", "triton.resources", "triton.stages")
+    )
+    later = {"sass": functools.partial(resources.sass, image)} if said.pop("later") else {}
+    texts = artifact.Texts(said.pop("texts"), later)
+    return stages.Built(image=image, texts=texts, choice=choice, **said)
+
+
+TRITON = Compiler(
+    "lowering.triton.stages", "_build", GPU, "triton", _key_of_triton, write=_write_built, read=_read_built
+)
 
 
 def _plain(x: Any) -> Any:
@@ -212,6 +276,9 @@ def _xla(path: Path) -> str | None:
     compilers = importlib.import_module("jax._" + "src.compilation_cache")
     own, ours = compilers.get_file_cache, Files(path)
     compilers.get_file_cache = lambda at: (ours, at) if at == str(path) else own(at)
+    if not getattr(compilers, "zstd", None) and not getattr(compilers, "zstandard", None):
+        # Else by zlib, whose usual level takes half of the time to keep a program; every level is read alike.
+        compilers.compress_executable = functools.partial(zlib.compress, level=1)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
