@@ -1,12 +1,14 @@
-"""Gathers and scatters whose indices are consecutive numbers are loads and stores of a box.
+"""Gathers and scatters whose indices grow evenly are loads and stores of a box.
 
 `bias[h, i, j]` with `i = a + arange(m)[:, None]` and `j = b + arange(n)[None, :]` is `bias[h, ds(a, m), ds(b, n)]`:
-vectors of elements that lie side by side, where a gather reads them one by one.
+vectors of elements that lie side by side, where a gather reads them one by one. `i = a + 2 * arange(m)` takes every
+second element.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from jtile.ir import (
     At,
@@ -24,15 +26,19 @@ from jtile.ir import (
     Value,
     index_shape,
 )
+from jtile.ir.types import DTYPES
 
 from .rewrite import Rewriter, Rules
+
+MOST = 1 << 16  # elements from one to the next
+FAR = 64  # elements from one to the next of a row, which a gather reads as well
 
 rules = Rules()
 
 
 def spans(kernel: Kernel) -> Kernel:
-    """The kernel, where gathers and scatters of consecutive elements are loads and stores of a box, if these all lie in
-    their arrays or a mask says which of them are read or written."""
+    """The kernel, where gathers and scatters of elements equally far apart are loads and stores of a box, if these all
+    lie in their arrays or a mask says which of them are read or written."""
     ops = (op for op in kernel.body.walk() if isinstance(op, Load | Store))
     gathers = (op for op in ops if any(isinstance(d, Take) for d in op.index))
     return Rewriter(kernel, rules).run() if any(_is_told(op) for op in gathers) else kernel
@@ -44,10 +50,11 @@ def _is_told(op: Load | Store) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Indices `start + arange`, the numbers along one axis of their tile."""
+    """Indices `start + stride * arange`, the numbers along one axis of their tile."""
 
     start: Value
     axis: int
+    stride: int = 1
 
 
 def _start(v: Value, rw: Rewriter) -> Value | None:
@@ -72,22 +79,45 @@ def _counted(v: Value) -> int | None:
 
 def _run(v: Value, rw: Rewriter) -> _Run | None:
     """What an index tile counts."""
+    info = DTYPES[v.dtype]
+    if info.kind != "i" or info.bits < 32:
+        return None  # these wrap around in kernels that are right
     axes = [*range(len(v.shape))]  # the axis of the index tile that each axis of `v` is
     while isinstance(v.op, Broadcast):
-        axes = [axes[d] if n > 1 else -1 for d, n in zip(v.op.dims, v.op.x.shape, strict=True)]
+        axes = _inner_axes(v.op, axes)
         v = v.op.x
     whole = _counted(v)
     if whole is not None:
         return _Run(rw.new(Full(0, (), v.dtype)), axes[whole]) if axes[whole] >= 0 else None
-    if not isinstance(v.op, Map) or v.op.fn != "add":
-        return None
-    for x, y in (v.op.args, v.op.args[::-1]):
-        inner = _run(x, rw)
-        if inner is None or axes[inner.axis] < 0 or (start := _start(y, rw)) is None:
+    return _computed(v.op, axes, rw) if isinstance(v.op, Map) and len(v.op.args) == 2 else None
+
+
+def _computed(op: Map, axes: list[int], rw: Rewriter) -> _Run | None:
+    """What sums and multiples of a counted tile count; `axes`: where those of the op are in the index tile."""
+    turned = [(op.args[1], op.args[0])] if op.fn in ("add", "mul") else []
+    for x, y in (op.args, *turned):
+        inner = _run(x, rw) if op.fn in ("add", "sub", "mul", "shl") else None
+        if inner is None or axes[inner.axis] < 0 or (other := _start(y, rw)) is None:
             continue
         first = isinstance(inner.start.op, Full) and inner.start.op.value == 0
-        return _Run(start if first else rw.new(Map("add", (inner.start, start))), axes[inner.axis])
+        stride = inner.stride
+        if op.fn in ("mul", "shl"):
+            if not isinstance(other.op, Full) or (factor := _factor(op.fn, int(other.op.value))) is None:
+                return None
+            stride *= factor
+        if op.fn == "add":
+            start = other if first else rw.new(Map("add", (inner.start, other)))
+        else:
+            start = inner.start if first and op.fn != "sub" else rw.new(Map(op.fn, (inner.start, other)))
+        return _Run(start, axes[inner.axis], stride) if stride <= MOST else None
     return None
+
+
+def _factor(fn: str, n: int) -> int | None:
+    """The positive factor of a product, or of a shift by n bits."""
+    if fn == "shl":
+        return 1 << n if 0 <= n < 8 else None
+    return n if n > 0 else None
 
 
 def _box(op: Load | Store, rw: Rewriter) -> Index | None:
@@ -103,7 +133,10 @@ def _box(op: Load | Store, rw: Rewriter) -> Index | None:
     long = [a for a, n in enumerate(shape) if n != 1]
     if any(r is None for r in runs) or [r.axis for r in runs if r is not None] != long:
         return None
-    dims = dict(zip((k for k, _ in takes), (Span(r.start, shape[r.axis]) for r in runs if r is not None), strict=True))
+    if runs[-1].stride > FAR:
+        return None
+    spans = (Span(r.start, shape[r.axis], r.stride) for r in runs if r is not None)
+    dims = dict(zip((k for k, _ in takes), spans, strict=True))
     return tuple(dims.get(k, d) for k, d in enumerate(op.index))
 
 
@@ -114,7 +147,10 @@ def _load(op: Load, rw: Rewriter):
     wanted, same = op.result.shape, tuple(index_shape(index)) == tuple(op.result.shape)
     if op.mask is not None and not same:
         return None
-    box = rw.new(Load(op.ref, index, op.mask, op.pad, op.checked))
+    mask = op.mask
+    if mask is not None and any(isinstance(d, Span) and d.stride > 1 for d in index):  # of others the back end sees it
+        mask = _Told(op, rw).rest(mask, [*range(len(wanted))])
+    box = rw.new(Load(op.ref, index, mask, op.pad, op.checked))
     return box if same else rw.new(Reshape(box, wanted))
 
 
@@ -124,3 +160,56 @@ def _store(op: Store, rw: Rewriter):
     if index is None or tuple(index_shape(index)) != tuple(op.value.shape):
         return None
     return rw.emit(Store(op.ref, index, op.value, op.mask, op.checked))
+
+
+class _Told:
+    """What the bounds of a load say of its indices, so that its mask need not say it again: `(i >= 0) & (i < n)` of the
+    indices i of a dimension of n elements."""
+
+    def __init__(self, op: Load, rw: Rewriter):
+        self.rw = rw
+        before = itertools.takewhile(lambda d: not isinstance(d, Take), op.index)
+        first = sum(not isinstance(d, At) for d in before)
+        self.limits: dict[tuple[Value, tuple[int, ...]], int] = {}
+        for d, n in zip(op.index, op.ref.shape, strict=True):
+            if isinstance(d, Take) and isinstance(n, int):
+                at = _without_copies(d.indices, [first + k for k in range(len(d.indices.shape))])
+                self.limits[at] = min(n, self.limits.get(at, n))
+
+    def rest(self, v: Value, axes: list[int]) -> Value | None:
+        """A condition without the parts that hold wherever the load is in its array; None: nothing is left."""
+        match v.op:
+            case Broadcast(x, shape, dims):
+                inner = self.rest(x, _inner_axes(v.op, axes))
+                return v if inner is x else inner and self.rw.new(Broadcast(inner, shape, dims))
+            case Map("and", (a, b)):
+                left, right = self.rest(a, axes), self.rest(b, axes)
+                if left is None or right is None:
+                    return left or right
+                return v if (left, right) == (a, b) else self.rw.new(Map("and", (left, right)))
+            case Map(fn, (x, y)) if (bound := _start(y, self.rw)) is not None and isinstance(bound.op, Full):
+                n = self.limits.get(_without_copies(x, axes))
+                return None if n is not None and _holds(fn, bound.op.value, n) else v
+        return v
+
+
+def _holds(fn: str, bound: float, n: int) -> bool:
+    """Whether a comparison with `bound` is true of 0 to n - 1."""
+    match fn:
+        case "ge" | "gt":
+            return bound <= 0 if fn == "ge" else bound < 0
+        case "lt" | "le":
+            return bound >= n if fn == "lt" else bound >= n - 1
+    return False
+
+
+def _inner_axes(op: Broadcast, axes: list[int]) -> list[int]:
+    return [axes[d] if n > 1 else -1 for d, n in zip(op.dims, op.x.shape, strict=True)]
+
+
+def _without_copies(v: Value, axes: list[int]) -> tuple[Value, tuple[int, ...]]:
+    """The tile that broadcasts repeat, and where its axes are."""
+    while isinstance(v.op, Broadcast):
+        axes = _inner_axes(v.op, axes)
+        v = v.op.x
+    return v, tuple(a if n > 1 else -1 for a, n in zip(axes, v.shape, strict=True))

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 from jtile import ir
 from jtile.ir.shapes import full_array
 
+from . import strided
 from .convert import from_memory, memory_type, register_type, to_memory
 from .isa import Isa
-from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, shuffle, vec
+from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
 from .math_expr import literal
-from .values import Buffer, Ix
-
-_BYTES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "half": 2, "bfloat": 2, "float": 4, "double": 8}
+from .values import Buffer, Ix, Places, Step, places_of
+from .vectors import BYTES, Lanes, load_lanes, store_lanes, zero
 
 
 def elem_bytes(dtype: str) -> int:
     """Bytes of one element in the worker's own buffers (4-bit types stand one a byte there)."""
-    return _BYTES[memory_type(dtype)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Lanes:
-    """How many lanes the code at this place computes, and which of them are real (`mask=None`: all)."""
-
-    count: int
-    mask: Val | None = None
-
-
-def zero(ty: str) -> Val:
-    return Val(
-        ty, "zeroinitializer" if lanes_of(ty) > 1 else "0.0" if ty in ("float", "double", "half", "bfloat") else "0"
-    )
+    return BYTES[memory_type(dtype)]
 
 
 def const_value(value, dtype: str, lanes: int = 1) -> Val:
@@ -42,34 +28,51 @@ def const_value(value, dtype: str, lanes: int = 1) -> Val:
     return const(register_type(dtype, lanes), literal(scalar_of(register_type(dtype, 1)), value))
 
 
-def iota_vector(code: Code, lanes: int, scalar: str = "i64", step: int = 1) -> Val:
-    if lanes == 1:
-        return Val(scalar, "0")
-    return Val(vec(lanes, scalar), "<" + ", ".join(f"{scalar} {k * step}" for k in range(lanes)) + ">")
+def iota_vector(lanes: int) -> Val:
+    return place_vector(tuple(range(lanes))) if lanes > 1 else i64(0)
 
 
 def tail_mask(code: Code, lanes: int, count: Val) -> Val:
     """A mask of lanes, in which lane l is real when l < count."""
-    return code.cmp("icmp", "slt", iota_vector(code, lanes), code.splat(count, lanes))
+    return code.cmp("icmp", "slt", iota_vector(lanes), code.splat(count, lanes))
 
 
 def constant_mask(lanes: int, count: int) -> Val:
     return Val(vec(lanes, "i1"), "<" + ", ".join("i1 true" if k < count else "i1 false" for k in range(lanes)) + ">")
 
 
-def offset(code: Code, buf: Buffer, ix: tuple[Ix, ...]) -> tuple[Val, int | Val]:
-    """Element offset of lane 0, and the distance between lanes."""
+def offset(code: Code, buf: Buffer, ix: tuple[Ix, ...]) -> tuple[Val, Step | Val]:
+    """Element offset of lane 0, and the distance between lanes, or a vector of the distances from lane 0."""
     base: Val = i64(0)
-    step: int | Val = 0
+    step: Step | Val = 0
     for x, s, n in zip(ix, buf.strides, buf.shape, strict=True):
         if n > 1 or x.base.name != "0":
             base = code.add(base, code.mul(x.base, s))
         if x.step:
-            part = code.mul(x.step, s)
-            step = part if step == 0 else code.add(step, part)
+            step = _further(code, step, x.step * s if isinstance(s, int) else _times(code, x.step, s))
     if isinstance(step, Val) and step.name.lstrip("-").isdigit():
         step = int(step.name)
     return base, step
+
+
+def _times(code: Code, step: Step, stride: Val) -> Val:
+    if isinstance(step, int):
+        return code.mul(step, stride)
+    places = step.places
+    return code.binary("mul", place_vector(places), code.splat(stride, len(places)))
+
+
+def _further(code: Code, a: Step | Val, b: Step | Val) -> Step | Val:
+    """The sum of two distances."""
+    if not isinstance(a, Val) and not isinstance(b, Val):
+        return a + b
+    if a == 0:
+        return b
+    n = next((len(x.places) for x in (a, b) if isinstance(x, Places)), 0)
+    n = max([n, *(lanes_of(x.ty) for x in (a, b) if isinstance(x, Val))])
+    if n == 1:
+        return code.add(*(x if isinstance(x, Val) else i64(x) for x in (a, b)))
+    return code.binary("add", *(lane_offsets(code, x, n) for x in (a, b)))
 
 
 def read(code: Code, isa: Isa, buf: Buffer, ix: tuple[Ix, ...], lanes: Lanes) -> Val:
@@ -78,38 +81,33 @@ def read(code: Code, isa: Isa, buf: Buffer, ix: tuple[Ix, ...], lanes: Lanes) ->
     ty = memory_type(buf.dtype)
     ptr = code.gep(ty, buf.ptr, base)
     if lanes.count == 1 or step == 0:
-        return from_memory(code, isa, code.load(ty, ptr, align=_BYTES[ty]), buf.dtype)
-    pairs = buf.shape[-1] == 2 and buf.strides[-1] == 1
-    return from_memory(code, isa, _read_vector(code, ty, ptr, step, lanes, pairs), buf.dtype)
+        return from_memory(code, isa, code.load(ty, ptr, align=BYTES[ty]), buf.dtype)
+    return from_memory(code, isa, read_lanes(code, ty, ptr, step, lanes), buf.dtype)
 
 
-def _read_vector(code: Code, ty: str, ptr: Val, step: int | Val, lanes: Lanes, pairs: bool) -> Val:
-    """Elements of memory, `step` apart, in the lanes of a vector. `pairs`: the elements lie in rows of two."""
+def read_lanes(code: Code, ty: str, ptr: Val, step: Step | Val, lanes: Lanes) -> Val:
+    """Elements of memory, `step` apart, in the lanes of a vector; zeros outside of the mask."""
     n = lanes.count
     if step == 1:
         return load_lanes(code, ty, ptr, lanes)
-    if step == -1 and lanes.mask is None:
-        x = code.load(vec(n, ty), code.gep(ty, ptr, -(n - 1)), align=_BYTES[ty])
-        order = ", ".join(f"i32 {k}" for k in reversed(range(n)))
-        return code.let(x.ty, f"shufflevector {x}, {x.ty} poison, <{n} x i32> <{order}>")
-    if step == 2 and pairs and lanes.mask is None:  # two loads that overlap: nothing behind the last element is read
-        near, far = (code.load(vec(n, ty), code.gep(ty, ptr, k), align=_BYTES[ty]) for k in (0, n - 1))
-        return shuffle(code, near, far, [2 * k if 2 * k < n else 2 * k + 1 for k in range(n)])
-    return gather_lanes(code, ty, ptr, lane_offsets(code, step, n), lanes)
+    near = None if isinstance(step, Val) else strided.load(code, ty, ptr, places_of(step, n), lanes.mask)
+    return gather_lanes(code, ty, ptr, lane_offsets(code, step, n), lanes) if near is None else near
 
 
-def lane_offsets(code: Code, step: int | Val, n: int) -> Val:
-    if isinstance(step, int):
-        return iota_vector(code, n, step=step)
-    return code.binary("mul", iota_vector(code, n), code.splat(step, n))
+def is_near(step: Step, lanes: int, mask: Val | None) -> bool:
+    """Whether `read_lanes` reads neighbours, with no gather."""
+    return step == 1 or strided.loads(places_of(step, lanes), mask is not None) is not None
 
 
-def load_lanes(code: Code, ty: str, ptr: Val, lanes: Lanes) -> Val:
-    wide = vec(lanes.count, ty)
-    if lanes.mask is None or lanes.count == 1:
-        return code.load(wide, ptr, align=_BYTES[ty])
-    suffix = f"{intrinsic_suffix(wide)}.p0"
-    return code.intrinsic("masked.load", wide, ptr, Val("i32", str(_BYTES[ty])), lanes.mask, zero(wide), suffix=suffix)
+def place_vector(places: Sequence[int], scalar: str = "i64") -> Val:
+    return Val(vec(len(places), scalar), "<" + ", ".join(f"{scalar} {k}" for k in places) + ">")
+
+
+def lane_offsets(code: Code, step: Step | Val, n: int) -> Val:
+    """The distance of each of n lanes from lane 0."""
+    if not isinstance(step, Val):
+        return place_vector(places_of(step, n))
+    return step if lanes_of(step.ty) > 1 else code.binary("mul", iota_vector(n), code.splat(step, n))
 
 
 def gather_lanes(code: Code, ty: str, ptr: Val, offsets: Val, lanes: Lanes, passthru: Val | None = None) -> Val:
@@ -119,7 +117,7 @@ def gather_lanes(code: Code, ty: str, ptr: Val, offsets: Val, lanes: Lanes, pass
     mask = lanes.mask or const(vec(lanes.count, "i1"), "true")
     suffix = f"{intrinsic_suffix(wide)}.v{lanes.count}p0"
     return code.intrinsic(
-        "masked.gather", wide, ptrs, Val("i32", str(_BYTES[ty])), mask, passthru or zero(wide), suffix=suffix
+        "masked.gather", wide, ptrs, Val("i32", str(BYTES[ty])), mask, passthru or zero(wide), suffix=suffix
     )
 
 
@@ -132,36 +130,11 @@ def write(code: Code, isa: Isa, buf: Buffer, ix: tuple[Ix, ...], value: Val, lan
         value = code.splat(value, lanes.count)
     raw = to_memory(code, isa, value, buf.dtype)
     if lanes.count == 1:
-        code.store(raw, ptr, align=_BYTES[ty])
+        code.store(raw, ptr, align=BYTES[ty])
     elif step == 1:
         store_lanes(code, isa, ty, raw, ptr, lanes)
-    else:
+    elif isinstance(step, Val) or not strided.store(code, isa, ty, raw, ptr, places_of(step, lanes.count), lanes.mask):
         scatter_lanes(code, ty, raw, ptr, lane_offsets(code, step, lanes.count), lanes)
-
-
-def store_lanes(code: Code, isa: Isa, ty: str, raw: Val, ptr: Val, lanes: Lanes) -> None:
-    if lanes.mask is None:
-        code.store(raw, ptr, align=_BYTES[ty])
-        return
-    mask = lanes.mask
-    several = not mask.name.startswith("%") and mask.name.count("true") > 1
-    if isa.has("avx512f") and scalar_of(raw.ty) in ("i8", "i16", "i32") and not several:
-        mask = hidden(code, mask)
-    suffix = f"{intrinsic_suffix(raw.ty)}.p0"
-    code.intrinsic("masked.store", "void", raw, ptr, Val("i32", str(_BYTES[ty])), mask, suffix=suffix)
-
-
-def hidden(code: Code, mask: Val) -> Val:
-    """A copy of a mask whose value LLVM cannot know.
-
-    LLVM 22 turns a masked store of truncated lanes under a mask that it knows to have one lane into a scalar store of
-    the wide lane (on AVX-512), which overwrites the neighbours.
-    """
-    n = lanes_of(mask.ty)
-    bits = code.cast("bitcast", mask, f"i{n}")
-    wide = code.cast("zext", bits, "i32") if n < 32 else bits
-    wide = code.let(wide.ty, f'call {wide.ty} asm "", "=r,0"({wide})')
-    return code.cast("bitcast", code.cast("trunc", wide, f"i{n}") if n < 32 else wide, mask.ty)
 
 
 def scatter_lanes(code: Code, ty: str, raw: Val, ptr: Val, offsets: Val, lanes: Lanes) -> None:
@@ -170,7 +143,7 @@ def scatter_lanes(code: Code, ty: str, raw: Val, ptr: Val, offsets: Val, lanes: 
     ptrs = code.let(vec(n, "ptr"), f"getelementptr {ty}, {ptr}, {offsets}")
     mask = lanes.mask or const(vec(n, "i1"), "true")
     suffix = f"{intrinsic_suffix(raw.ty)}.v{n}p0"
-    code.intrinsic("masked.scatter", "void", raw, ptrs, Val("i32", str(_BYTES[ty])), mask, suffix=suffix)
+    code.intrinsic("masked.scatter", "void", raw, ptrs, Val("i32", str(BYTES[ty])), mask, suffix=suffix)
 
 
 def to_i64(code: Code, x: Val, dtype: str) -> Val:

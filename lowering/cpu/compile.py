@@ -14,6 +14,7 @@ from typing import Any
 from jtile import ir
 from jtile._collector import paused
 from jtile._config import current
+from jtile.passes.patches import patches
 from jtile.passes.spans import spans
 
 from ..artifact import Artifact
@@ -81,7 +82,7 @@ def _emit(
 ) -> tuple[str, dict[str, int | str], set[Order | None]]:
     """`emit_kernel`, and the orders of the sums of its products; `order`: that they shall have; `contracts`: whether
     LLVM may round a product and what is added to it once (small tiles have `multiply_adds`)."""
-    kernel = spans(kernel)
+    kernel = patches(spans(kernel))
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
     names = ["bufs", "dims", "begin", "end", "ws", "host"]

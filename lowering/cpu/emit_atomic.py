@@ -8,9 +8,9 @@ from . import access, plan
 from .access import Lanes, const_value
 from .convert import from_memory, memory_type, to_memory
 from .elementwise import emit_elementwise
-from .emit_memory import Spot, locate
 from .emitter import Emitter, emits
 from .evaluate import Point
+from .lane_loads import Spot, locate
 from .llvm import Val, i64
 from .nest import emit_nest
 from .packed import bytes_of, in_byte, is_packed, own_bits
@@ -67,7 +67,7 @@ def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None
         return _packed_loop(em, op, spot, value, compare)
     ty = memory_type(dtype)
     ptr = code.gep(ty, ref.ptr, spot.linear)
-    word = _WORD[access._BYTES[ty]]
+    word = _WORD[access.BYTES[ty]]
     if alone or op.ref.type.role == "scratch":
         return _private(em, op, ptr, value, compare)
     if info.kind in "iu" and op.fn in (*_NATIVE, "max", "min"):
@@ -89,11 +89,11 @@ def _private(em: Emitter, op: ir.Atomic, ptr: Val, value: Val, compare: Val | No
     """Update an element that no other program sees: load, compute, store."""
     code, dtype = em.code, op.ref.dtype
     ty = memory_type(dtype)
-    raw = code.load(ty, ptr, align=access._BYTES[ty])
+    raw = code.load(ty, ptr, align=access.BYTES[ty])
     old = from_memory(code, em.isa, raw, dtype)
-    bits = code.cast("bitcast", raw, _WORD[access._BYTES[ty]])
+    bits = code.cast("bitcast", raw, _WORD[access.BYTES[ty]])
     new = _apply(em, op.fn, old, value, compare, dtype, bits)
-    code.store(to_memory(code, em.isa, new, dtype), ptr, align=access._BYTES[ty])
+    code.store(to_memory(code, em.isa, new, dtype), ptr, align=access.BYTES[ty])
     return old
 
 

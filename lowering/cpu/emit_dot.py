@@ -12,10 +12,11 @@ from . import bfloat_parts, byte_digits, gemm_scaled, nibbles, plan, scaled_digi
 from .access import elem_bytes
 from .convert import is_narrow, is_signed, memory_type
 from .digit_products import Digits
-from .emit_memory import affine_axes, sub_buffer
+from .emit_memory import sub_buffer
 from .emitter import Emitter, emits
 from .gemm import GemmSpec, emit_gemm, order_of
 from .gemm_modes import STORAGE
+from .indexing import affine_axes
 from .llvm import Val, i64
 from .scaled_columns import FEW, SCALES, ScaledSpec, ask_first
 from .values import Buffer, Lazy

@@ -14,66 +14,16 @@ import itertools
 from jtile import ir
 
 from . import access, overhang, pairs, plan, together, told
-from .access import Lanes, const_value, to_i64
-from .convert import from_memory, memory_type, to_memory
+from .access import Lanes, const_value
+from .convert import memory_type, to_memory
 from .emitter import Emitter, emits
-from .evaluate import Index, Point, rule, scalar_i64
+from .evaluate import Point
+from .indexing import Axis, affine_axes
+from .lane_loads import Spot, locate
 from .llvm import Val, i64, lanes_of
 from .nest import Bounds, emit_nest, vector_axis
-from .packed import bytes_of, extract, in_byte, is_packed, own_bits
-from .values import Buffer, Ix, Lazy, dense_strides
-
-
-@dataclasses.dataclass
-class Axis:
-    """One dimension of an access: element `start + i * stride` for i < size; `axis` is its axis in the tile (None:
-    dropped)."""
-
-    start: Val
-    size: int
-    stride: int
-    limit: int | Val
-    axis: int | None
-    checked: bool
-
-
-def affine_axes(em: Emitter, op: ir.Load | ir.Store | ir.Atomic) -> list[Axis | None]:
-    """The dimensions of an access in order; None stands for a gathered one. Emits the start computations."""
-    out: list[Axis | None] = []
-    k, taken = 0, False
-    for d, n in zip(op.index, op.ref.shape, strict=True):
-        if isinstance(d, ir.Take):
-            k += 0 if taken else d.indices.type.rank
-            taken = True
-            out.append(None)
-            continue
-        start = scalar_i64(em, ir.dim_value(d))
-        size, stride, axis = 1, 1, None
-        if isinstance(d, ir.Tile):
-            start, size, axis = em.code.mul(start, d.step), d.size, k
-        elif isinstance(d, ir.Span):
-            size, stride, axis = d.size, d.stride, k
-        k += axis is not None
-        out.append(Axis(start, size, stride, em.size(n), axis, _may_leave(op, start, size, stride, n)))
-    return out
-
-
-def _may_leave(op, start: Val, size: int, stride: int, n: ir.Size) -> bool:
-    if not getattr(op, "checked", True) or size == 0:
-        return False
-    if start.name.lstrip("-").isdigit():
-        return int(start.name) < 0 or not ir.at_least(n, int(start.name) + 1 + (size - 1) * stride)
-    return True
-
-
-def take_axes(op) -> tuple[int, int]:
-    """(first tile axis of the gathered indices, their rank)."""
-    k = 0
-    for d in op.index:
-        if isinstance(d, ir.Take):
-            return k, d.indices.type.rank
-        k += not isinstance(d, ir.At)
-    return 0, 0
+from .packed import bytes_of, in_byte, is_packed, own_bits
+from .values import Buffer, dense_strides
 
 
 def sub_buffer(em: Emitter, ref: Buffer, axes: list[Axis], shape: tuple[int, ...]) -> Buffer:
@@ -86,6 +36,12 @@ def sub_buffer(em: Emitter, ref: Buffer, axes: list[Axis], shape: tuple[int, ...
             strides[a.axis] = s * a.stride if isinstance(s, int) else em.code.mul(s, a.stride)
     ptr = em.code.gep(memory_type(ref.dtype), ref.ptr, base)
     return Buffer(ptr, shape, tuple(strides), ref.dtype, ref.alloc, owned=False)
+
+
+def _is_outside(a: Axis) -> bool:
+    """Whether a dimension is known to leave its array: a padded copy would be made by all programs."""
+    first, known = a.start.name, isinstance(a.limit, int)
+    return known and first.lstrip("-").isdigit() and not 0 <= int(first) <= a.limit - 1 - (a.size - 1) * a.stride
 
 
 def inside(em: Emitter, a: Axis) -> Val:
@@ -168,11 +124,11 @@ def _in_place(em: Emitter, op: ir.Load) -> bool:
     axes = affine_axes(em, op)
     direct = sub_buffer(em, em.rep(op.ref), axes, v.shape)
     checked = [a for a in axes if a.checked]
-    if v.type.rank == 0 and checked:
-        return False
-    if not checked or overhang.unread(em, op, axes):
+    if not checked or (v.type.rank and overhang.unread(em, op, axes)):
         em.set_buffer(v, direct)
         return True
+    if checked and (v.type.rank == 0 or any(_is_outside(a) for a in checked)):
+        return False
     axis = vector_axis(v.shape)
     if axis is None or direct.strides[axis] != dense_strides(v.shape)[axis]:
         return False
@@ -266,90 +222,6 @@ def _same_element(em: Emitter, load: ir.Load, store: ir.Op) -> bool:
     return True
 
 
-@dataclasses.dataclass
-class Spot:
-    """Where the lanes of one access stand: `linear` element index per lane (uniform or a vector), and which lanes are
-    legal."""
-
-    linear: Val
-    ok: Val | None
-    contiguous: bool
-
-
-def locate(p: Point, op, ix: Index) -> Spot:
-    """Element index and legality of every lane of an access at tile index `ix` (bounds, gathers and the user's
-    mask)."""
-    em, code = p.em, p.code
-    ref = em.rep(op.ref)
-    first, rank = take_axes(op)
-    n = p.lanes.count if any(x.step for x in ix) else 1
-    linear, ok = i64(0), None
-    contiguous = n > 1
-    for a, d, s, limit in zip(affine_axes(em, op), op.index, ref.strides, op.ref.shape, strict=True):
-        if a is None:
-            at = to_i64(code, p.at(d.indices, ix[first : first + rank]), d.indices.dtype)
-            checked, varies = True, lanes_of(at.ty) > 1
-        else:
-            x = Ix(i64(0)) if a.axis is None else ix[a.axis]
-            at = p.ints(Ix(code.add(a.start, code.mul(x.base, a.stride)), x.step * a.stride))
-            checked, varies = a.checked, x.step != 0
-        if varies and (a is None or not isinstance(s, int) or ix[a.axis].step * a.stride * s != 1):
-            contiguous = False
-        if checked:
-            good = code.cmp("icmp", "ult", at, code.splat(code.mul(em.size(limit), 1), lanes_of(at.ty)))
-            ok = good if ok is None else _wide(code, "and", ok, good)
-        linear = _wide(code, "add", linear, _wide(code, "mul", at, code.mul(s, 1)))
-    if op.mask is not None:
-        good = p.at(op.mask, ix)
-        ok = good if ok is None else _wide(code, "and", ok, good)
-    return Spot(linear, ok, contiguous and lanes_of(linear.ty) > 1)
-
-
-def _wide(code, op: str, a: Val, b: Val) -> Val:
-    n = max(lanes_of(a.ty), lanes_of(b.ty))
-    a, b = (x if lanes_of(x.ty) == n else code.splat(x, n) for x in (a, b))
-    if n == 1 and a.ty == "i64" and op in ("add", "mul"):
-        return code.add(a, b) if op == "add" else code.mul(a, b)
-    return code.binary(op, a, b)
-
-
-@rule(ir.Load)
-def _lane_load(p: Point, op: ir.Load, ix: Index) -> Val:
-    code, em = p.code, p.em
-    ref = em.rep(op.ref)
-    em.arena.touch(ref.alloc)
-    spot = locate(p, op, ix)
-    packed = is_packed(op.ref)
-    n = lanes_of(spot.linear.ty)
-    if n == 1 and spot.ok is not None and lanes_of(spot.ok.ty) > 1:
-        n = lanes_of(spot.ok.ty)
-        spot = Spot(code.splat(spot.linear, n), spot.ok, False)
-    where = bytes_of(code, spot.linear, ref.dtype) if packed else spot.linear
-    raw = _raw_load(p, ref, where, spot, n, packed)
-    value = from_memory(code, em.isa, extract(code, raw, spot.linear, ref.dtype) if packed else raw, op.ref.dtype)
-    if spot.ok is None or (op.pad == 0 and n > 1 and not packed and ir.DTYPES[op.ref.dtype].kind != "f"):
-        return value
-    pad = code.splat(const_value(op.pad, op.ref.dtype), n)
-    ok = spot.ok if lanes_of(spot.ok.ty) == n else code.splat(spot.ok, n)
-    return code.select(ok, value, pad)
-
-
-def _raw_load(p: Point, ref: Buffer, where: Val, spot: Spot, n: int, packed: bool) -> Val:
-    code = p.code
-    ty = "i8" if packed else memory_type(ref.dtype)
-    if n == 1:
-        ptr = code.gep(ty, ref.ptr, where)
-        if spot.ok is not None:
-            ptr = code.select(spot.ok, ptr, code.var("i64", count=8, align=64))
-        return code.load(ty, ptr, align=access._BYTES[ty])
-    ok = spot.ok if spot.ok is None or lanes_of(spot.ok.ty) == n else code.splat(spot.ok, n)
-    mask = ok if p.lanes.mask is None else p.lanes.mask if ok is None else code.binary("and", ok, p.lanes.mask)
-    if spot.contiguous and not packed:
-        first = code.let("i64", f"extractelement {where}, i64 0")
-        return access.load_lanes(code, ty, code.gep(ty, ref.ptr, first), Lanes(n, mask))
-    return access.gather_lanes(code, ty, ref.ptr, where, Lanes(n, mask))
-
-
 # -- stores --------------------------------------------------------------------------------------------------------
 
 
@@ -365,11 +237,13 @@ def _store(em: Emitter, op: ir.Store) -> None:
     mask = None if told.by_bounds(em, op) else op.mask
     roots = [op.value, *([mask] if mask is not None else [])]
     axes = affine_axes(em, op)
-    pair = pairs.parts(op.value.op) if isinstance(em.env.get(op.value), Lazy) else None  # a pair left for this store
+    pair = pairs.left_for(em, op)
     whole = not any(a.checked for a in axes)
     if whole and mask is None and pair is None and (others := _behind(em, op)):
         return _store_together(em, [(op, axes), *others])
-    em.prepare([] if pair else roots, shape if whole else ())
+    if pair is None:
+        em.flagged -= together.kept_for_nobody(em, roots, [op])
+        em.prepare(roots, shape if whole else ())
     target = sub_buffer(em, ref, axes, shape)
     bounds, cond = box(em, axes)
     if pair is not None:
@@ -455,11 +329,11 @@ def _raw_store(p: Point, ref: Buffer, spot: Spot, raw: Val) -> None:
     ty = memory_type(ref.dtype)
     if n == 1:
         with code.when(spot.ok if spot.ok is not None else Val("i1", "true")):
-            code.store(raw, code.gep(ty, ref.ptr, spot.linear), align=access._BYTES[ty])
+            code.store(raw, code.gep(ty, ref.ptr, spot.linear), align=access.BYTES[ty])
         return
     ok = spot.ok if spot.ok is None or lanes_of(spot.ok.ty) == n else code.splat(spot.ok, n)
     mask = ok if p.lanes.mask is None else p.lanes.mask if ok is None else code.binary("and", ok, p.lanes.mask)
-    if spot.contiguous:
+    if spot.step == 1:
         first = code.let("i64", f"extractelement {spot.linear}, i64 0")
         access.store_lanes(code, p.em.isa, ty, raw, code.gep(ty, ref.ptr, first), Lanes(n, mask))
         return

@@ -30,7 +30,7 @@ def part(em: Emitter, buf: Buffer, starts: list[Val | int], shape, steps=None) -
 @emits(ir.Concat)
 def _concat(em: Emitter, op: ir.Concat) -> None:
     pair = pairs.parts(op)
-    if pair is not None and pairs.is_stored_next(em, op):
+    if pair is not None and pairs.stored_next(em, op) is not None:
         em.env[op.result] = LAZY  # the operands' buffers stay as they are until the store
         return
     out = em.new_buffer(op.result.shape, op.result.dtype)

@@ -18,7 +18,7 @@ from jtile._errors import UnsupportedError
 from jtile.passes.affine import Forms
 
 from ..emitting import Marks, into
-from . import access, digit_products, nibbles, plan
+from . import access, digit_products, nibbles, pairs, plan
 from .access import Lanes
 from .evaluate import RULES, Point, lazy_reshape
 from .gemm import ANY_ORDER, Order
@@ -220,7 +220,9 @@ class Emitter:
             self.env[v] = RULES[type(op)](Point(self, (), (), Lanes(1), False), op, ())
         elif isinstance(op, ir.Dense):
             self.env[v] = self._dense(op)
-        elif isinstance(op, ir.Reshape) and nibbles.stays_packed(self.isa, self.plan, op):
+        elif pairs.is_merged(self, op) or (
+            isinstance(op, ir.Reshape) and nibbles.stays_packed(self.isa, self.plan, op)
+        ):
             self.env[v] = LAZY
             self.depth[v] = 1
         elif isinstance(op, ir.Reshape) and not lazy_reshape(op.x.shape, op.shape):

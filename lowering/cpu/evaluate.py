@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from jtile import ir
 
 from . import access
-from .access import Lanes, const_value, iota_vector, to_i64
+from .access import Lanes, const_value, to_i64
 from .convert import emit_cast, from_memory, memory_type, register_type, to_memory
 from .elementwise import emit_elementwise
 from .llvm import Code, Val, i64, lanes_of, like, scalar_of
 from .multiply_add import MultiplyAdd
-from .values import Buffer, Ix
+from .values import Buffer, Ix, Step
 
 if TYPE_CHECKING:
     from .emitter import Emitter
@@ -104,7 +104,7 @@ class Point:
         if not x.step or self.lanes.count == 1:
             return x.base
         n = self.lanes.count
-        return self.code.binary("add", self.code.splat(x.base, n), iota_vector(self.code, n, step=x.step))
+        return self.code.binary("add", self.code.splat(x.base, n), access.lane_offsets(self.code, x.step, n))
 
 
 FUSABLE = (
@@ -256,11 +256,12 @@ def reshape_index(code: Code, src, dst, ix: Index) -> Index:
     """Index of the source: in every group one source axis is longer than 1, and the result axes are its digits."""
     out: list[Ix] = [Ix(i64(0))] * len(src)
     for a, b in reshape_groups(src, dst):
-        base, step, scale = i64(0), 0, 1
+        base, scale = i64(0), 1
+        step: Step = 0
         for k in reversed(b):
             if dst[k] > 1:
                 base = code.add(code.mul(ix[k].base, scale), base)
-                step += ix[k].step * scale
+                step = step + ix[k].step * scale
             scale *= dst[k]
         for k in a:
             if src[k] > 1:

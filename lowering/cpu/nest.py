@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .access import Lanes, constant_mask, tail_mask
 from .evaluate import Point
 from .llvm import Val, i64
-from .values import Ix
+from .values import Ix, Step, step_through
 
 if TYPE_CHECKING:
     from .emitter import Emitter
@@ -41,15 +41,18 @@ def emit_nest(
 ) -> None:
     """Run `body` at every element of `shape` (or of the box `bounds`: axis -> (lo, hi), known at run time).
 
-    `scalar` asks for one lane. `flat` writes the vectors of a short row out one after the other, so that the loop over
-    rows has no other loop in it, and keeps in registers what is the same in all rows. The point tells the body whether
-    the nest covers the whole shape exactly once.
+    Where the last axes are shorter than a vector, a vector holds several rows. `scalar` asks for one lane. `flat`
+    writes the vectors of a short row out one after the other, so that the loop over rows has no other loop in it, and
+    keeps in registers what is the same in all rows. The point tells the body whether the nest covers the whole shape
+    exactly once.
     """
     if 0 in shape:
         return
     bounds = bounds or {}
     axis = None if scalar else vector_axis(shape)
-    outer = [k for k in range(len(shape)) if k != axis]
+    rows = None if axis is None else short_rows(em, tuple(shape), bits, bounds)
+    inside = [axis] if rows is None else [*rows.inner, rows.axis]
+    outer = [k for k in range(len(shape)) if k not in inside]
     ix = [Ix(i64(0))] * len(shape)
 
     def point(lanes: Lanes) -> Point:
@@ -59,6 +62,8 @@ def emit_nest(
         if depth == len(outer):
             if axis is None:
                 body(point(Lanes(1)))
+            elif rows is not None:
+                _rows_loop(em, shape, bits, rows, rows_at, flat)
             else:
                 _vector_loop(em, shape[axis], bits, bounds.get(axis), at, flat)
             return
@@ -72,9 +77,76 @@ def emit_nest(
         ix[axis] = Ix(base, 1 if lanes.count > 1 else 0)
         body(point(lanes))
 
+    def rows_at(base: Val, lanes: Lanes) -> None:
+        for k, step in _steps(shape, rows, lanes.count).items():
+            ix[k] = Ix(base if k == rows.axis else i64(0), step)
+        body(point(lanes))
+
     with em.keep_scope():
         go(0)
     em.arena.tick()
+
+
+class Rows(NamedTuple):
+    """Axes that the lanes of one vector go along together.
+
+    Attributes:
+      inner: axes that stand in it as a whole, innermost first.
+      size: elements of these.
+      axis: that it has `count` indices of.
+    """
+
+    inner: list[int]
+    size: int
+    axis: int
+    count: int
+
+
+def short_rows(em: Emitter, shape: tuple[int, ...], bits: int, bounds: Bounds) -> Rows | None:
+    """The rows of a tile of which a vector holds several; None: a row fills a vector, or its length is known when the
+    kernel runs."""
+    lanes, inner, size = em.isa.lanes(bits), [], 1
+    for k in reversed(range(len(shape))):
+        if shape[k] == 1:
+            continue
+        if k in bounds:
+            return None
+        count = min(lanes // size, shape[k])
+        if count < shape[k] or (k == 0 and inner):
+            whole = size & size - 1 == 0 or em.isa.has("avx512bw", "avx512vl")
+            return Rows(inner, size, k, count) if inner and count > 1 and whole else None
+        inner.append(k)
+        size *= shape[k]
+    *inner, axis = inner
+    return Rows(inner, size // shape[axis], axis, shape[axis]) if inner else None
+
+
+def _steps(shape, rows: Rows, lanes: int) -> dict[int, Step]:
+    """For each of the axes what a lane adds to the index of lane 0."""
+    steps, below = {}, 1
+    for k in rows.inner:
+        steps[k] = step_through(tuple(lane // below % shape[k] for lane in range(lanes)))
+        below *= shape[k]
+    return steps | {rows.axis: step_through(tuple(lane // below for lane in range(lanes)))}
+
+
+def _rows_loop(em: Emitter, shape, bits: int, rows: Rows, at: Callable[[Val, Lanes], None], flat: bool) -> None:
+    n, code = shape[rows.axis], em.code
+
+    def some(count: int) -> Lanes:
+        real = count * rows.size
+        lanes = next_power_of_2(real)
+        return Lanes(lanes, None if lanes == real else constant_mask(lanes, real))
+
+    main = n // rows.count * rows.count
+    if main == rows.count or (flat and main // rows.count <= FEW):
+        for i in range(0, main, rows.count):
+            at(i64(i), some(rows.count))
+    elif main:
+        with code.loop(0, main, rows.count) as i:
+            at(i, some(rows.count))
+    if main < n:
+        at(i64(main), some(n - main))
 
 
 def _vector_loop(em: Emitter, n: int, bits: int, bounds, at: Callable[[Val, Lanes], None], flat: bool) -> None:

@@ -17,7 +17,7 @@ from .llvm import Val
 from .packed import is_packed
 
 if TYPE_CHECKING:
-    from .emit_memory import Axis
+    from .indexing import Axis
 
 LARGEST = 1 << 31  # elements of an axis from which on places may wrap around in 32 bits
 

@@ -7,12 +7,16 @@ computed in that nest, too, it need not be: `alone` says so. `beside` says what 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jtile import ir
 
 from . import plan
-from .emitter import Emitter
 from .packed import is_packed
 from .values import Lazy
+
+if TYPE_CHECKING:
+    from .emitter import Emitter
 
 
 def beside(em: Emitter, root: ir.Value) -> list[ir.Value]:
@@ -68,3 +72,10 @@ def alone(em: Emitter, roots: list[ir.Value], ops: list[ir.Op], kept: list[ir.Va
         return plan.is_lazy(user) and user.result in inside and (user.result in kept or within(user.result))
 
     return {v for v in inside & em.flagged if v not in kept and isinstance(em.env.get(v), Lazy) and within(v)}
+
+
+def kept_for_nobody(em: Emitter, roots: list[ir.Value], ops: list[ir.Op]) -> set[ir.Value]:
+    """The flagged values that the nest at `roots` alone reads, each element of them once or at its own index: it need
+    not cover their shape to compute them."""
+    elsewhere = {v for root in roots for v, at_its_own in em.tree(root) if not at_its_own}
+    return alone(em, roots, ops, []) - elsewhere

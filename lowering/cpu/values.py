@@ -62,11 +62,45 @@ LAZY = Lazy()
 Rep = Val | Buffer | Lazy
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Distances of the lanes of a vector from lane 0 that no one step leads through."""
+
+    places: tuple[int, ...]
+
+    def __mul__(self, n: int) -> Step:
+        return step_through(tuple(n * k for k in self.places))
+
+    def __neg__(self) -> Step:
+        return self * -1
+
+    def __add__(self, other: Step) -> Step:
+        pairs = zip(self.places, places_of(other, len(self.places)), strict=True)
+        return step_through(tuple(a + b for a, b in pairs))
+
+    __rmul__, __radd__ = __mul__, __add__
+
+
+Step = int | Places
+
+
+def step_through(places: tuple[int, ...]) -> Step:
+    """The distances of lanes from lane 0, as one step where they grow evenly."""
+    step = places[1] - places[0]
+    even = all(k == l * step for l, k in enumerate(places))
+    return step if even else Places(places)
+
+
+def places_of(step: Step, lanes: int) -> tuple[int, ...]:
+    """The distance of each lane from lane 0."""
+    return step.places if isinstance(step, Places) else tuple(range(0, lanes * step, step)) if step else (0,) * lanes
+
+
 class Ix(NamedTuple):
-    """Index along one axis: lane l stands for element `base + l * step`."""
+    """Index along one axis: lane l stands for element `base + l * step`, or for `base + step.places[l]`."""
 
     base: Val
-    step: int = 0
+    step: Step = 0
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Gathers of consecutive elements are loads of a box on CPUs; all others stay gathers."""
+"""Gathers of elements equally far apart are loads of a box on CPUs; all others stay gathers."""
 
 import re
 
@@ -27,7 +27,16 @@ CASES = {
         lambda x, p: x[p + arange(2, 0, 3), p * 2 + arange(4, 1, 3), 3 + arange(8, 2, 3)], (2, 4, 8), True,
     ),
     "turned": (lambda x, p: x[1, p * 8 + arange(8, 1), 16 + arange(16, 0)], (16, 8), False),
-    "every second": (lambda x, p: x[1, p * 8 + arange(8, 0), 2 * arange(16, 1)], (8, 16), False),
+    "every second": (lambda x, p: x[1, p * 8 + arange(8, 0), 2 * arange(16, 1)], (8, 16), True),
+    "every second, from the second on": (
+        lambda x, p: x[1, p * 8 + arange(8, 0), ((arange(16, 1) << 1) + 1) * 2 - 1], (8, 16), True,
+    ),
+    "every second row, by a subtraction": (
+        lambda x, p: x[1, 2 * (arange(8, 0) + 3) - (p + 2), arange(16, 1)], (8, 16), True,
+    ),
+    "numbers that may wrap around": (
+        lambda x, p: x[1, p * 8 + arange(8, 0), (jt.arange(16, dtype=jnp.uint8) + 248)[None, :] & 31], (8, 16), False,
+    ),
     "a diagonal": (lambda x, p: x[1, p + arange(8, 0), 16 + arange(8, 0)], (8, 1), False),
     "behind the end": (lambda x, p: x[1, p * 8 + arange(8, 0), p * 56 + arange(16, 1)], (8, 16), False),
 }  # fmt: skip
@@ -82,3 +91,15 @@ def test_masked_scatters_write_vectors(shift, condition):
         text = body.lower(X).texts["llvm"]
         assert "masked.scatter" not in text
         assert bool(re.search(r"icmp \w+ <\d+ x i32>", text)) == (condition == "fewer columns")
+
+
+def test_unsigned_numbers_wrap_around():
+    """Element -1 of unsigned numbers is far outside, and 0 comes behind it."""
+
+    def body(x, o):
+        i = jt.arange(16, dtype=jnp.uint32) - jnp.uint32(1)
+        o[...] = jt.load(x, (0, 0, i), mask=i != 3, other=-1.0)
+
+    kernel = jt.call(body, out_type=jax.ShapeDtypeStruct((16,), jnp.float32))
+    np.testing.assert_array_equal(kernel(X), kernel.interpret(X))
+    assert kernel(X)[0] == -1

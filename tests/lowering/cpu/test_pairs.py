@@ -101,3 +101,31 @@ def test_memory_that_is_read_and_written():
         x = RNG.standard_normal(shape).astype(np.float32)
         for got, want in zip(sums(x), sums.interpret(x), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@jt.kernel(out_type=lambda x, *, columns: jt.like(x, (x.shape[0], columns)), grid=lambda x, **_: jt.cdiv(x.shape[0], 4))
+def rows_of_parts(x, o, *, columns, parts=2):
+    i, n = jt.program_id(0), x.shape[1]
+    t = x.tiles(4, n)[i, 0]
+    shared = t * t
+    made = jnp.stack([shared + t * k for k in range(parts)], -1).reshape(4, n * parts)
+    o.tiles(4, n * parts)[i, 0] = made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16"])
+@pytest.mark.parametrize("isa", ["sse2", None])
+def test_rows_of_parts_are_stored_as_they_are_made(dtype, isa):
+    """Rows that hang over the edge, in the middle of the parts of one place, too."""
+    with jt.config(isa=isa):
+        for n, parts, columns in ((40, 2, 80), (40, 2, 77), (24, 4, 96), (24, 4, 93), (5, 2, 9), (3, 4, 5)):
+            x = RNG.integers(-4, 5, (10, n)).astype(jnp.dtype(dtype))
+            want = np.stack([x * x + x * x.dtype.type(k) for k in range(parts)], -1).reshape(10, -1)[:, :columns]
+            np.testing.assert_array_equal(rows_of_parts(x, columns=columns, parts=parts), want)
+
+
+def test_rows_of_parts_need_no_memory_of_their_own():
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    for columns in (64, 63):
+        lowered = rows_of_parts.lower(x, columns=columns, target="cpu")
+        assert "getelementptr i8, ptr %ws" not in lowered.texts["llvm"]
+        assert "scatter" not in lowered.texts["llvm"]
