@@ -18,7 +18,7 @@ from jtile._errors import UnsupportedError
 from jtile.passes.affine import Forms
 
 from ..emitting import Marks, into
-from . import access, digit_products, nibbles, pairs, plan
+from . import access, digit_products, nibbles, pairs, plan, together
 from .access import Lanes
 from .evaluate import RULES, Point, lazy_reshape
 from .gemm import ANY_ORDER, Order
@@ -329,6 +329,7 @@ class Emitter:
             return rep
         if isinstance(rep, Lazy) and into is None:
             self.flagged.discard(v)
+            self.flagged -= together.kept_for_nobody(self, [v], [], [v])
             self.prepare([v], v.shape)
             into = self.dying_operand(v) or self.result_buffer(v)
         buf = self.copy(v, into or self.new_buffer(v.shape, v.dtype))

@@ -7,6 +7,8 @@ computed in that nest, too, it need not be: `alone` says so. `beside` says what 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jtile import ir
@@ -64,6 +66,7 @@ def alone(em: Emitter, roots: list[ir.Value], ops: list[ir.Op], kept: list[ir.Va
     inside = {v for root in roots for v, at_its_own in em.tree(root) if at_its_own}
     block = em.plan.block.ops
 
+    @functools.cache  # a value may be reached along many ways
     def within(v: ir.Value) -> bool:
         users = [block[k] if k < len(block) else None for k in em.plan.uses.get(v, [])]
         return v in em.plan.defined and all(u in ops or (u is not None and taken(u)) for u in users)
@@ -74,8 +77,10 @@ def alone(em: Emitter, roots: list[ir.Value], ops: list[ir.Op], kept: list[ir.Va
     return {v for v in inside & em.flagged if v not in kept and isinstance(em.env.get(v), Lazy) and within(v)}
 
 
-def kept_for_nobody(em: Emitter, roots: list[ir.Value], ops: list[ir.Op]) -> set[ir.Value]:
-    """The flagged values that the nest at `roots` alone reads, each element of them once or at its own index: it need
-    not cover their shape to compute them."""
+def kept_for_nobody(
+    em: Emitter, roots: list[ir.Value], ops: list[ir.Op], kept: Sequence[ir.Value] = ()
+) -> set[ir.Value]:
+    """The flagged values that nobody but the nest at `roots` reads, which is for `ops` and for values that are `kept`,
+    each element of them at its own index: it need not cover their shape to compute them."""
     elsewhere = {v for root in roots for v, at_its_own in em.tree(root) if not at_its_own}
-    return alone(em, roots, ops, []) - elsewhere
+    return alone(em, roots, ops, list(kept)) - elsewhere
