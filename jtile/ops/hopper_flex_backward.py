@@ -62,6 +62,7 @@ def misfit(
     """Why `gradients` cannot compute the gradients of this call, None where it can."""
     why = hopper_attention_backward.misfit(q, k, softcap=softcap, scale=scale)
     return why or first_unmet(
+        (softcap is None, "scores are capped"),
         (not by[1] or q.shape[2] == k.shape[2], "heads that share keys have masks of their own"),
         (score is None or _one_by_one(score, True, extras), "score does more than a function of one element would"),
         (mask is None or _one_by_one(mask, False, extras), "mask does more than a function of one element would"),

@@ -87,15 +87,17 @@ def test_in_the_interpreter(name, shared, monkeypatch):
 
 
 def test_it_is_chosen_where_functions_are_not_differentiated():
-    """By q, k and v the gradient goes by lists, by what a score reads by ranges; both under vmap and forwards."""
+    """By q, k and v the gradient goes by lists, by what a score reads, or with a cap, by ranges; both under vmap and
+    forwards."""
     q, k, v, g = operands((1, 100, 100, 4, 4, 64))
     f = lambda q, k, v, x: ops.attention(q, k, v, score=alibi, extras=(x,), causal=True)
     by_score = lambda g, q, k, v, x: jax.vjp(f, q, k, v, x)[1](g)
     with jt.config(arch="sm_90"):
         one = str(jax.make_jaxpr(pulled(ops.attention, ALIBI | {"causal": True}))(g, q, k, v))
         two = str(jax.make_jaxpr(by_score)(g, q, k, v, *ALIBI["extras"]))
+        capped = str(jax.make_jaxpr(pulled(ops.attention, ALIBI | {"causal": True, "softcap": 3.0}))(g, q, k, v))
     assert "hopper_flex_backward" in one
-    assert "hopper_flex_backward" not in two
+    assert "hopper_flex_backward" not in two and "hopper_flex_backward" not in capped
 
 
 @pytest.mark.parametrize("way", ["forwards", "twice", "vmap"])
