@@ -357,6 +357,78 @@ class Choice:
         return cls(sampling.static, numbers, ends, bool(logprobs))
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The programs of a `Generation`, of which it knows nothing: whoever drops one drops the tokens that it would make,
+    too, and the cache that these hold, without waiting for Python to collect what refers to itself."""
+
+    lm: LanguageModel
+    prompt: Prompt
+    new_tokens: int
+    choice: Choice
+    stats: Stats
+
+    def speculated(self, plan: Plan):
+        """As `tokens`, with drafts."""
+        if self.new_tokens > 0:
+            yield from speculation.run(self.lm, self.prompt, self.new_tokens, self.choice, plan, self.stats)
+
+    def tokens(self):
+        """The tokens of each step [batch], and their log-probabilities [batch] or None."""
+        if self.new_tokens == 0:
+            return
+        chunk = chunk_of(self.lm._nbytes, self.new_tokens - 1)
+        prompt, decode, rest = self.start(chunk)
+        began, start = time.perf_counter(), None
+        out, seen = prompt()
+        tokens, _, done, memory = out
+        if on_host():  # elsewhere the prompt hides the time that the host takes to launch the first chunk
+            jax.block_until_ready(out)
+            start = self._prompt_done(began)
+        made, (*first, ended) = 1, seen
+        pending = [(*first, 1, ended)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
+        for x in seen:
+            if x is not None:
+                x.copy_to_host_async()  # behind the launch of a chunk the copy would come later
+        while pending:
+            if made < self.new_tokens:  # the device works on the next chunk while this one is read and printed
+                count = min(chunk, self.new_tokens - made)
+                numbers = np.int32(made), np.int32(count), *rest
+                *out, tokens, done, memory = decode(self.lm._weights, memory, tokens, done, *numbers)
+                pending.append(out)
+                made += count
+            rows, logprobs, steps, ended = (None if x is None else np.asarray(x) for x in pending.pop(0))
+            start = self._prompt_done(began) if start is None else start
+            self.stats.decode_seconds = time.perf_counter() - start
+            for i in range(int(steps)):
+                yield rows[:, i], None if logprobs is None else logprobs[:, i]
+            if ended.all():
+                return
+
+    def start(self, chunk: int):
+        """(a function that runs the prompt, the program of `chunk` steps, its last arguments), all compiled."""
+        lm, choice = self.lm, self.choice
+        length = self.prompt.ids.shape[1]
+        size = kv.bucket(length, lm.config.max_length)
+        slots = kv.bucket(max(size, length + self.new_tokens), lm.config.max_length)
+        rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
+        args = (programs.packed(widen(self.prompt.ids, size), self.prompt.lengths), *rest)
+        context = lm.devices and lm.devices.axes.context
+        layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size, context)
+        prompt, (tokens, _, done, memory), seconds = prompts.compiled(lm, args, static | {"layout": layout})
+        rest = *rest, *lm._screens(len(self.prompt.lengths), choice)
+        args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
+        decode, more = lm._compiled(programs.decode, *args_of_step, chunk=chunk, **static)
+        self.stats.compile_seconds = seconds + more
+        return prompt, decode, rest
+
+    def _prompt_done(self, began: float) -> float:
+        """Notes that the prompt, which began then, is done now; returns the time."""
+        now = time.perf_counter()
+        self.stats.prefill_seconds = now - began
+        return now
+
+
 class Generation(Iterator):
     """An iterator over the tokens of one call of `LanguageModel.stream`.
 
@@ -370,8 +442,9 @@ class Generation(Iterator):
     ):
         self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))
         self.logprobs: list = []
-        self._lm, self._prompt, self._rows, self._new_tokens, self._choice = lm, prompt, rows, new_tokens, choice
-        self._tokens = self._run() if plan is None else self._speculate(plan)
+        self._lm, self._prompt, self._rows = lm, prompt, rows
+        self._run = Run(lm, prompt, new_tokens, choice, self.stats)
+        self._tokens = self._run.tokens() if plan is None else self._run.speculated(plan)
 
     def __next__(self):
         with here(self._lm.devices):
@@ -388,64 +461,6 @@ class Generation(Iterator):
         if logprobs is not None:
             self.logprobs.append(float(logprobs[0]) if single else logprobs)
         return int(row[0]) if single else row
-
-    def _speculate(self, plan: Plan):
-        if self._new_tokens > 0:
-            yield from speculation.run(self._lm, self._prompt, self._new_tokens, self._choice, plan, self.stats)
-
-    def _run(self):
-        if self._new_tokens == 0:
-            return
-        chunk = chunk_of(self._lm._nbytes, self._new_tokens - 1)
-        prompt, decode, rest = self._start(chunk)
-        began, start = time.perf_counter(), None
-        out, seen = prompt()
-        tokens, _, done, memory = out
-        if on_host():  # elsewhere the prompt hides the time that the host takes to launch the first chunk
-            jax.block_until_ready(out)
-            start = self._prompt_done(began)
-        made, (*first, ended) = 1, seen
-        pending = [(*first, 1, ended)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
-        for x in seen:
-            if x is not None:
-                x.copy_to_host_async()  # behind the launch of a chunk the copy would come later
-        while pending:
-            if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
-                count = min(chunk, self._new_tokens - made)
-                numbers = np.int32(made), np.int32(count), *rest
-                *out, tokens, done, memory = decode(self._lm._weights, memory, tokens, done, *numbers)
-                pending.append(out)
-                made += count
-            rows, logprobs, steps, ended = (None if x is None else np.asarray(x) for x in pending.pop(0))
-            start = self._prompt_done(began) if start is None else start
-            self.stats.decode_seconds = time.perf_counter() - start
-            for i in range(int(steps)):
-                yield rows[:, i], None if logprobs is None else logprobs[:, i]
-            if ended.all():
-                return
-
-    def _start(self, chunk: int):
-        """(a function that runs the prompt, the program of `chunk` steps, its last arguments), all compiled."""
-        lm, choice = self._lm, self._choice
-        length = self._prompt.ids.shape[1]
-        size = kv.bucket(length, lm.config.max_length)
-        slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
-        rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
-        args = (programs.packed(widen(self._prompt.ids, size), self._prompt.lengths), *rest)
-        context = lm.devices and lm.devices.axes.context
-        layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size, context)
-        prompt, (tokens, _, done, memory), seconds = prompts.compiled(lm, args, static | {"layout": layout})
-        rest = *rest, *lm._screens(len(self._prompt.lengths), choice)
-        args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
-        decode, more = lm._compiled(programs.decode, *args_of_step, chunk=chunk, **static)
-        self.stats.compile_seconds = seconds + more
-        return prompt, decode, rest
-
-    def _prompt_done(self, began: float) -> float:
-        """Notes that the prompt, which began then, is done now; returns the time."""
-        now = time.perf_counter()
-        self.stats.prefill_seconds = now - began
-        return now
 
 
 def chunk_of(nbytes: int, steps: int) -> int:

@@ -1,7 +1,9 @@
 """Generation: streaming, end tokens, limits, sampling through the whole model, and SmolLM2 against transformers."""
 
 import copy
+import gc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -133,6 +135,24 @@ def test_a_stream_that_is_dropped_leaves_the_model_usable(tiny, golden, row):
     assert next(stream) == golden["greedy"][0][0]
     del stream
     assert tiny.generate(row, 16).tolist() == golden["greedy"][0].tolist()
+
+
+def test_a_stream_that_is_dropped_leaves_no_cache_behind(tiny, row):
+    """Python need not look for what refers to itself, which it does after a while, and the memory of a device is full
+    before."""
+    tiny.generate(row, 3, eos=None)
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        stream = tiny.stream(row, 3, eos=None)
+        next(stream)
+        assert len(jax.live_arrays()) > before
+        del stream
+        assert len(jax.live_arrays()) == before
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def test_logits_that_are_no_numbers(tiny, golden, row):

@@ -40,7 +40,7 @@ def test_several_programs_give_what_one_does(name, short, outputs, monkeypatch):
             del lm._executables[key]
         stream = lm.stream(ids, 4, eos=None, **options)
         tokens = np.stack(list(stream))
-        prompt, _, _ = stream._start(8)
+        prompt, _, _ = stream._run.start(8)
         return tokens, stream.logprobs, prompt()
 
     tokens, rates, whole = run(several=False)
@@ -66,7 +66,7 @@ def test_the_tokens_come_from_the_host_once(short, outputs, monkeypatch):
     monkeypatch.setattr(prompts, "_on_one_gpu", lambda lm: True)
     monkeypatch.setattr(prompts, "shared", lambda lm, tokens: ((0, 1), (1, 2), (2, 3)))
     stream = lm.stream(ids, 1, eos=None)
-    prompt, _, _ = stream._start(8)
+    prompt, _, _ = stream._run.start(8)
     seen = []
 
     def watched(one):
@@ -146,10 +146,10 @@ def test_a_prompt_of_a_known_size_asks_no_program_anything(short, outputs, monke
     for several in (False, True):
         monkeypatch.setattr(lm, "_executables", {})
         monkeypatch.setattr(prompts, "_on_one_gpu", lambda lm, several=several: several)
-        lm.stream(ids, 2, eos=None)._start(8)
+        lm.stream(ids, 2, eos=None)._run.start(8)
         with monkeypatch.context() as now:
             now.setattr(jax.stages.Compiled, "out_info", property(lambda self: pytest.fail("asked")))
-            lm.stream(ids + 1, 2, eos=None)._start(8)
+            lm.stream(ids + 1, 2, eos=None)._run.start(8)
 
 
 def test_what_a_layer_takes(short):
