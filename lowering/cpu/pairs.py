@@ -58,12 +58,18 @@ def stored_next(em: Emitter, op: ir.Concat) -> ir.Store | None:
     size = value.shape[-1]
     side_by_side = isinstance(last, ir.Tile) or (isinstance(last, ir.Span) and last.stride == 1)
     if value is op.result:
-        side_by_side = side_by_side and following.ref.shape[-1] == size == len(op.xs)
+        whole = not following.checked or _begins_at_zero(last)
+        side_by_side = side_by_side and whole and following.ref.shape[-1] == size == len(op.xs)
     taken = any(isinstance(d, ir.Take) for d in following.index)
     if not side_by_side or taken or following.mask is not None:
         return None
     # What is loaded from the Ref is computed before anything is stored to it.
     return None if plan.loads_from(op, plan.same_memory(em.kernel, following.ref)) else following
+
+
+def _begins_at_zero(d: ir.Span | ir.Tile) -> bool:
+    start = ir.dim_value(d).op
+    return isinstance(start, ir.Full) and start.value == 0
 
 
 def _merges(op: ir.Op, of: ir.Concat) -> bool:
@@ -96,6 +102,8 @@ def emit(em: Emitter, pair: Parts, into: Buffer, bounds: Bounds) -> None:
         if edge is not None:
             lo, hi = (em.code.let("i64", f"udiv {x}, {count}") for x in (edge[0], em.code.add(edge[1], count - 1)))
             bounds = {**bounds, len(rest): (lo, hi)}
+    elif pair.axis in bounds:  # all of the parts, whose axis has one element in each
+        bounds = {**bounds, pair.axis: (i64(0), i64(1))}
     shape, roots, readers = op.xs[0].shape, list(op.xs), [op]
     if pair.axis == len(shape) - 1 and not _reads_axis(em, roots, shape):
         readers, roots, shape = [x.op for x in roots], [x.op.x for x in roots], shape[:-1]

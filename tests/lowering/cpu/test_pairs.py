@@ -129,3 +129,22 @@ def test_rows_of_parts_need_no_memory_of_their_own():
         lowered = rows_of_parts.lower(x, columns=columns, target="cpu")
         assert "getelementptr i8, ptr %ws" not in lowered.texts["llvm"]
         assert "scatter" not in lowered.texts["llvm"]
+
+
+def of_one_row(x, n, o):
+    at, o[:, :] = n[0], jnp.zeros(o.shape, o.dtype)
+    o[at, :] = jnp.concatenate([x[0:1], x[1:2] + 1])
+
+
+def over_the_edge(x, n, o):
+    at, o[:, :] = n[0], jnp.zeros(o.shape, o.dtype)
+    o[:, jt.ds(at, 2)] = jnp.stack([x[:], x[:] + 1], -1)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+@pytest.mark.parametrize("body", [of_one_row, over_the_edge])
+def test_pairs_that_begin_where_data_says(body, n):
+    """Nothing behind the place of a pair, or behind the array, is written."""
+    x, n = np.arange(1.0, 9.0, dtype=np.float32), np.full((1,), n, np.int32)
+    kernel = jt.kernel(out_type=jax.ShapeDtypeStruct((8, 2), jnp.float32), grid=1)(body)
+    np.testing.assert_array_equal(kernel(x, n), kernel.interpret(x, n))
