@@ -83,7 +83,7 @@ def pytest_configure(config):
         native_calls.install()
         if config.getoption("--runslow"):  # all is compiled anew, in child processes, too
             os.environ["SUITE_CACHE"] = ""
-        _kept[0] = remembered.install() or _kept[0]
+        remembered.install()
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
     jax.monitoring.register_event_duration_secs_listener(_count)
@@ -154,8 +154,8 @@ def pytest_runtest_teardown():
     """Collect after all, where that takes too much memory: half of the machine's in all processes together; but only
     what comes from then on, since to walk through all that there is takes 20 s. And let XLA keep no more programs on
     disk, where a test, or a command that it called, has asked for that."""
-    if jax.config.jax_compilation_cache_dir != _kept[0]:
-        jax.config.update("jax_compilation_cache_dir", _kept[0])
+    if jax.config.jax_compilation_cache_dir != KEPT:
+        jax.config.update("jax_compilation_cache_dir", KEPT)
         compilation_cache.reset_cache()
     if not gc.isenabled() and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MEMORY:
         gc.freeze()
@@ -176,7 +176,7 @@ def gpu_missing() -> str:
 _workers = max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * _workers)
 LONG = 20.0  # seconds
-_kept = [jax.config.jax_compilation_cache_dir]  # where XLA keeps programs: as the user has said, or `remembered`
+KEPT = jax.config.jax_compilation_cache_dir  # where XLA keeps programs: nowhere, unless the user has said so
 ENOUGH = 900.0  # CPU seconds of the tests of one run without GPU: eight minutes on two cores, collecting included
 _programs = [0]  # that XLA compiled in this process
 

@@ -1,10 +1,8 @@
 """What compilers made in earlier runs of the suite (`tests/support/remembered.py`)."""
 
 import dataclasses
-import importlib
 import os
 
-import jax
 import numpy as np
 import pytest
 import remembered
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
-    """Functions that remember in a folder of the test's own, whatever this run has; and XLA's programs with them."""
+    """Functions that remember in a folder of the test's own, whatever this run has."""
     monkeypatch.setenv("SUITE_CACHE", str(tmp_path))
     monkeypatch.setattr(remembered, "_off", [False])
     for module, name in ((of_llvm, "assemble"), (stages, "_build")):
@@ -143,31 +141,6 @@ def test_code_for_gpus(triton, monkeypatch):
     monkeypatch.setattr(versions, "forgets_modifiers", lambda: True)
     compile_kernel(kernel(), resolve("cuda:sm_90"), {})
     assert triton.calls == 4
-
-
-def test_programs_of_xla(own_folder, monkeypatch):
-    """They are found by a new `jit`, and give what they gave; those that were changed are not."""
-    hits = []
-    listener = lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    module = importlib.import_module("jax._" + "src.compilation_cache")
-    for name in ("get_file_cache", "compress_executable"):
-        monkeypatch.setattr(module, name, vars(module)[name])
-    jax.monitoring.register_event_listener(listener)
-    try:
-        assert remembered.install() == str(own_folder / f"xla-{remembered._machine()}")
-        module.reset_cache()
-        k = jt.call(lambda x, o: twice(x, o), out_type=lambda x: x, grid=1)
-        x = np.arange(64, dtype=np.float32).reshape(4, 16)
-        for n, scale in enumerate((1, 1, 3)):
-            found = jax.jit(lambda x, scale=scale: k(x) * np.float32(scale))(x)
-            np.testing.assert_array_equal(found, 2 * x * scale)
-            assert len(hits) == min(n, 1)
-    finally:
-        jax.monitoring.unregister_event_listener(listener)
-        jax.config.update("jax_compilation_cache_dir", before)
-        module.reset_cache()
 
 
 def test_what_was_used_last_stays(own_folder, monkeypatch):

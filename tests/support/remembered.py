@@ -1,6 +1,6 @@
-"""What other people's compilers made in earlier runs: LLVM for CPUs, triton with its assembler, and XLA.
+"""What other people's compilers made in earlier runs: LLVM for CPUs, and triton with its assembler.
 
-A third of the suite's time was theirs, and what one of them makes depends on what it is given alone. So it is kept in a
+A fifth of the suite's time was theirs, and what one of them makes depends on what it is given alone. So it is kept in a
 folder of the user's, by a hash of all that: the text, the options, the versions, and the sources of jtile that drive
 the compiler. What jtile traces, rewrites and emits is made anew in every run; where that comes to another text, it is
 compiled. Nothing is found, or kept, where a test has put something else in the place of a part of these modules, or
@@ -22,7 +22,6 @@ import importlib.metadata
 import json
 import os
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -75,20 +74,17 @@ class Files:
                 os.unlink(part)
 
 
-def install() -> str | None:
-    """From now on compilers are asked for what they have not made yet, in this process. Gives the folder of what XLA
-    makes, or None."""
+def install() -> None:
+    """From now on compilers are asked for what they have not made yet, in this process."""
     path = folder()
     if path is None:
-        return None
+        return
     try:
         files = Files(path / "images")
-        of_xla = _xla(path / f"xla-{_machine()}")
     except OSError:  # a home that nobody can write to
-        return None
+        return
     _remember(LLVM, files)
     _remember(TRITON, files)
-    return of_xla
 
 
 def prune() -> None:
@@ -114,16 +110,11 @@ def prune() -> None:
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
     """Compilers make everything inside, as if there was nothing."""
-    import jax
-
     before, _off[0] = _off[0], True
-    enabled = jax.config.jax_enable_compilation_cache
-    _xla_asks(False)
     try:
         yield
     finally:
         _off[0] = before
-        _xla_asks(enabled)
 
 
 # -- LLVM and triton ---------------------------------------------------------------------------------------------------
@@ -255,40 +246,3 @@ def _hash(*parts: Any) -> str:
         data = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-# -- XLA ---------------------------------------------------------------------------------------------------------------
-
-
-def _machine() -> str:
-    """What XLA's code for CPUs depends on, and the key that JAX makes does not have."""
-    isa = importlib.import_module("jtile.lowering.cpu.isa")
-    return _hash(_plain(isa.processor_isa()))[:16]
-
-
-def _xla(path: Path) -> str | None:
-    """JAX's own cache of programs, in files of ours: it writes its own in place, where another process may read half.
-    A user's own stays as it is."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir:
-        return None
-    compilers = importlib.import_module("jax._" + "src.compilation_cache")
-    own, ours = compilers.get_file_cache, Files(path)
-    compilers.get_file_cache = lambda at: (ours, at) if at == str(path) else own(at)
-    if not getattr(compilers, "zstd", None) and not getattr(compilers, "zstandard", None):
-        # Else by zlib, whose usual level takes half of the time to keep a program; every level is read alike.
-        compilers.compress_executable = functools.partial(zlib.compress, level=1)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    return str(path)
-
-
-def _xla_asks(enabled: bool) -> None:
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()
