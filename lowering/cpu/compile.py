@@ -126,20 +126,24 @@ def _emit(
     code.finish(Val("i32", "0"))
     workspace = em.arena.assign() + (alike.HEADER if common else 0)
     emit_arrivals.emit_number(module, kernel)
-    launch = {
+    if symbols:
+        sizes.emit_grid(module, kernel)
+    return em.arena.patch(module.text()), _launch(em, kernel, isa, workspace, dynamic=bool(symbols)), em.orders
+
+
+def _launch(em: Emitter, kernel: ir.Kernel, isa: Isa, workspace: int, *, dynamic: bool) -> dict[str, Any]:
+    """The launch attributes of emitted code that needs so many bytes of a worker's memory."""
+    found: dict[str, Any] = {
         "name": kernel.name,
-        "programs": AT_RUN_TIME if symbols else math.prod(kernel.grid),
+        "programs": AT_RUN_TIME if dynamic else math.prod(kernel.grid),
         "workspace": workspace,
         "cost": program_cost_ns(kernel, isa),
         "isa": f"{isa.arch}:{','.join(sorted(isa.features))}",
         "sites": json.dumps(em.sites, sort_keys=True),
     }
     if kernel.devices:
-        launch |= emit_devices.layout(kernel)[1]
-    if symbols:
-        sizes.emit_grid(module, kernel)
-        launch["dims"] = sizes.dims_attribute(kernel)
-    return em.arena.patch(module.text()), launch, em.orders
+        found |= emit_devices.layout(kernel)[1]
+    return found | ({"dims": sizes.dims_attribute(kernel)} if dynamic else {})
 
 
 def _strides(em: Emitter, shape: tuple[ir.Size, ...]) -> tuple[int | Val, ...]:
