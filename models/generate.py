@@ -442,22 +442,22 @@ class Generation(Iterator):
     ):
         self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))
         self.logprobs: list = []
-        self._lm, self._prompt, self._rows = lm, prompt, rows
-        self._run = Run(lm, prompt, new_tokens, choice, self.stats)
+        self._rows, self._run = rows, Run(lm, prompt, new_tokens, choice, self.stats)
         self._tokens = self._run.tokens() if plan is None else self._run.speculated(plan)
 
     def __next__(self):
-        with here(self._lm.devices):
+        lm = self._run.lm
+        with here(lm.devices):
             row, logprobs = (x if x is None else x[: self._rows] for x in next(self._tokens))
-        if (row >= self._lm.config.vocab_size).any():  # see `sampling.choose`
+        if (row >= lm.config.vocab_size).any():  # see `sampling.choose`
             self._tokens.close()
             overflow = ", or load it with dtype='bfloat16' or 'float32': beyond 65504 float16 has no numbers"
             raise ModelError(
-                f"the logits of {self._lm.source or 'the model'} are no numbers (NaN) at token {self.stats.new_tokens} "
-                f"of the answer; check its weights and their scales{overflow if self._lm.dtype == 'float16' else ''}"
+                f"the logits of {lm.source or 'the model'} are no numbers (NaN) at token {self.stats.new_tokens} "
+                f"of the answer; check its weights and their scales{overflow if lm.dtype == 'float16' else ''}"
             )
         self.stats.new_tokens += 1
-        single = self._prompt.single
+        single = self._run.prompt.single
         if logprobs is not None:
             self.logprobs.append(float(logprobs[0]) if single else logprobs)
         return int(row[0]) if single else row
