@@ -19,7 +19,7 @@ from jtile import cdiv
 from jtile.ops import hopper_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.hopper_tiles import Product
-from jtile.tune import guesses, products
+from jtile.tune import products
 from jtile.tune.products import power, side
 
 LITTLE = 100 << 10  # bytes of shared memory of a block
@@ -29,7 +29,7 @@ def processors() -> int:
     """Multiprocessors (compute units) of the GPU that kernels called here are made for; where that is none, of sm_90's
     common card, whose kernels are also for the interpreter."""
     found = jt.target()
-    return guesses.units(found) if "warps" in found.features else hopper_tiles.processors()
+    return found.programs_at_once if "warps" in found.features else hopper_tiles.processors()
 
 
 def overlaps() -> bool:

@@ -178,7 +178,7 @@ def all_guesses(
             return
         why = (
             f"the largest tile of a program has {guesses.largest_tile(kernel)} bytes, and there are "
-            f"{math.prod(kernel.grid)} programs for {guesses.units(target)} units"
+            f"{math.prod(kernel.grid)} programs for {target.programs_at_once} units"
         )
         yield Guess(config, why)
     else:
@@ -233,7 +233,7 @@ def _by_bytes(
 ) -> dict[str, int]:
     """Sides of tiles of a kernel without products: those along the last axis of an array first, as long as the budget
     allows (two of them, as of a transpose, share it), then rows; and all so that every unit has several programs."""
-    often = guesses.WAVES * guesses.units(target)
+    often = guesses.WAVES * target.programs_at_once
     config = config | dict.fromkeys(places, 1)
     lines = sum(max(axis for axis, *_ in _arrays(base, at, joined=False)) == -1 for at in places.values())
     for name in sorted(places, key=lambda n: -max(axis for axis, *_ in _arrays(base, places[n]))):
@@ -279,7 +279,7 @@ def _busy(
         while axis == -1 and config[name] > 1 and config[name] * itemsize > guesses.SHORTEST:
             shorter = {**config, name: config[name] // 2}
             found = asked.kept(shorter)
-            if found is None or math.prod(kernel.grid) >= guesses.units(target):
+            if found is None or math.prod(kernel.grid) >= target.programs_at_once:
                 break
             config, kernel = shorter, found
     for name in loops:

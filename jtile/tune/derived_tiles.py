@@ -37,10 +37,10 @@ def busy(kernel: ir.Kernel, target: Any) -> Busy | None:
     if "warps" not in target.features or ir.is_dynamic(kernel):
         return None
     if nature.products_of(kernel):
-        return Busy(EACH, rounds=1, least=guesses.units(target))
+        return Busy(EACH, rounds=1, least=target.programs_at_once)
     side = products.power(guesses.largest(kernel))
     each = min(max(HELD // side, 1), MOST_SHORT if side < SHORT else MOST)
-    return Busy(guesses.units(target) * each, stages=STAGES)
+    return Busy(target.programs_at_once * each, stages=STAGES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Sides:
 
 def of_product(whole: Whole, sides: Sides, target: Any) -> Iterator[Guess]:
     """The guesses for a kernel that makes one product of arrays (or gates), tile by tile."""
-    p, cores = whole.product, units(target)
+    p, cores = whole.product, target.programs_at_once
     text = f"for the product {_text(whole)}"
     if memories := matrix_memories(target):
         tile = products.on_npu(p.m, p.n, p.k, p.itemsize, p.gates, memories, cores)
@@ -145,11 +145,6 @@ def whole_sides(target: Any) -> bool:
     return "warps" not in target.features and not matrix_memories(target)
 
 
-def units(target: Any) -> int:
-    """The number of multiprocessors, compute units or cores of a target."""
-    return target.programs_at_once
-
-
 def budget(kernel: ir.Kernel) -> int:
     """Bytes of the largest tile that a program of a kernel without products best holds."""
     return OFTEN if any(isinstance(op, _PASSES) for op in kernel.body.walk()) else BUDGET
@@ -157,7 +152,7 @@ def budget(kernel: ir.Kernel) -> int:
 
 def streamed(kernel: ir.Kernel, target: Any) -> int:
     """Bytes of the largest tile that a program of a kernel without products best reads in a loop, on a GPU."""
-    return min(IN_FLIGHT * units(target) // max(math.prod(kernel.grid), 1), HELD)
+    return min(IN_FLIGHT * target.programs_at_once // max(math.prod(kernel.grid), 1), HELD)
 
 
 def largest(kernel: ir.Kernel) -> int:
